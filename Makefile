@@ -1,0 +1,40 @@
+# The first run of `demo` or `test` makes .venv and fetches the default model; later runs redo neither.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help demo test lint model setup clean
+
+help:  ## Show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+
+demo: model  ## See it work: the same text, faster
+	@$(BIN)/graft demo
+
+test: lint model  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
+	OMP_WAIT_POLICY=passive $(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+model: $(INSTALLED)  ## Fetch the default model
+	@$(BIN)/graft pull > /dev/null
+
+setup: $(INSTALLED)  ## Make .venv with the tested versions; PYTHON=python3.12 chooses another Python
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: Graft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Setting up .venv, once; this takes a few minutes"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:  ## Remove caches and build leftovers; .venv and models stay
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

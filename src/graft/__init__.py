@@ -1,0 +1,51 @@
+"""Graft: lossless acceleration of language-model decoding.
+
+import graft
+engine = graft.load("smollm2-135m")
+print(engine.generate([{"role": "user", "content": "Write a haiku."}]).text)
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from graft.errors import GraftError
+
+if TYPE_CHECKING:
+    from graft.engine import Choice, Engine, Generation, Stream
+    from graft.integrations.transformers import decode
+    from graft.loading import load
+    from graft.sampling import SamplingSettings
+
+__version__ = version("graft-decoding")
+__all__ = [
+    "Choice",
+    "Engine",
+    "Generation",
+    "GraftError",
+    "SamplingSettings",
+    "Stream",
+    "__version__",
+    "decode",
+    "load",
+]
+
+# torch and transformers take seconds to import: they wait until something needs them.
+_HOMES = {
+    "Choice": "graft.engine",
+    "Engine": "graft.engine",
+    "Generation": "graft.engine",
+    "SamplingSettings": "graft.sampling",
+    "Stream": "graft.engine",
+    "decode": "graft.integrations.transformers",
+    "load": "graft.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,59 @@
+"""The `graft` command. One file a verb; each imports what it needs when it runs, so that `--help` is quick.
+
+A verb is a plain function with typer annotations. To add one: write `cli/VERB.py`, list it in `VERBS`.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from graft import __version__
+from graft.cli.env import env
+from graft.cli.pull import pull
+from graft.errors import GraftError
+
+VERBS = (pull, env)
+
+app = typer.Typer(
+    name="graft",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in VERBS:
+    app.command()(verb)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"graft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def graft(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Faster decoding of language models, with exactly the text the model would have written."""
+
+
+def main() -> None:
+    """Run the command; what the user can fix is one line on stderr and exit status 2."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except GraftError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader (`head`, say) has gone; keep the interpreter from flushing into the closed pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

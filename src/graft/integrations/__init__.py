@@ -1,0 +1,1 @@
+"""Graft inside other people's stacks."""

@@ -1,0 +1,62 @@
+"""`load`: from a model's name to a ready engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from graft.engine import Engine
+from graft.errors import GraftError
+from graft.models.registry import DEFAULT_MODEL
+from graft.policy import DEFAULT_POLICY
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load(
+    model: str | PreTrainedModel = DEFAULT_MODEL,
+    *,
+    tokenizer: Any | None = None,
+    draft: None = None,
+    policy: str = DEFAULT_POLICY,
+    budget: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    chunk_size: int = 256,
+) -> Engine:
+    """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
+
+    device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
+    fp32, bf16, fp16. A model in memory keeps its own. budget: nodes a round verifies, None for what pays on
+    this machine. draft: no drafters yet; retrieval needs none.
+    """
+    if draft is not None:
+        raise GraftError(f"draft={draft!r}: this version drafts by retrieval alone; leave draft out")
+    if isinstance(model, str):
+        from graft.models.load import load_model
+
+        chosen = pick_device(device)
+        model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
+        tokenizer = tokenizer or own_tokenizer
+    return Engine(model, tokenizer, policy=policy, budget=budget, chunk_size=chunk_size)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise GraftError(f"device {name!r} is not usable here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise GraftError(f"unknown dtype {name!r}: known are auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]

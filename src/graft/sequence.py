@@ -1,0 +1,106 @@
+"""Sequence: one answer while it is decoded, its tokens, its text, and the rules by which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from graft.sampling import SamplingSettings
+from graft.stats import Stats
+from graft.text import TextStream
+from graft.tree import DraftTree
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-probability of a token, before temperature, penalties and truncation."""
+
+    token: int
+    logprob: float
+    alternatives: dict[int, float]  # the most likely tokens at that place
+
+
+class Sequence:
+    """Tokens so far (the last is the next round's root) and what was counted on the way."""
+
+    def __init__(
+        self,
+        prompt: SequenceOf[int],
+        settings: SamplingSettings,
+        eos_token_ids: SequenceOf[int] = (),
+        tokenizer: Any | None = None,
+    ) -> None:
+        self.ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.settings = settings
+        self.stats = Stats()
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
+        self._endings = frozenset(settings.stop_token_ids) | (
+            frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
+        )
+
+    @property
+    def new_ids(self) -> list[int]:
+        return self.ids[self.num_prompt_tokens :]
+
+    @property
+    def num_remaining(self) -> int:
+        return self.settings.max_new_tokens - self.stats.tokens
+
+    def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
+        """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
+        self.stats.rounds += 1
+        self.stats.nodes += row.num_nodes
+        self.stats.proposed_by_source.update(row.proposed_by_source())
+        for depth, token in enumerate(tokens):
+            judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
+            if self.settings.logprobs is not None:
+                self.logprobs.append(row.logprob(judged_at, token, self.settings.logprobs))
+            self.ids.append(token)
+            self.stats.tokens += 1
+            if depth < len(nodes):
+                self.stats.accepted += 1
+                self.stats.accepted_by_depth[depth + 1] += 1
+                self.stats.accepted_by_source[row.source(nodes[depth])] += 1
+            self.finish_reason = self._ending(token)
+            if self.finish_reason is not None:
+                break
+        if self.finish_reason is not None and self.text is not None:
+            self.text.finish()
+
+    def _ending(self, token: int) -> FinishReason | None:
+        old_enough = self.stats.tokens >= self.settings.min_tokens
+        stop_string = self.text is not None and self.text.push(token, may_stop=old_enough)
+        if stop_string or (old_enough and token in self._endings):
+            return "stop"
+        return "length" if self.num_remaining == 0 else None
+
+
+class TreeRow:
+    """One row of a verified tree, for counting and log-probabilities."""
+
+    def __init__(self, tree: DraftTree, logits: Tensor, row: int, source_names: SequenceOf[str]) -> None:
+        self._sources: list[int] = tree.sources[row].tolist()
+        self._logits = logits[row]  # [N, V]
+        self._names = source_names
+        self.num_nodes = sum(source > 0 for source in self._sources)
+
+    def source(self, node: int) -> str:
+        return self._names[self._sources[node]]
+
+    def proposed_by_source(self) -> list[str]:
+        return [self._names[source] for source in self._sources if source > 0]
+
+    def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
+        logprobs = torch.log_softmax(self._logits[node], dim=0)
+        values, tokens = logprobs.topk(min(num_alternatives, len(logprobs)))
+        alternatives = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token, float(logprobs[token]), alternatives)

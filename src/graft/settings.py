@@ -1,0 +1,30 @@
+"""The base of every settings object: frozen, validated, and strict about unknown keys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Self
+
+from graft.errors import GraftError
+
+
+class Settings:
+    """Mixin for frozen dataclasses. `of` builds one from keywords and names a misspelt key."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+                raise GraftError(f"unknown setting {key!r}: {hint}")
+        return cls(**options)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises a GraftError with `message` unless `condition` holds."""
+    if not condition:
+        raise GraftError(message)

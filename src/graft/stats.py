@@ -1,0 +1,73 @@
+"""What a generation did and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Clock:
+    """Seconds by phase. Phases do not nest; what lies between them is the host's."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[Callable[[], float]]:
+        """Times what is inside; the value given tells, afterwards, how long it took."""
+        start = time.perf_counter()
+        end = start
+        try:
+            yield lambda: end - start
+        finally:
+            end = time.perf_counter()
+            self.seconds[phase] += end - start
+
+    def with_host(self, total: float) -> dict[str, float]:
+        """Seconds by phase, with what `total` has beyond them as the host's."""
+        return {**self.seconds, "host": max(0.0, total - sum(self.seconds.values()))}
+
+
+@dataclass
+class Stats:
+    """Counts of one answer; the times are those of the whole batch it was decoded in."""
+
+    rounds: int = 0
+    tokens: int = 0  # new tokens, exactly those in the answer
+    accepted: int = 0  # of them, those a tree held
+    nodes: int = 0  # proposed nodes that were verified
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    proposed_by_source: Counter[str] = field(default_factory=Counter)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens per round, 1 + accepted / rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "accepted": self.accepted,
+            "mean_accepted": self.mean_accepted,
+            "tokens_per_second": self.tokens_per_second,
+            "nodes_per_round": self.nodes / self.rounds if self.rounds else 0.0,
+            "accepted_by_source": dict(self.accepted_by_source),
+            "accepted_by_depth": dict(sorted(self.accepted_by_depth.items())),
+            "proposed_by_source": dict(self.proposed_by_source),
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "seconds_by_phase": dict(self.seconds_by_phase),
+        }

@@ -1,0 +1,80 @@
+"""Tree attention as one of transformers' attention functions, under the name "graft".
+
+The model's own code calls it in every layer. What each token may see comes along as the forward's keyword
+`tree`, so no model is patched and there is no global state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from graft.errors import GraftError
+
+NAME = "graft"
+# Attention arguments that change the result and that this function does not compute.
+_UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
+
+
+class Visibility:
+    """Which keys each of a forward's tokens sees: its row's committed tokens and, in the forward, its ancestors."""
+
+    def __init__(self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
+        self._lengths = lengths  # [B] committed tokens
+        self._positions = positions  # [B, W]
+        self._ancestors = ancestors  # [B, W, W] bool
+        self._dtype = dtype
+        self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
+
+    def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
+        """Additive mask [B, 1, groups * W, keys], None when every key is seen; made once for all layers alike."""
+        key = (window, num_keys, num_groups)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(num_keys, window, num_groups)
+        return self._masks[key]
+
+    def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
+        batch, width = self._positions.shape
+        if batch == 1 and width == 1 and (window is None or num_keys <= window):
+            return None
+        slots = torch.arange(num_keys, device=self._lengths.device)
+        place = slots - self._lengths[:, None]  # [B, S] place in the forward, negative for committed keys
+        in_forward = (place >= 0) & (place < width)
+        index = place.clamp(0, width - 1)[:, None, :].expand(-1, width, -1)
+        seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
+        if window is not None:
+            key_position = torch.where(in_forward, self._positions.gather(1, index[:, 0]), slots)
+            seen &= self._positions[:, :, None] - key_position[:, None, :] < window
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return mask[:, None].repeat(1, 1, num_groups, 1)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, heads, W, head_dim]
+    key: Tensor,  # [B, kv_heads, S, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree: Visibility | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if tree is None:
+        raise GraftError(f"{type(module).__name__} does not hand attention arguments on, so it cannot verify trees")
+    for name, meaning in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
+    batch, heads, width, head_dim = query.shape
+    kv_heads = key.shape[1]
+    # Query heads that share keys stand below each other as more queries: no copy of the keys is made for them.
+    query = query.reshape(batch, kv_heads, heads // kv_heads * width, head_dim)
+    mask = tree.mask(key.shape[2], sliding_window, heads // kv_heads)
+    out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, tree_attention)

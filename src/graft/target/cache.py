@@ -1,0 +1,108 @@
+"""The key/value cache: preallocated, one row a sequence, committed and rolled back in place.
+
+A forward writes its tokens behind each row's committed length; nothing is committed until `commit` says which
+of them stay. What is not committed is simply overwritten by the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from graft.errors import GraftError
+
+
+class TreeCache(Cache):
+    """Keys and values of all layers in one tensor each, [layers, rows, slots, heads, head_dim]."""
+
+    def __init__(self, num_layers: int, num_rows: int, num_slots: int) -> None:
+        super().__init__(layers=[])
+        self.lengths = [0] * num_rows  # committed tokens of each row
+        self.num_slots = num_slots
+        self._num_layers = num_layers
+        self._keys: Tensor | None = None  # made at the first write, when heads, dtype and device are known
+        self._values: Tensor | None = None
+        self._rows = slice(0, num_rows)  # the rows that the current forward runs
+        self._slots: Tensor | None = None  # [B, W] where it writes
+        self._end = 0  # slots it reads
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def aim(self, rows: slice, width: int, device: torch.device) -> Tensor:
+        """Readies the rows for a forward of `width` tokens and returns their committed lengths [B]."""
+        lengths = self.lengths[rows]
+        self._rows, self._end = rows, max(lengths) + width
+        if self._end > self.num_slots:
+            raise GraftError(f"the cache holds {self.num_slots} tokens and {self._end} are needed")
+        starts = torch.tensor(lengths, device=device)
+        self._slots = starts[:, None] + torch.arange(width, device=device)
+        return starts
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one layer's new keys and values [B, heads, W, head_dim]; returns all up to the last used slot."""
+        if self._keys is None or self._values is None:
+            self._keys, self._values = self._allocate(key_states), self._allocate(value_states)
+        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keeps, in each row of the last forward, the token 0 and then those of its path, and moves them together.
+
+        A path lists places in the forward, in order; one gather moves all layers.
+        """
+        first = self._rows.start
+        longest = max(map(len, paths))
+        if any(list(path) != list(range(1, len(path) + 1)) for path in paths):
+            # A place that is not kept moves onto itself: rows of different path lengths share one gather.
+            moves = [[*path, *range(len(path) + 1, longest + 1)] for path in paths]
+            for stored in (self._keys, self._values):
+                assert stored is not None
+                rows = torch.arange(first, first + len(paths), device=stored.device)[:, None]
+                starts = torch.tensor(self.lengths[self._rows], device=stored.device)[:, None]
+                source = starts + torch.tensor(moves, device=stored.device)
+                target = starts + torch.arange(1, longest + 1, device=stored.device)
+                stored[:, rows, target] = stored[:, rows, source]
+        for row, path in enumerate(paths, start=first):
+            self.lengths[row] += 1 + len(path)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Makes one row's committed tokens those of another: answers to the same prompt share its prefill."""
+        length = self.lengths[source]
+        for stored in (self._keys, self._values):
+            if stored is not None:
+                stored[:, target, :length] = stored[:, source, :length]
+        self.lengths[target] = length
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        if self._keys is not None and self._values is not None:
+            index = torch.tensor(rows, device=self._keys.device)
+            self._keys, self._values = self._keys[:, index], self._values[:, index]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """transformers asks this to make up positions; ours are always given."""
+        return self._end
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        _, heads, _, head_dim = states.shape
+        # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
+        return states.new_zeros(self._num_layers, self.num_rows, self.num_slots, heads, head_dim)
+
+    def _write(self, stored: Tensor, layer: int, states: Tensor) -> Tensor:
+        if stored.shape[3:] != (states.shape[1], states.shape[3]):
+            raise GraftError(
+                f"layer {layer} has {states.shape[1]} key/value heads of {states.shape[3]}, other layers "
+                f"{stored.shape[3]} of {stored.shape[4]}: models whose layers differ in shape are not supported"
+            )
+        rows = stored[layer, self._rows]  # [B, slots, heads, head_dim], a view
+        index = self._slots[:, :, None, None].expand(-1, -1, *rows.shape[2:])  # type: ignore[index]
+        rows.scatter_(1, index, states.transpose(1, 2))
+        return rows[:, : self._end].transpose(1, 2)

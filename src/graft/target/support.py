@@ -1,0 +1,41 @@
+"""Which models can be a target: decoders whose cache can forget a token, run through transformers' interfaces."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from graft.errors import GraftError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# Architectures that the tests compare, token for token, with transformers' own `generate`.
+TESTED_ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "phi3",
+    "gemma3_text",
+    "gpt_neox",
+    "olmo2",
+)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises a GraftError that says why a model cannot verify trees, if it cannot."""
+    kind = type(model).__name__
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise GraftError(f"{kind} is an encoder-decoder; Graft decodes decoder-only models")
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if getattr(model, "_is_stateful", False) or strange:
+        what = f"has layers of type {', '.join(strange)}" if strange else "keeps a recurrent state"
+        raise GraftError(
+            f"{kind} {what}, which cannot be rolled back when a drafted token is rejected; "
+            "choose a model that has only attention layers"
+        )
+    if not model._supports_attention_backend:
+        raise GraftError(f"{kind} does not take other attention functions, which tree verification needs")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise GraftError(f"{kind} soft-caps its attention, which tree verification does not support")

@@ -1,0 +1,64 @@
+"""Token ids to text, as they come: never half a character, never past a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
+_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+
+
+class TextStream:
+    """Decodes an answer token by token and watches for stop strings."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_TAIL:])
+        self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
+        self._stop = tuple(stop)
+        self._num_taken = 0
+        self.text = ""  # whole characters only; ends before the stop string, if one came
+
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Adds one token; True when it completed a stop string (the text is then cut before it)."""
+        self._ids.append(token)
+        new = self._decode(self._ids[self._decoded_from :])
+        if new.endswith(_UNFINISHED):
+            return False
+        return self._add(new, may_stop)
+
+    def finish(self) -> None:
+        """Lets out what was held back: the answer ended inside a character."""
+        if self._decoded_to < len(self._ids):
+            self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
+
+    def take(self, final: bool = False) -> str:
+        """The text not taken before, less (unless `final`) an end that may turn out to begin a stop string."""
+        end = len(self.text) if final else len(self.text) - self._num_held()
+        piece = self.text[self._num_taken : end]
+        self._num_taken = max(end, self._num_taken)
+        return piece
+
+    def _add(self, new: str, may_stop: bool) -> bool:
+        known = self._decode(self._ids[self._decoded_from : self._decoded_to])
+        self._decoded_from, self._decoded_to = self._decoded_to, len(self._ids)
+        before = len(self.text)
+        self.text += new[len(known) :]
+        if not (may_stop and self._stop):
+            return False
+        hits = [self.text.find(s, max(0, before - len(s) + 1)) for s in self._stop]
+        found = [hit for hit in hits if hit >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def _num_held(self) -> int:
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                return length
+        return 0
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,184 @@
+"""DraftTree: a batch of token trees under construction, as plain tensors.
+
+Every operation is a gather, a sort or a doubling over all nodes at once, so a tree can be grown, merged,
+pruned and masked on any device. What a tree contains is decided in `policy`; how it is checked, in `target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graft.hashing import mix64
+
+PADDING = -1  # source of a place that holds no node
+ROOT = 0  # source of the root; proposers are numbered from 1
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """B trees of N nodes. Node 0 is the root: the last known token, whose keys are not cached yet.
+
+    Invariant: a node stands after its parent, and the root is its own parent.
+    """
+
+    max_depth: int  # no node is deeper
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64
+    probabilities: Tensor  # [B, N] float, P(the target accepts the node | it accepted the parent)
+    sources: Tensor  # [B, N] int64, who proposed the node
+    evidence: Tensor  # [B, N] int64, the proposer's score bucket, from which the probability was calibrated
+
+    @classmethod
+    def roots(cls, tokens: Tensor) -> DraftTree:
+        """Trees [B, 1] of a root each: what plain decoding verifies."""
+        return cls.chain(tokens.unsqueeze(1))
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> DraftTree:
+        """Trees with one path each: tokens [B, N], the first being the root."""
+        parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0).expand_as(tokens)
+        zeros = torch.zeros_like(tokens)
+        return cls(tokens.shape[1] - 1, tokens, parents, torch.ones_like(tokens, dtype=torch.float32), zeros, zeros)
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, N] bool, False where a place is padding."""
+        return self.sources != PADDING
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def depths(self) -> Tensor:
+        """[B, N] int64, the root at depth 0."""
+        steps = torch.ones_like(self.parents)
+        steps[:, 0] = 0
+        return self.fold_to_root(steps, torch.add)
+
+    def positions(self, lengths: Tensor) -> Tensor:
+        """[B, N] position of each node's token in its sequence when `lengths` [B] tokens are cached."""
+        return lengths.unsqueeze(1) + self.depths()
+
+    def path_probabilities(self) -> Tensor:
+        """[B, N] P(the target accepts the node), the product of the probabilities on its path; padding has 0."""
+        products = self.fold_to_root(self.probabilities, torch.mul)
+        return products.masked_fill(~self.valid, 0.0)
+
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool, [b, i, j] when j is i or an ancestor of i: the tree's attention mask."""
+        batch, width = self.tokens.shape
+        itself = torch.eye(width, dtype=torch.bool, device=self.tokens.device).expand(batch, -1, -1)
+        return self.fold_to_root(itself, torch.logical_or)
+
+    def paths(self) -> Tensor:
+        """[B, N, depth + 1] the nodes from the root down to each node, -1 behind its end."""
+        depths = self.depths()
+        paths = torch.full((*depths.shape, int(depths.max()) + 1), -1, device=depths.device)
+        row, node, ancestor = self.ancestors().nonzero(as_tuple=True)
+        paths[row, node, depths[row, ancestor]] = ancestor
+        return paths
+
+    def merged(self) -> DraftTree:
+        """The same paths with each path once: equal siblings become one node, later copies become padding.
+
+        The node kept is the first of its equals (so it still stands before all children) and takes the highest
+        of their probabilities.
+        """
+        depths = self.depths()
+        step = mix64(self.tokens + mix64(depths))
+        step[:, 0] = 0
+        path_key = self.fold_to_root(step, torch.add)
+        index = torch.arange(self.width, device=path_key.device).expand_as(path_key)
+        path_key = torch.where(self.valid, path_key, index)  # padding equals nothing
+
+        # Stable sort: the first of a run of equal keys is the earliest node with that path.
+        sorted_key, order = path_key.sort(dim=1, stable=True)
+        starts = torch.ones_like(sorted_key, dtype=torch.bool)
+        starts[:, 1:] = sorted_key[:, 1:] != sorted_key[:, :-1]
+        run_start = torch.where(starts, index, 0).cummax(dim=1).values
+        kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run_start))  # [B, N] node -> kept
+
+        best = torch.zeros_like(self.probabilities).scatter_reduce_(1, kept_of, self.probabilities, "amax")
+        copy = kept_of != index
+        return DraftTree(
+            max_depth=self.max_depth,
+            tokens=self.tokens,
+            parents=kept_of.gather(1, self.parents).masked_fill(copy, 0),
+            probabilities=best,
+            sources=self.sources.masked_fill(copy, PADDING),
+            evidence=self.evidence,
+        )
+
+    def ranked(self) -> tuple[DraftTree, Tensor]:
+        """The nodes in the order of how likely they are accepted, and these path probabilities [B, N].
+
+        A path's probability never grows along it and a node stands after its parent, so a stable sort keeps
+        ancestors first: any beginning of the ranked tree is a tree.
+        """
+        probabilities, order = self.path_probabilities().sort(dim=1, descending=True, stable=True)
+        place = torch.empty_like(order).scatter_(
+            1, order, torch.arange(self.width, device=order.device).expand_as(order)
+        )
+        ranked = DraftTree(
+            max_depth=self.max_depth,
+            tokens=self.tokens.gather(1, order),
+            parents=place.gather(1, self.parents.gather(1, order)),
+            probabilities=self.probabilities.gather(1, order),
+            sources=self.sources.gather(1, order),
+            evidence=self.evidence.gather(1, order),
+        )
+        return ranked, probabilities
+
+    def first(self, width: int) -> DraftTree:
+        """The first `width` nodes, the root among them."""
+        return DraftTree(
+            max_depth=min(self.max_depth, width - 1),
+            tokens=self.tokens[:, :width],
+            parents=self.parents[:, :width],
+            probabilities=self.probabilities[:, :width],
+            sources=self.sources[:, :width],
+            evidence=self.evidence[:, :width],
+        )
+
+    def best(self, budget: int) -> DraftTree:
+        """The root and the `budget` nodes most likely to be accepted, closed under ancestors."""
+        return self.ranked()[0].first(budget + 1)
+
+    def fold_to_root(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Combines each node's value with those of all its ancestors, in log2(depth) doublings. values [B, N, ...].
+
+        The root is its own parent, so its value must leave others unchanged however often it is combined.
+        """
+        jump = self.parents
+        for _ in range(self.max_depth.bit_length()):
+            index = jump if values.dim() == 2 else jump[:, :, None].expand_as(values)
+            values = combine(values, values.gather(1, index))
+            jump = jump.gather(1, jump)
+        return values
+
+
+def join(trees: Sequence[DraftTree]) -> DraftTree:
+    """One tree with the nodes of all, which share their root. Equal paths are not merged yet."""
+    first, *others = trees
+    offset, parents = first.width, [first.parents]
+    for tree in others:
+        below_root = tree.parents[:, 1:]
+        parents.append(torch.where(below_root == 0, 0, below_root + offset - 1))
+        offset += tree.width - 1
+
+    def concatenated(field: str) -> Tensor:
+        return torch.cat([getattr(first, field), *(getattr(tree, field)[:, 1:] for tree in others)], dim=1)
+
+    return DraftTree(
+        max_depth=max(tree.max_depth for tree in trees),
+        tokens=concatenated("tokens"),
+        parents=torch.cat(parents, dim=1),
+        probabilities=concatenated("probabilities"),
+        sources=concatenated("sources"),
+        evidence=concatenated("evidence"),
+    )

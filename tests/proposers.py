@@ -1,0 +1,73 @@
+"""Policies for tests that propose good, bad and repeated tokens at will, whatever a machine's costs are."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from graft.policy import Policy
+from graft.tree import PADDING, DraftTree
+
+
+class RandomTrees(Policy):
+    """Random trees over a small range of tokens: many wrong proposals, duplicate siblings, padding."""
+
+    sources = ("root", "random")
+
+    def __init__(self, num_nodes: int = 12, vocab_size: int = 61, merge: bool = False, seed: int = 0) -> None:
+        self._num_nodes, self._vocab_size, self._merge = num_nodes, vocab_size, merge
+        self._random = random.Random(seed)
+
+    def grow(self, histories, roots, max_depth, clock):
+        tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
+        return tree.merged() if self._merge else tree
+
+
+class Oracle(Policy):
+    """Knows the answer and proposes it as a chain, with a wrong sibling first at every depth."""
+
+    sources = ("root", "oracle")
+
+    def __init__(self, answer: list[int], num_prompt_tokens: int, depth: int = 5) -> None:
+        self._answer, self._num_prompt_tokens, self._depth = answer, num_prompt_tokens, depth
+
+    def grow(self, histories, roots, max_depth, clock):
+        done = len(histories[0].ids) - self._num_prompt_tokens
+        chain = self._answer[done : done + self._depth]
+        tokens, parents, parent = [int(roots[0])], [0], 0
+        for token in chain:
+            tokens += [(token + 1) % 61, token]
+            parents += [parent, parent]
+            parent = len(tokens) - 1
+        return tree_of([tokens], [parents])
+
+
+def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:
+    tokens, parents, sources = [], [], []
+    for root in roots:
+        row_parents, row_sources = [0], [0]
+        for node in range(1, num_nodes + 1):
+            padding = rng.random() < 0.1
+            row_sources.append(PADDING if padding else 1)
+            candidates = [n for n in range(node) if row_sources[n] != PADDING]
+            row_parents.append(0 if padding else rng.choice(candidates))
+        tokens.append([root, *(rng.randrange(vocab_size) for _ in range(num_nodes))])
+        parents.append(row_parents)
+        sources.append(row_sources)
+    return tree_of(tokens, parents, sources)
+
+
+def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
+    tokens = torch.tensor(tokens)
+    if sources is None:
+        sources = [[0] + [1] * (tokens.shape[1] - 1)] * len(tokens)
+    ones = torch.ones(tokens.shape) if probabilities is None else torch.tensor(probabilities)
+    return DraftTree(
+        max_depth=tokens.shape[1] - 1,
+        tokens=tokens,
+        parents=torch.tensor(parents),
+        probabilities=ones,
+        sources=torch.tensor(sources),
+        evidence=torch.zeros_like(tokens),
+    )

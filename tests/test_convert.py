@@ -1,0 +1,95 @@
+"""Converting a GGUF: the folder is one that transformers loads, and a turn ends where the registry says."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graft.models.convert import convert_gguf
+from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab"]
+HIDDEN = 8
+
+
+def write_gguf(path: Path) -> None:
+    """A one-layer Llama that names <|im_start|> as its end of sequence, as some real files do."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(2 * HIDDEN)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // 2)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 4)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    shapes = {
+        "token_embd": (len(TOKENS), HIDDEN),
+        "output_norm": (HIDDEN,),
+        "blk.0.attn_norm": (HIDDEN,),
+        "blk.0.ffn_norm": (HIDDEN,),
+        "blk.0.attn_q": (HIDDEN, HIDDEN),
+        "blk.0.attn_k": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_v": (HIDDEN // 2, HIDDEN),
+        "blk.0.attn_output": (HIDDEN, HIDDEN),
+        "blk.0.ffn_gate": (2 * HIDDEN, HIDDEN),
+        "blk.0.ffn_up": (2 * HIDDEN, HIDDEN),
+        "blk.0.ffn_down": (HIDDEN, 2 * HIDDEN),
+    }
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("convert")
+    write_gguf(root / "tiny.gguf")
+    convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS[DEFAULT_MODEL])
+    return root / "new"
+
+
+def test_weights_are_dense_bf16_in_safetensors(converted: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert getattr(model.config, "quantization_config", None) is None
+    assert [path.name for path in converted.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 2
+
+
+def test_tokenizer_keeps_its_merges(converted: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert tokenizer("abc<|im_end|>").input_ids == [6, 5, 2]
+
+
+def test_weights_are_as_readable_as_the_other_files(converted: Path) -> None:
+    modes = {path.stat().st_mode for path in converted.iterdir()}
+    assert len(modes) == 1
+
+
+def test_conversion_draws_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "new", PACKAGED_MODELS[DEFAULT_MODEL])
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,169 @@
+"""Loading a model by name: what works, and what each way of going wrong says."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from graft.errors import ModelError
+from graft.models import load as loading
+from graft.models.load import load_model
+from graft.models.manifest import write_manifest
+from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama as `save_pretrained` writes it; copy before changing anything."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def load(name: str | Path) -> tuple[object, object]:
+    return load_model(str(name), device="cpu", dtype=torch.float32)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def test_local_folder_loads_in_the_dtype_asked_for(folder: Path) -> None:
+    model, tokenizer = load_model(str(folder), device="cpu", dtype=torch.bfloat16, attn_implementation="eager")
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+    assert tokenizer("a").input_ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json is missing"),
+        (lambda folder: cut(folder / "config.json", 9), r"config\.json is not valid JSON"),
+        (lambda folder: cut(folder / "model.safetensors", 9), r"model\.safetensors is damaged or cut off"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors is damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (lambda folder: cut(folder / "tokenizer.json", 9), r"tokenizer\.json is not valid JSON"),
+        (lambda folder: edit_config(folder, model_type="nonsense"), "nonsense"),
+        (lambda folder: edit_config(folder, hidden_size=32), "size"),
+    ],
+)
+def test_damaged_folder_is_one_line_that_names_the_fault(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_the_files_lack_are_refused_not_made_up(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=2)
+    with pytest.raises(ModelError, match=r"9 weights such as model\.layers\.1\..* are not in its files"):
+        load(folder)
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
+    trace = folder / "ran"
+    (folder / "own.py").write_text(f"open({str(trace)!r}, 'w')\nclass Config: pass\n")
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    with pytest.raises(ModelError, match="Python code of its own, which Graft does not run"):
+        load(folder)
+    assert not trace.exists()
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.trace,)
+
+
+def test_code_inside_bin_weights_is_not_run(folder: Path) -> None:
+    trace = folder / "ran"
+    (folder / "model.safetensors").unlink()
+    torch.save({"weights": Trap(trace)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="use a copy in safetensors"):
+        load(folder)
+    assert not trace.exists()
+
+
+def test_unknown_name_lists_the_packaged_ones_and_the_closest() -> None:
+    with pytest.raises(ModelError, match=rf"did you mean {DEFAULT_MODEL}\? \(packaged models: "):
+        load("smolm2-135m")
+
+
+@pytest.mark.parametrize("name", ["", "gpt2", "./nowhere"])
+def test_name_of_nothing_says_what_a_name_may_be(name: str) -> None:
+    with pytest.raises(ModelError, match=f"unknown model '{name}', neither packaged, nor a local folder"):
+        load(name)
+
+
+def test_file_in_place_of_a_folder_is_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file: give the folder"):
+        load(folder / "model.safetensors")
+
+
+def test_hub_id_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(ModelError, match=r"no such folder, and as a hub id: We couldn't connect to the hub$"):
+        load("owner/name")
+
+
+@pytest.fixture
+def packaged(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default model as if it had been pulled, with tiny weights."""
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    folder = shutil.copytree(saved, tmp_path / "models" / DEFAULT_MODEL)
+    write_manifest(folder, PACKAGED_MODELS[DEFAULT_MODEL])
+    return folder
+
+
+def test_packaged_name_loads_from_graft_home(packaged: Path) -> None:
+    model, _ = load_model(DEFAULT_MODEL, device="cpu", dtype=torch.float32)
+    assert model.config.hidden_size == 16
+
+
+def test_truncated_packaged_model_says_to_pull_it_again(packaged: Path) -> None:
+    cut(packaged / "model.safetensors", 9)
+    with pytest.raises(ModelError, match=rf"model\.safetensors has .* bytes instead of .*--force {DEFAULT_MODEL}"):
+        load(DEFAULT_MODEL)
+
+
+def test_loading_a_folder_draws_nothing_on_the_screen(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(folder)
+    assert capfd.readouterr() == ("", "")

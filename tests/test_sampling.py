@@ -1,0 +1,240 @@
+"""Sampling against references written plainly, and the exactness of its distribution."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from graft import Engine, GraftError, SamplingSettings
+from graft.accept import walk
+from graft.policy import Policy
+from graft.sampling import Sampler, gumbel_noise
+from proposers import Oracle, RandomTrees, tree_of
+from tiny import VOCAB, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5]
+EVERYTHING = {
+    "temperature": 1.3,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "logit_bias": {5: 2.0, 7: -3.0},
+    "min_tokens": 4,
+    "seed": 11,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        EVERYTHING,
+    ],
+)
+def test_same_seed_same_text_with_any_tree_and_with_none(options):
+    model = tiny_model()
+    for seed in range(5):
+        settings = {"max_new_tokens": 30, **options, "seed": seed}
+        plain = Engine(model, policy="off").generate(PROMPT, **settings).ids
+        for policy in (RandomTrees(20), RandomTrees(20, merge=True, seed=1), Oracle(plain, len(PROMPT))):
+            assert Engine(model, policy=policy).generate(PROMPT, **settings).ids == plain
+        graft = Engine(model, budget=20)
+        assert graft.generate(PROMPT, **settings).ids == plain
+        assert graft.generate(PROMPT, **settings).ids == plain, "nor does what was learned before"
+
+
+def test_other_seeds_give_other_texts():
+    engine = Engine(tiny_model(), policy="off")
+    texts = {tuple(engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=s).ids) for s in range(8)}
+    assert len(texts) == 8
+
+
+def test_answers_of_one_request_differ_and_each_can_be_had_again_by_its_seed():
+    engine = Engine(tiny_model(), budget=8)
+    result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=5, n=3)
+    assert len({tuple(choice.ids) for choice in result.choices}) == 3
+    for choice in result.choices:
+        again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=12, seed=choice.seed)
+        assert again.ids == choice.ids
+
+
+def test_rows_with_their_own_settings_are_sampled_as_if_alone():
+    settings = [
+        SamplingSettings(**{**EVERYTHING, "seed": 3}),
+        SamplingSettings(),
+        SamplingSettings(temperature=0.7, seed=9),
+    ]
+    histories = [PROMPT, [1, 2], [4] * 9]
+    logits = [torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(i)) * 3 for i in range(12)]
+    walking = torch.ones(3, dtype=torch.bool)
+    together = Sampler(settings, histories, [2], VOCAB, torch.device("cpu"))
+    drawn = [together.choose(row, walking).tolist() for row in logits]
+    for row in range(3):
+        alone = Sampler(settings[row : row + 1], histories[row : row + 1], [2], VOCAB, torch.device("cpu"))
+        assert [alone.choose(x[row : row + 1], walking[:1]).item() for x in logits] == [d[row] for d in drawn]
+
+
+def test_a_row_that_does_not_walk_keeps_its_history():
+    settings = [SamplingSettings(temperature=1.0, frequency_penalty=1.0, seed=1)]
+    logits = torch.zeros(1, VOCAB)
+    one, other = (Sampler(settings, [PROMPT], [], VOCAB, torch.device("cpu")) for _ in range(2))
+    other.choose(logits, torch.tensor([False]))
+    assert [one.choose(logits, torch.tensor([True])).item() for _ in range(20)] == [
+        other.choose(logits, torch.tensor([True])).item() for _ in range(20)
+    ]
+
+
+def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
+    """Our scores, before noise, are those of transformers' own processors in its own order."""
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.8),
+            MinPLogitsWarper(0.05),
+        ]
+    )
+    settings = SamplingSettings(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.4)
+    for seed in range(50):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+        sampler = Sampler([settings], [PROMPT], [], VOCAB, torch.device("cpu"))
+        ours = sampler._truncated(sampler._penalized(logits) / 0.7)
+        torch.testing.assert_close(ours, processors(torch.tensor([PROMPT]), logits.clone()))
+
+
+def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
+    """Flat logits and a frequency penalty: every token drawn lowers itself at once, inside one accepted block."""
+    vocab = 4
+    logits = torch.zeros(1, 4, vocab)
+    tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
+    settings = SamplingSettings(frequency_penalty=1.0)
+    accepted = walk(tree, logits, Sampler([settings], [[3]], [], vocab, torch.device("cpu")))
+    assert accepted.tokens == [[0, 1, 2, 3]]
+
+
+def test_min_tokens_forbids_every_ending_until_then():
+    model = tiny_model()
+    model.generation_config.eos_token_id = list(range(30))  # half of all tokens end an answer
+    engine = Engine(model, policy=RandomTrees())
+    for seed in range(5):
+        options = {"temperature": 2.0, "seed": seed, "max_new_tokens": 40}
+        result = engine.generate(PROMPT, min_tokens=6, **options)
+        assert len(result.ids) >= 6 and not set(result.ids[:5]) & set(range(30))
+
+
+def fit(counts, expected):
+    """The chi-square p-value of counts against what was expected, up to scale."""
+    expected = expected.double() / expected.double().sum() * counts.sum()
+    return chisquare(counts.double().numpy(), expected.numpy()).pvalue
+
+
+class FixedTree(Policy):
+    """The same two-level tree in every round: right, wrong and duplicate proposals."""
+
+    sources = ("root", "fixed")
+
+    def __init__(self, tokens, parents):
+        self._tokens, self._parents = tokens, parents
+
+    def grow(self, histories, roots, max_depth, clock):
+        rows = [[root, *self._tokens] for root in roots.tolist()]
+        return tree_of(rows, [[0, *self._parents]] * len(rows))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [([0, 0, 1, 2, 2, 3], [0, 0, 1, 1, 2, 3]), ([4, 4, 4], [0, 0, 1])],
+    ids=["duplicates", "mostly wrong"],
+)
+def test_two_sampled_tokens_follow_the_models_exact_distribution(tokens, parents):
+    """Chi-square over 20,480 draws of two tokens against the exact joint distribution.
+
+    Each draw is a row of a batch with a seed of its own, decoded in one process by the real round.
+    """
+    vocab, draws, batch = 5, 20_480, 512
+    model = tiny_model(vocab_size=vocab, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)  # flat enough that every pair is expected often
+        first = model(torch.tensor([[1, 2]])).logits[0, -1].softmax(0)
+        second = model(torch.tensor([[1, 2, t] for t in range(vocab)])).logits[:, -1].softmax(-1)
+    expected = (first[:, None] * second).flatten() * draws
+    assert expected.min() > 5
+
+    engine = Engine(model, policy=FixedTree(tokens, parents))
+    counts, accepted = torch.zeros(vocab * vocab), 0
+    for start in range(0, draws, batch):
+        result = engine.generate([1, 2], temperature=1.0, max_new_tokens=2, n=batch, seed=start)
+        for choice in result.choices:
+            counts[choice.ids[0] * vocab + choice.ids[1]] += 1
+            accepted += choice.stats.accepted
+    assert accepted > draws / 20, "the tree took part"
+    assert (
+        chisquare(counts.double().numpy(), (expected.double() * draws / expected.double().sum()).numpy()).pvalue > 1e-3
+    )
+
+
+def test_the_distribution_test_notices_a_biased_rule():
+    """A coin per child in turn gives a duplicate child a second chance: a wrong rule, and the test says so."""
+    probability, children, draws = torch.tensor([0.3, 0.3, 0.2, 0.2]), [0, 0, 1], 20_480
+    coins = torch.rand(draws, len(children), generator=torch.Generator().manual_seed(0)) < probability[children]
+    token = torch.multinomial(probability, draws, replacement=True, generator=torch.Generator().manual_seed(1))
+    for child, coin in reversed(list(zip(children, coins.T, strict=True))):
+        token = torch.where(coin, child, token)
+    counts = token.bincount(minlength=4)
+    assert fit(counts, probability) < 1e-6
+
+
+def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
+    seeds, positions = torch.tensor([1, 1, 2]), torch.tensor([7, 8, 7])
+    noise = gumbel_noise(seeds, positions, 50_000)
+    assert torch.equal(noise, gumbel_noise(seeds, positions, 50_000))
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert abs(torch.corrcoef(noise[[a, b]])[0, 1]) < 0.02
+    assert abs(float(noise.mean()) - 0.5772) < 0.02 and abs(float(noise.var()) - math.pi**2 / 6) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "finite"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"min_tokens": 300}, "min_tokens"),
+        ({"stop": ""}, "stop strings"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"logit_bias": {10_000: 1.0}}, "no token 10000"),
+        ({"stop_token_ids": [-1]}, "no token -1"),
+        ({"n": 0}, "n must be"),
+        ({"seed": 1.5}, "seed"),
+    ],
+)
+def test_bad_settings_say_what_is_wrong(options, words):
+    with pytest.raises(GraftError, match=words):
+        Engine(tiny_model(), policy="off").generate(PROMPT, **options)
+
+
+def test_a_seed_is_drawn_when_none_is_given_and_reported():
+    engine = Engine(tiny_model(), policy="off")
+    result = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8)
+    again = engine.generate(PROMPT, temperature=1.0, max_new_tokens=8, seed=result.choices[0].seed)
+    assert again.ids == result.ids
+    assert replace(SamplingSettings(seed=4), top_k=3).seed == 4

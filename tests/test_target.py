@@ -1,0 +1,129 @@
+"""The target runner against transformers itself, for every architecture."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from graft import Engine, GraftError, SamplingSettings
+from graft.target import TargetRunner
+from graft.tree import DraftTree
+from proposers import Oracle, RandomTrees, tree_of
+from tiny import ARCHITECTURES, VOCAB, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+
+
+def transformers_answer(model, prompt, count):
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_text_is_that_of_transformers_generate(name):
+    model = tiny_model(name)
+    expected = transformers_answer(model, PROMPT, 24)
+    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
+    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=24).ids == expected
+    graft = Engine(model, policy="graft", budget=16).generate(PROMPT, max_new_tokens=24)
+    assert graft.ids == expected
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_accepted_paths_are_committed_as_plain_decoding_would_have_written_them(name):
+    """An oracle's tree is accepted deep in every round, past wrong siblings, and past every sliding window."""
+    model = tiny_model(name)
+    expected = transformers_answer(model, PROMPT, 40)
+    result = Engine(model, policy=Oracle(expected, len(PROMPT))).generate(PROMPT, max_new_tokens=40)
+    assert result.ids == expected
+    assert result.stats.rounds <= 8
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_nodes_logits_are_those_of_its_path_alone(name):
+    model = tiny_model(name)
+    target = TargetRunner(model)
+    tree = tree_of([[7, 8, 9, 10, 11, 12]], [[0, 0, 0, 1, 2, 3]])
+    cache = target.open(1, 64)
+    list(target.prefill(cache, 0, PROMPT))
+    logits = target.verify(cache, tree).logits[0]
+    for node, path in enumerate(([7], [7, 8], [7, 9], [7, 8, 10], [7, 9, 11], [7, 8, 10, 12])):
+        alone = model(torch.tensor([PROMPT + path])).logits[0, -1]
+        torch.testing.assert_close(logits[node], alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+def test_sequences_verified_together_give_what_they_give_alone(name):
+    model = tiny_model(name)
+    prompts = [PROMPT, PROMPT[:3], [5], PROMPT * 3, PROMPT[2:9]]
+    for policy in ("off", RandomTrees(merge=True), "graft"):
+        engine = Engine(model, policy=policy, budget=12 if policy == "graft" else None)
+        together = engine.generate_batch(prompts, max_new_tokens=20)
+        assert [g.ids for g in together] == [transformers_answer(model, p, 20) for p in prompts]
+
+
+def test_prefill_in_chunks_equals_prefill_at_once():
+    model = tiny_model()
+    ids = [
+        Engine(model, policy="off", chunk_size=size).generate(PROMPT * 4, max_new_tokens=12).ids for size in (5, 256)
+    ]
+    assert ids[0] == ids[1]
+
+
+def test_what_was_verified_but_not_committed_leaves_no_trace():
+    target = TargetRunner(tiny_model("mistral"))
+    plain = DraftTree.roots(torch.tensor([4]))
+    cache = target.open(1, 64)
+    list(target.prefill(cache, 0, PROMPT))
+    before = target.verify(cache, plain).logits
+    target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
+    assert torch.equal(target.verify(cache, plain).logits, before)
+
+
+def test_hidden_states_are_the_inputs_of_the_layers_asked_for():
+    model = tiny_model()
+    target = TargetRunner(model, hidden_layers=(2, 0))
+    cache = target.open(1, 32)
+    (verified,) = target.prefill(cache, 0, PROMPT)
+    states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(verified.hidden[0], states[2], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(verified.hidden[1], states[0])
+
+
+def test_between_rounds_the_model_is_its_owners():
+    """Two answers in progress and the model's own generate in between do not disturb each other."""
+    model = tiny_model()
+    expected = transformers_answer(model, PROMPT, 10)
+    answers = [Engine(model, policy="off")._sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
+    first, second = (Engine(model, policy="off").rounds(answer) for answer in answers)
+    for _ in range(10):
+        next(first)
+        assert transformers_answer(model, PROMPT, 10) == expected
+        next(second)
+    assert [answer[0].new_ids for answer in answers] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "words"),
+    [
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
+        (
+            "qwen3_next",
+            {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "layer_types": ["linear_attention", "full_attention"],
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 8,
+                "intermediate_size": 16,
+            },
+            "rolled back",
+        ),
+        ("gemma2", {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 16}, "soft-caps"),
+    ],
+)
+def test_models_that_cannot_verify_trees_are_refused_with_a_reason(model_type, options, words):
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(GraftError, match=words):
+        Engine(model)

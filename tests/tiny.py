@@ -1,0 +1,49 @@
+"""Small random models of many architectures, and one whose text repeats itself, for tests on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mistral": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
+    "olmo2": {},
+}
+
+
+def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random model in fp32. Weights are large enough that its choices are far from ties."""
+    options = {**_COMMON, **ARCHITECTURES.get(name, {}), **changes}
+    model_type = options.pop("model_type", name)
+    config = AutoConfig.for_model(model_type, **{k: v for k, v in options.items() if v is not None})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    model.generation_config.eos_token_id = None  # answers run to their limit unless a test says otherwise
+    return model.eval()
