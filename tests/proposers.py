@@ -19,7 +19,7 @@ class RandomTrees(Policy):
         self._num_nodes, self._vocab_size, self._merge = num_nodes, vocab_size, merge
         self._random = random.Random(seed)
 
-    def grow(self, histories, roots, max_depth, clock):
+    def grow(self, batch, roots, clock):
         tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
         return tree.merged() if self._merge else tree
 
@@ -32,8 +32,8 @@ class Oracle(Policy):
     def __init__(self, answer: list[int], num_prompt_tokens: int, depth: int = 5) -> None:
         self._answer, self._num_prompt_tokens, self._depth = answer, num_prompt_tokens, depth
 
-    def grow(self, histories, roots, max_depth, clock):
-        done = len(histories[0].ids) - self._num_prompt_tokens
+    def grow(self, batch, roots, clock):
+        done = len(batch.sequences[0].ids) - self._num_prompt_tokens
         chain = self._answer[done : done + self._depth]
         tokens, parents, parent = [int(roots[0])], [0], 0
         for token in chain:

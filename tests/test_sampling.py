@@ -152,7 +152,7 @@ class FixedTree(Policy):
     def __init__(self, tokens, parents):
         self._tokens, self._parents = tokens, parents
 
-    def grow(self, histories, roots, max_depth, clock):
+    def grow(self, batch, roots, clock):
         rows = [[root, *self._tokens] for root in roots.tolist()]
         return tree_of(rows, [[0, *self._parents]] * len(rows))
 

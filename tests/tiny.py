@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 61
+BYTE_VOCAB = 259
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -47,3 +52,18 @@ def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrai
                 parameter.normal_(0, 0.25)
     model.generation_config.eos_token_id = None  # answers run to their limit unless a test says otherwise
     return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte (ids 3 to 258), so that a character may need several; <s> and </s> are 1 and 2."""
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: 3 + i for i, letter in enumerate(alphabet)}}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return fast

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.accept import Chooser, walk
+from graft.batch import Batch
+from graft.draft.base import Drafter
 from graft.errors import GraftError
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
 from graft.sampling import Sampler, SamplingSettings
@@ -23,7 +25,7 @@ from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
 from graft.settings import require
 from graft.stats import Clock, Stats
-from graft.target import TargetRunner, TreeCache
+from graft.target import TargetRunner
 
 Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
 
@@ -72,13 +74,14 @@ class Engine:
         model: PreTrainedModel,
         tokenizer: Any | None = None,
         policy: str | Policy = DEFAULT_POLICY,
+        drafter: Drafter | None = None,
         budget: int | None = None,
         chunk_size: int = 256,
     ) -> None:
         """policy: a name, or a policy of one's own made for this model. budget: see `make_policy`."""
-        self.target = TargetRunner(model, chunk_size=chunk_size)
+        self.target = TargetRunner(model, drafter.hidden_layers if drafter is not None else (), chunk_size)
         self.tokenizer = tokenizer
-        self.policy = make_policy(policy, self.target, budget) if isinstance(policy, str) else policy
+        self.policy = make_policy(policy, self.target, drafter, budget) if isinstance(policy, str) else policy
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
     # The verbs
@@ -124,69 +127,67 @@ class Engine:
     # The round and its loop
 
     def rounds(
-        self, batch: list[TokenSequence], chooser: Chooser | None = None
+        self, sequences: list[TokenSequence], chooser: Chooser | None = None
     ) -> Generator[list[TokenSequence], None, None]:
         """Decodes the sequences together until all have ended, yielding after every round those that took part.
 
         Closing the iterator early cancels what is left.
         """
-        require(bool(batch), "there is no prompt to decode")
-        for sequence in batch:
+        require(bool(sequences), "there is no prompt to decode")
+        for sequence in sequences:
             self._check_room(sequence)
-        sampler = chooser or self._sampler(batch)
         self.policy.prepare()
         start = time.perf_counter()
-        cache = self._prefill(batch)
+        batch = self._open(sequences, chooser or self._sampler(sequences))
+        self._prefill(batch)
         prefill_seconds = time.perf_counter() - start
-        clock, live = Clock(), batch
-        while live:
+        clock = Clock()
+        while batch.sequences:
             start = time.perf_counter()
-            self._round(live, cache, sampler, clock)
+            self._round(batch, clock)
             seconds = time.perf_counter() - start
-            for sequence in live:
+            for sequence in batch.sequences:
                 sequence.stats.prefill_seconds = prefill_seconds
                 sequence.stats.decode_seconds += seconds
                 sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
-            yield live
-            kept = [row for row, sequence in enumerate(live) if sequence.finish_reason is None]
-            if kept and len(kept) < len(live):
-                cache.keep(kept)
-                sampler.keep(kept)
-            live = [live[row] for row in kept]
+            yield batch.sequences
+            unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
+            if len(unfinished) < len(batch.sequences):
+                batch.keep(unfinished)
 
     @torch.no_grad()
-    def _round(self, live: list[TokenSequence], cache: TreeCache, chooser: Chooser, clock: Clock) -> None:
-        roots = torch.tensor([sequence.ids[-1] for sequence in live], device=self.target.device)
-        # The round's last token is the target's own, so no path need be longer than what is left less one.
-        max_depth = max(sequence.num_remaining for sequence in live) - 1
-
-        tree = self.policy.grow(live, roots, max_depth, clock)
+    def _round(self, batch: Batch, clock: Clock) -> None:
+        tree = self.policy.grow(batch, batch.roots(self.target.device), clock)
         with clock("verify") as verify_time:
-            verified = self.target.verify(cache, tree)
+            verified = self.target.verify(batch.cache, tree)
         with clock("accept"):
-            accepted = walk(tree, verified.logits, chooser)
-            cache.commit(accepted.nodes)
+            accepted = walk(tree, verified.logits, batch.chooser)
+            batch.cache.commit(accepted.nodes)
         with clock("learn"):
-            self.policy.learn(tree, verified, accepted, verify_time())
+            self.policy.learn(batch, tree, verified, accepted, verify_time())
 
-        for row, sequence in enumerate(live):
+        for row, sequence in enumerate(batch.sequences):
             seen = TreeRow(tree, verified.logits, row, self.policy.sources)
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
 
-    def _prefill(self, batch: list[TokenSequence]) -> TreeCache:
+    def _open(self, sequences: list[TokenSequence], chooser: Chooser) -> Batch:
+        num_slots = max(s.num_prompt_tokens + s.num_remaining for s in sequences) + MAX_BUDGET + 1
+        cache = self.target.open(len(sequences), num_slots)
+        return Batch(list(sequences), cache, chooser, self.policy.open(len(sequences), num_slots))
+
+    def _prefill(self, batch: Batch) -> None:
         """Commits every prompt but its last token, which is the first round's root."""
-        num_slots = max(s.num_prompt_tokens + s.num_remaining for s in batch) + MAX_BUDGET + 1
-        cache = self.target.open(len(batch), num_slots)
         row_of: dict[tuple[int, ...], int] = {}
-        for row, sequence in enumerate(batch):
+        for row, sequence in enumerate(batch.sequences):
             prompt = tuple(sequence.ids)
             if prompt in row_of:
-                cache.copy_row(row_of[prompt], row)
+                batch.copy_row(row_of[prompt], row)
                 continue
             row_of[prompt] = row
-            for verified in self.target.prefill(cache, row, prompt[:-1]):
-                self.policy.read(verified)
-        return cache
+            done = 0
+            for verified in self.target.prefill(batch.cache, row, prompt[:-1]):
+                done += verified.tokens.shape[1]
+                self.policy.read(batch, row, verified, list(prompt[done - verified.tokens.shape[1] + 1 : done + 1]))
 
     # Small parts
 

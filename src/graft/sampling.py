@@ -137,7 +137,7 @@ class Sampler:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
-        index = torch.tensor(rows, device=self._seeds.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self._seeds.device)
         self._settings = [self._settings[row] for row in rows]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):

@@ -10,11 +10,16 @@ from typing import Annotated
 import typer
 
 from graft import __version__
+from graft.cli.chat import chat
+from graft.cli.check import check
+from graft.cli.demo import demo
 from graft.cli.env import env
+from graft.cli.generate import generate
+from graft.cli.load_check import load_check
 from graft.cli.pull import pull
 from graft.errors import GraftError
 
-VERBS = (pull, env)
+VERBS = (demo, generate, chat, check, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

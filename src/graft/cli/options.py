@@ -1,75 +1,66 @@
 """The options that several verbs share, each declared once, and `takes`, which gives a verb a group of them.
 
-An option that was not given is not passed on, so that its default is the library's own.
+An option that was not given is not passed on, so that its default is the library's own. Help repeats it,
+which a test watches: importing it from there would load torch.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from graft.sampling import SamplingSettings
+
 Given = dict[str, Any]  # what the user gave of a group's options, by the library's names
-Group = Mapping[str, Any]  # the library's name of a setting -> its annotation
+Group = dict[str, Any]  # the library's name of a setting -> its annotation
 
 
-def _option(kind: Any, flag: str, help: str, default: str | bool = False, **more: Any) -> Any:
-    return Annotated[kind | None, typer.Option(flag, help=help, show_default=default, **more)]
+def option(kind: Any, flag: str, help: str, default: str | None = None, **more: Any) -> Any:
+    """An option that is None unless it is given; `default` tells what the library then does."""
+    shown = f"{help} [dim]\\[{default}][/]" if default else help
+    return Annotated[kind | None, typer.Option(flag, help=shown, **more)]
 
 
-def _biases(words: list[str] | None) -> dict[int, float] | None:
-    """`--logit-bias 5=-2 --logit-bias 7=1` as a mapping."""
-    biases = {}
-    for word in words or ():
-        token, _, bias = word.partition("=")
-        try:
-            biases[int(token)] = float(bias)
-        except ValueError as error:
-            raise GraftError(f"--logit-bias takes ID=VALUE such as 42=-1.5, not {word!r}") from error
-    return biases or None
+_model = functools.partial(option, rich_help_panel="Model")
+_sampling = functools.partial(option, rich_help_panel="Sampling")
+_ending = functools.partial(option, rich_help_panel="Where an answer ends")
 
-
-_sampling = functools.partial(_option, rich_help_panel="Sampling")
-_ending = functools.partial(_option, rich_help_panel="Where answers end")
-
-LOADING: Group = {
-    "model": _option(str, "--model", "A packaged model, a local folder or a hub id.", DEFAULT_MODEL),
-    "policy": _option(str, "--policy", "What a round verifies: graft, or off for plain decoding.", "graft"),
-    "device": _option(str, "--device", "cpu, cuda, cuda:1 ...; auto is a GPU if there is one.", "auto"),
-    "dtype": _option(str, "--dtype", "fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on a GPU.", "auto"),
+MODEL: Group = {
+    "model": _model(str, "--model", "A packaged model, a folder or a hub id.", DEFAULT_MODEL),
+    "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto takes a GPU if any.", "auto"),
+    "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
 }
-
+LOADING: Group = MODEL | {
+    "policy": _model(str, "--policy", "graft, or off for plain decoding.", "graft"),
+}
 SAMPLING: Group = {
-    "temperature": _sampling(float, "--temperature", "0 is greedy; more is more varied.", "0"),
-    "top_k": _sampling(int, "--top-k", "Draw from the K likeliest tokens; 0 is off.", "0"),
-    "top_p": _sampling(float, "--top-p", "Draw from the likeliest tokens that hold this much together.", "1"),
-    "min_p": _sampling(float, "--min-p", "Leave out tokens below this share of the likeliest one's.", "0"),
-    "repetition_penalty": _sampling(
-        float, "--repetition-penalty", "Above 1, tokens of prompt and answer come again less.", "1"
-    ),
-    "presence_penalty": _sampling(
-        float, "--presence-penalty", "Taken off the logit of tokens that are in the answer.", "0"
-    ),
-    "frequency_penalty": _sampling(
-        float, "--frequency-penalty", "Taken off it for each time they are in the answer.", "0"
-    ),
+    "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
+    "top_k": _sampling(int, "--top-k", "Draw from the K likeliest; 0 is off.", "0"),
+    "top_p": _sampling(float, "--top-p", "Draw from the likeliest that add up to P.", "1"),
+    "min_p": _sampling(float, "--min-p", "Leave out tokens below P times the likeliest.", "0"),
+    "repetition_penalty": _sampling(float, "--repetition-penalty", "Above 1, prompt and answer repeat less.", "1"),
+    "presence_penalty": _sampling(float, "--presence-penalty", "Lower each token the answer has.", "0"),
+    "frequency_penalty": _sampling(float, "--frequency-penalty", "Lower it once per occurrence.", "0"),
     "logit_bias": _sampling(
         list[str],
         "--logit-bias",
-        "Add VALUE to a token's logit; may be repeated.",
+        "Add VALUE to a token's logit; repeatable.",
         metavar="ID=VALUE",
-        callback=_biases,
     ),
-    "seed": _sampling(int, "--seed", "The same seed gives the same text, with any policy.", "random"),
-    "max_new_tokens": _ending(int, "--max-new-tokens", "At most this many tokens.", "256"),
-    "min_tokens": _ending(int, "--min-tokens", "Nothing ends the answer before this many.", "0"),
-    "stop": _ending(list[str], "--stop", "End before this text; may be repeated."),
-    "stop_token_ids": _ending(list[int], "--stop-token-id", "End at this token; may be repeated."),
-    "ignore_eos": _ending(bool, "--ignore-eos", "Go on past the model's own end."),
+    "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
+    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256"),
+    "min_tokens": _ending(int, "--min-tokens", "Not before this many.", "0"),
+    "stop": _ending(list[str], "--stop", "Before this text; repeatable.", metavar="TEXT"),
+    "stop_token_ids": _ending(list[int], "--stop-token-id", "At this token; repeatable.", metavar="ID"),
+    "ignore_eos": _ending(bool, "--ignore-eos", "Not at the model's own end of an answer."),
 }
 
 
@@ -84,7 +75,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
                 arguments[name] = {option: value for option, value in values.items() if value not in (None, [])}
             verb(**arguments)
 
-        own = [p for p in inspect.signature(verb).parameters.values() if p.name not in groups]
+        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name not in groups]
         shared = [
             inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for group in groups.values()
@@ -94,3 +85,21 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         return wrapped
 
     return decorate
+
+
+def sampling_settings(sampling: Given) -> SamplingSettings:
+    """The settings that were given, checked; to be called before anybody waits for a model."""
+    from graft.sampling import SamplingSettings
+
+    return SamplingSettings.of({**sampling, "logit_bias": _biases(sampling.get("logit_bias", []))})
+
+
+def _biases(words: list[str]) -> dict[int, float]:
+    biases = {}
+    for word in words:
+        token, _, bias = word.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise GraftError(f"--logit-bias takes ID=VALUE such as 42=-1.5, not {word!r}") from error
+    return biases

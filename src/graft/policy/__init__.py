@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 
+from graft.draft.base import Drafter
 from graft.errors import GraftError
 from graft.policy.base import MAX_BUDGET, Policy
+from graft.policy.dense import Dense
 from graft.policy.graft import Graft
 from graft.policy.off import Off
 from graft.settings import require
 from graft.target import TargetRunner
 
-POLICIES: dict[str, type[Policy]] = {"off": Off, "graft": Graft}
+POLICIES: dict[str, type[Policy]] = {"off": Off, "dense": Dense, "graft": Graft}
 DEFAULT_POLICY = "graft"
 
 
-def make_policy(name: str, target: TargetRunner, budget: int | None = None) -> Policy:
+def make_policy(name: str, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> Policy:
     """The policy of that name for one target, with nothing learned yet.
 
     budget: how many nodes a round verifies beside the root; None lets measured costs decide.
@@ -25,7 +27,7 @@ def make_policy(name: str, target: TargetRunner, budget: int | None = None) -> P
         close = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(POLICIES)}"
         raise GraftError(f"unknown policy {name!r}: {hint}")
-    return POLICIES[name](target, budget)
+    return POLICIES[name](target, drafter, budget)
 
 
 __all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Policy", "make_policy"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from graft.accept import Accepted
-from graft.retrieve.base import History
+from graft.batch import Batch
+from graft.draft.base import Drafter, DraftState
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
@@ -22,17 +22,23 @@ class Policy(ABC):
     sources: tuple[str, ...] = ("root",)  # names by source number
 
     @abstractmethod
-    def __init__(self, target: TargetRunner, budget: int | None) -> None: ...
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, budget: int | None) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional, as are read and learn
         """Measures what it needs to know of the machine. Called before every run; does its work once."""
 
     @abstractmethod
-    def grow(self, histories: Sequence[History], roots: Tensor, max_depth: int, clock: Clock) -> DraftTree:
-        """The trees to verify under `roots` [B], no deeper than `max_depth`."""
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
+        """The trees to verify under `roots` [B], no deeper than the batch's `max_depth`."""
 
-    def read(self, verified: Verified) -> None:  # noqa: B027
-        """Learns from a judged chunk of prompt."""
+    def open(self, num_rows: int, num_slots: int) -> DraftState | None:
+        """What a drafter keeps for a new batch, if there is one."""
+        return None
 
-    def learn(self, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:  # noqa: B027
+    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:  # noqa: B027
+        """Learns from a judged chunk of a row's prompt; `following` are the tokens that come after each of it."""
+
+    def learn(  # noqa: B027
+        self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float
+    ) -> None:
         """Learns from a finished round, whose verify took `seconds`."""

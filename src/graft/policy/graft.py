@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from graft.accept import Accepted
+from graft.batch import Batch
+from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
 from graft.learn.cost import VerifyCost
 from graft.policy.base import Policy
 from graft.retrieve import Adjacency, Retriever, SuffixLookup
-from graft.retrieve.base import History
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
 from graft.tree import PADDING, ROOT, DraftTree, join
@@ -23,7 +23,7 @@ _MAX_RESTS = 3
 class Graft(Policy):
     """Pools what every retriever proposes, merges it, and keeps the nodes worth their verification."""
 
-    def __init__(self, target: TargetRunner, budget: int | None = None) -> None:
+    def __init__(self, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> None:
         # Ordered by trust: of equal proposals the first is credited.
         self._retrievers: list[Retriever] = [SuffixLookup(), Adjacency(target.vocab_size, target.device)]
         self.sources = ("root", *(retriever.name for retriever in self._retrievers))
@@ -39,26 +39,27 @@ class Graft(Policy):
         if self._budget is None and not self._cost.measured:
             self._cost.measure(self._target)
 
-    def grow(self, histories: Sequence[History], roots: Tensor, max_depth: int, clock: Clock) -> DraftTree:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
         with clock("graft"):
             tree = DraftTree.roots(roots)
             self._pool = None
-            if max_depth < 1 or self._is_resting():
+            if batch.max_depth < 1 or self._is_resting():
                 return tree
             proposals = [
-                self._calibrated(r.propose(histories, roots, max_depth), source)
+                self._calibrated(r.propose(batch.sequences, roots, batch.max_depth), source)
                 for source, r in enumerate(self._retrievers, start=ROOT + 1)
             ]
             self._pool = join([tree, *proposals])
             ranked, probabilities = self._pool.merged().ranked()
             return ranked.first(self._width(probabilities))
 
-    def read(self, verified: Verified) -> None:
+    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         for retriever in self._retrievers:
             retriever.learn(verified)
 
-    def learn(self, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
-        self.read(verified)
+    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
+        for retriever in self._retrievers:
+            retriever.learn(verified)
         if self._pool is not None:
             self._calibration.observe(self._pool, accepted.tokens)
         if len(accepted) == 1:

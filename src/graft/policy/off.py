@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from graft.batch import Batch
+from graft.draft.base import Drafter
 from graft.policy.base import Policy
-from graft.retrieve.base import History
 from graft.stats import Clock
 from graft.target import TargetRunner
 from graft.tree import DraftTree
 
 
 class Off(Policy):
-    def __init__(self, target: TargetRunner, budget: int | None = None) -> None:
+    def __init__(self, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> None:
         pass
 
-    def grow(self, histories: Sequence[History], roots: Tensor, max_depth: int, clock: Clock) -> DraftTree:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
         return DraftTree.roots(roots)

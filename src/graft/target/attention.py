@@ -25,7 +25,7 @@ class Visibility:
     def __init__(self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
         self._lengths = lengths  # [B] committed tokens
         self._positions = positions  # [B, W]
-        self._ancestors = ancestors  # [B, W, W] bool
+        self._ancestors = ancestors  # [B, W, U] bool, over the U tokens behind the committed ones, W the last
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
 
@@ -42,8 +42,9 @@ class Visibility:
             return None
         slots = torch.arange(num_keys, device=self._lengths.device)
         place = slots - self._lengths[:, None]  # [B, S] place in the forward, negative for committed keys
-        in_forward = (place >= 0) & (place < width)
-        index = place.clamp(0, width - 1)[:, None, :].expand(-1, width, -1)
+        num_uncommitted = self._ancestors.shape[2]
+        in_forward = (place >= 0) & (place < num_uncommitted)
+        index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
         seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
         if window is not None:
             key_position = torch.where(in_forward, self._positions.gather(1, index[:, 0]), slots)

@@ -34,15 +34,27 @@ class TreeCache(Cache):
     def num_rows(self) -> int:
         return len(self.lengths)
 
-    def aim(self, rows: slice, width: int, device: torch.device) -> Tensor:
-        """Readies the rows for a forward of `width` tokens and returns their committed lengths [B]."""
+    def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> Tensor:
+        """Readies the rows for a forward of `width` tokens and returns their committed lengths [B].
+
+        offset: uncommitted tokens of earlier forwards that stay, and that the new ones come behind.
+        """
         lengths = self.lengths[rows]
-        self._rows, self._end = rows, max(lengths) + width
+        starts = torch.tensor(lengths, device=device)
+        self._rows, self._end = rows, max(lengths) + offset + width
         if self._end > self.num_slots:
             raise GraftError(f"the cache holds {self.num_slots} tokens and {self._end} are needed")
-        starts = torch.tensor(lengths, device=device)
-        self._slots = starts[:, None] + torch.arange(width, device=device)
+        self._slots = starts[:, None] + offset + torch.arange(width, device=device)
         return starts
+
+    def aim_on_device(self, starts: Tensor) -> None:
+        """Readies all rows for a forward of one token each at `starts` [B], known to the device alone.
+
+        Shapes no longer follow the contents (every slot is read, under a mask), so such forwards can be captured
+        and replayed; whoever replays them sets `lengths` afterwards.
+        """
+        self._rows, self._end = slice(0, self.num_rows), self.num_slots
+        self._slots = starts[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -73,7 +85,7 @@ class TreeCache(Cache):
             self.lengths[row] += 1 + len(path)
 
     def copy_row(self, source: int, target: int) -> None:
-        """Makes one row's committed tokens those of another: answers to the same prompt share its prefill."""
+        """Makes one row's committed tokens those of another."""
         length = self.lengths[source]
         for stored in (self._keys, self._values):
             if stored is not None:
@@ -84,7 +96,7 @@ class TreeCache(Cache):
         """Goes on with these rows alone, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         if self._keys is not None and self._values is not None:
-            index = torch.tensor(rows, device=self._keys.device)
+            index = torch.tensor(rows, dtype=torch.int64, device=self._keys.device)
             self._keys, self._values = self._keys[:, index], self._values[:, index]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

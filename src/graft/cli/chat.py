@@ -1,0 +1,98 @@
+"""`graft chat`: a conversation in the terminal, or one message a line from a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
+from graft.cli.terminal import load_engine, notes, utf8_stdin
+from graft.errors import GraftError
+from graft.settings import require
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
+    from graft.sampling import SamplingSettings
+
+HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+@takes(loading=LOADING, sampling=SAMPLING)
+def chat(
+    system: Annotated[str | None, typer.Option(help="A system message to start from.")] = None,
+    *,
+    loading: Given,
+    sampling: Given,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.
+
+    [dim]Example:[/] graft chat --system "Answer in one sentence." --temperature 0.7
+    """
+    settings = sampling_settings(sampling)
+    engine = load_engine(loading)
+    assert engine.tokenizer is not None
+    require(bool(engine.tokenizer.chat_template), "this model has no chat template; try graft generate --raw")
+    conversation = Conversation(engine, settings, system)
+    for line in _lines():
+        match line.strip():
+            case "":
+                pass
+            case "/exit":
+                break
+            case "/clear":
+                conversation.clear()
+            case command if command.startswith("/"):
+                notes().print(HELP, style="dim")
+            case message:
+                conversation.say(message)
+
+
+class Conversation:
+    """The messages so far, and the turn that adds two more."""
+
+    def __init__(self, engine: Engine, settings: SamplingSettings, system: str | None) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._system = [{"role": "system", "content": system}] if system is not None else []
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = list(self._system)
+
+    def say(self, text: str) -> None:
+        """Prints the answer as it comes. An interrupted one stays in the conversation as far as it got."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        stream = self._engine.stream(asked, **vars(self._settings))
+        try:
+            for piece in stream:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            stream.cancel()
+        except GraftError as error:  # the settings were good, so it is the context that is full
+            notes().print(f"{error}; /clear starts a new conversation", style="yellow", markup=False)
+            return
+        print()
+        answer = stream.result
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if notes().is_terminal:
+            speed, length = answer.stats.tokens_per_second, answer.stats.mean_accepted
+            notes().print(f"{speed:.1f} tokens/s, mean accepted length {length:.2f}", style="dim")
+
+
+def _lines() -> Iterator[str]:
+    """What the user writes, until its end; Ctrl-C at the prompt drops the line."""
+    with utf8_stdin() as stdin:
+        prompt = "> " if stdin.isatty() else ""
+        if prompt:
+            import readline  # noqa: F401 - input() then edits and remembers lines
+
+            notes().print(HELP, style="dim")
+        while True:
+            try:
+                yield input(prompt)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                notes().print(f"\n{HELP}", style="dim")

@@ -1,0 +1,135 @@
+"""`graft check`: does speculation change a single token? Decodes prompts both ways and compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
+from graft.cli.terminal import load_engine, notes
+from graft.data import Prompt, read_prompts, user_message
+from graft.errors import GraftError
+
+if TYPE_CHECKING:
+    from graft.checking import Comparison
+    from graft.engine import Engine
+    from graft.sampling import SamplingSettings
+
+
+@takes(loading=LOADING, sampling=SAMPLING)
+def check(
+    data: Annotated[list[Path], typer.Option(help="Prompts, one JSON object a line; may be repeated.")],
+    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    loading: Given,
+    sampling: Given,
+) -> None:
+    """Decode prompts plainly and with speculation, and compare the answers token by token.
+
+    A line of a file is {"prompt": TEXT} or {"turns": [TEXT, ...]}; of turns, the first is asked.
+
+    Greedy answers in fp32 are also compared with transformers' own.
+
+    Exits with 1 if an answer differs, unless the model's logits of both tokens are exactly equal.
+
+    [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
+    """
+    settings = sampling_settings(sampling)
+    files = {path: read_prompts(path, limit) for path in data}
+    engine = load_engine(loading)
+    rows = list(_compare(engine, files, settings))
+    report = _report(rows, engine, settings)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    if report["differ"] > report["ties"]:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, where it stands, and what came of it."""
+
+    path: Path
+    number: int
+    prompt: Prompt
+    result: Comparison
+
+
+def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: SamplingSettings) -> Iterator[Row]:
+    from rich.progress import track
+
+    from graft.checking import compare, plain_twin
+
+    plain, console = plain_twin(engine), notes()
+    for path, prompts in files.items():
+        shown = track(prompts, path.name, console=console, disable=not console.is_terminal)
+        for number, prompt in enumerate(shown, start=1):
+            try:
+                message = user_message(prompt.text, engine.tokenizer)
+                yield Row(path, number, prompt, compare(engine, plain, message, settings))
+            except GraftError as error:
+                raise GraftError(f"{path}, prompt {number} (id {prompt.id}): {error}") from error
+
+
+def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
+    from graft.checking import comparable_to_transformers
+    from graft.stats import Stats
+
+    different = [row for row in rows if row.result.difference is not None]
+    ties = [row for row in rows if row.result.is_tie]
+    stats = [row.result.stats for row in rows]
+    total = Stats(rounds=sum(s.rounds for s in stats), accepted=sum(s.accepted for s in stats))
+    # Ties excuse nothing else: a real difference is shown first.
+    worst = min(different, key=lambda row: row.result.is_tie, default=None)
+    return {
+        "prompts": len(rows),
+        "tokens": sum(row.result.num_tokens for row in rows),
+        "differ": len(different),
+        "ties": len(ties),
+        "compared_with": ["plain decoding"] + ["transformers"] * comparable_to_transformers(engine, settings),
+        "accepted": total.accepted,
+        "mean_accepted": total.mean_accepted,
+        "first_difference": worst and _explained(worst, engine.tokenizer),
+    }
+
+
+def _explained(row: Row, tokenizer: Any) -> dict[str, Any]:
+    difference = row.result.difference
+    assert difference is not None
+    return {
+        "file": str(row.path),
+        "prompt": row.number,
+        "id": row.prompt.id,
+        "position": difference.position,
+        "tie": difference.is_tie,
+        "candidates": [
+            {**asdict(candidate), "text": tokenizer.decode([candidate.token]) if candidate.token is not None else None}
+            for candidate in (difference.expected, difference.found)
+        ],
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"{report['prompts']} prompts, {report['tokens']} tokens, {report['differ']} differ")
+    print(f"compared with {' and '.join(report['compared_with'])}")
+    print(f"{report['accepted']} tokens accepted from trees, mean accepted length {report['mean_accepted']:.2f}")
+    if report["accepted"] == 0:
+        print("nothing was accepted from a tree, so this says little about speculation")
+    if (first := report["first_difference"]) is None:
+        return
+    print(
+        f"first difference: {first['file']}, prompt {first['prompt']} (id {first['id']}), new token {first['position']}"
+    )
+    for candidate in first["candidates"]:
+        chose = f"token {candidate['token']} {candidate['text']!r}, logit {candidate['logit']!r}"
+        print(f"  {candidate['decoder']}: {'had ended' if candidate['token'] is None else chose}")
+    verdict = "an exact tie: the logits are equal" if first["tie"] else "not a tie: the logits are not equal"
+    print(f"  {verdict}")

@@ -1,0 +1,107 @@
+"""`graft generate`: answer one prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graft.cli.options import LOADING, SAMPLING, Given, Group, option, sampling_settings, takes
+from graft.cli.terminal import load_engine, notes, utf8_stdin
+from graft.data import user_message
+from graft.settings import require
+
+if TYPE_CHECKING:
+    from graft.engine import Choice, Generation
+    from graft.stats import Stats
+
+ANSWERS: Group = {
+    "n": option(int, "--n", "How many answers to give.", "1"),
+    "logprobs": option(int, "--logprobs", "Log-probabilities, of N alternatives too; with --json."),
+}
+
+
+@takes(loading=LOADING, sampling=ANSWERS | SAMPLING)
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to go before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what speculation did.")] = False,
+    *,
+    loading: Given,
+    sampling: Given,
+) -> None:
+    """Answer one prompt, as it is written.
+
+    [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
+
+    [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
+    """
+    require(not (raw and system is not None), "--raw has no chat template for --system to go into; drop one")
+    require(as_json or "logprobs" not in sampling, "--logprobs are part of the JSON: add --json")
+    text = _read_prompt(prompt)
+    require(bool(text), "the prompt is empty")
+    settings = sampling_settings(sampling)
+    engine = load_engine(loading)
+    put = text if raw else user_message(text, engine.tokenizer, system)
+    if settings.n == 1 and not as_json:
+        stream = engine.stream(put, **vars(settings))
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        generation = stream.result
+    else:
+        generation = engine.generate(put, **vars(settings))
+        print(json.dumps(_as_json(generation)) if as_json else _numbered(generation.choices))
+    if stats:
+        _print_stats([choice.stats for choice in generation.choices])
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt not in (None, "-"):
+        return str(prompt)
+    require(prompt == "-" or not sys.stdin.isatty(), "no prompt: give one, or pipe it in")
+    with utf8_stdin() as stdin:
+        return stdin.read().removesuffix("\n")  # the end of its last line, not part of the prompt
+
+
+def _as_json(generation: Generation) -> dict[str, Any]:
+    """The first answer's facts at the top; all answers' under `choices` where there are several."""
+    choices = [_choice_as_json(choice) for choice in generation.choices]
+    several = {"choices": choices} if len(choices) > 1 else {}
+    return {"prompt_tokens": len(generation.prompt_ids), **choices[0], **several}
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    facts = {**vars(choice), "stats": choice.stats.as_dict()}
+    facts["logprobs"] = [dataclasses.asdict(token) for token in choice.logprobs]
+    return facts if choice.logprobs else {k: v for k, v in facts.items() if k != "logprobs"}
+
+
+def _numbered(choices: list[Choice]) -> str:
+    return "\n\n".join(f"[{rank}]\n{choice.text}" for rank, choice in enumerate(choices, start=1))
+
+
+def _print_stats(answers: list[Stats]) -> None:
+    """A column an answer."""
+    from rich.table import Table
+
+    def ms_per_round(stats: Stats) -> str:
+        phases = stats.seconds_by_phase.items()
+        return ", ".join(f"{phase} {1000 * seconds / stats.rounds:.1f}" for phase, seconds in phases)
+
+    def by_source(stats: Stats) -> str:
+        return ", ".join(f"{source} {count}" for source, count in stats.accepted_by_source.items()) or "none"
+
+    table = Table.grid(padding=(0, 2))
+    table.add_row("tokens", *(f"{s.tokens}" for s in answers))
+    table.add_row("rounds", *(f"{s.rounds}" for s in answers))
+    table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
+    table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
+    table.add_row("accepted by source", *map(by_source, answers))
+    table.add_row("ms per round", *map(ms_per_round, answers))
+    notes().print(table)

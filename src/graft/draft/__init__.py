@@ -1,0 +1,1 @@
+"""Drafters: small networks that guess what the target will say next. One folder a kind."""

@@ -1,0 +1,73 @@
+"""The drafter contract: levels of a tree, one forward each, and features refreshed from what the target judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from graft.settings import Settings, require
+from graft.target import Verified
+
+
+@dataclass(frozen=True)
+class TreeSettings(Settings):
+    """The drafted tree, by the names EAGLE's users know."""
+
+    depth: int = 8  # draft passes behind the first
+    topk: int = 10  # nodes expanded at each depth, and children of each
+    total_token: int = 60  # nodes of the whole tree that are verified
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "topk", "total_token"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes that one draft pass adds, all at one depth. Parents are places in the tree grown so far."""
+
+    tokens: Tensor  # [B, n] target ids
+    parents: Tensor  # [B, n]
+    probabilities: Tensor  # [B, n] the drafter's q(token | parent)
+    path_probabilities: Tensor  # [B, n] their product along the path
+
+
+class DraftState(Protocol):
+    """What a drafter keeps for the rows of one batch."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+        ...
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Makes one row what another is."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes trees level by level."""
+
+    hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
+    settings: TreeSettings
+
+    def open(self, num_rows: int, num_slots: int) -> DraftState: ...
+
+    def read(self, state: DraftState, row: int, verified: Verified, following: Sequence[int]) -> None:
+        """Takes in a judged chunk of one row's prompt and the tokens that follow each of its tokens."""
+        ...
+
+    def levels(self, state: DraftState, roots: Tensor) -> Iterator[Level]:
+        """Each `next` is one draft pass and gives the nodes one depth further down; stop when enough."""
+        ...
+
+    def learn(
+        self, state: DraftState, verified: Verified, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Takes in a finished round: the accepted nodes and the new tokens of each row."""
+        ...

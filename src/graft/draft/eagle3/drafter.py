@@ -1,0 +1,152 @@
+"""The EAGLE-3 drafter: grows a tree with the head, one small forward a depth, beams wide.
+
+The head's cache holds one entry a token: the target's features of it with the embedding of the next. Drafted
+entries come behind, with the head's own outputs as features, and are forgotten when the round is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from graft.draft.base import Level, TreeSettings
+from graft.draft.eagle3.head import Eagle3Head, attend
+from graft.target import TreeCache, Verified
+from graft.target.attention import Visibility
+
+
+@dataclass
+class Eagle3State:
+    """The head's cache for the rows of one batch, and the entries it has not run yet."""
+
+    cache: TreeCache
+    hidden: Tensor  # [B, H] the head's output at each row's last entry
+    pending: list[tuple[Tensor, list[int]]]  # by row: features [n, 3H] that came in, and the token after each
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.cache.keep(rows)
+        self.hidden = self.hidden[list(rows)]
+        self.pending = [self.pending[row] for row in rows]
+
+    def copy_row(self, source: int, target: int) -> None:
+        self.cache.copy_row(source, target)
+        self.hidden[target] = self.hidden[source]
+
+
+class Eagle3Drafter:
+    """A head and its way of drafting."""
+
+    def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
+        self.head = head.eval()
+        self.settings = settings or TreeSettings()
+        self.hidden_layers = head.config.target_layers
+
+    def open(self, num_rows: int, num_slots: int) -> Eagle3State:
+        num_drafted = self.settings.depth * self.settings.topk
+        weight = self.head.fc.weight
+        return Eagle3State(
+            cache=TreeCache(1, num_rows, num_slots + num_drafted),
+            hidden=weight.new_zeros(num_rows, weight.shape[0]),
+            pending=[(weight.new_zeros(0, weight.shape[1]), [])] * num_rows,
+        )
+
+    @torch.no_grad()
+    def read(self, state: Eagle3State, row: int, verified: Verified, following: Sequence[int]) -> None:
+        features = torch.cat(verified.hidden, dim=-1)  # [1, W, 3H]
+        tokens = torch.tensor([following], device=features.device)
+        output = self._run_entries(state.cache, slice(row, row + 1), features, tokens)
+        state.cache.commit([range(1, len(following))])
+        state.hidden[row] = output[0, -1]
+
+    @torch.no_grad()
+    def learn(
+        self,
+        state: Eagle3State,
+        verified: Verified,
+        nodes: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+    ) -> None:
+        features = torch.cat(verified.hidden, dim=-1)  # [B, N, 3H]
+        state.pending = [(features[row, [0, *path]], list(tokens[row])) for row, path in enumerate(nodes)]
+
+    @torch.no_grad()
+    def levels(self, state: Eagle3State, roots: Tensor) -> Iterator[Level]:
+        self._refresh(state)
+        batch, topk, device = len(roots), self.settings.topk, roots.device
+        lengths = torch.tensor(state.cache.lengths, device=device)
+        itself = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        hidden = state.hidden[:, None]  # [B, F, H] of the F beams, at first the root alone
+        parents = roots.new_zeros(batch, 1)  # [B, F] their places in the tree
+        path = torch.ones(batch, 1, device=device)  # [B, F]
+        seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
+        width, depth = 1, 0
+        while True:
+            level = self._children(hidden, parents, path)
+            yield level
+            # The best of the new nodes are the beams that the next pass expands.
+            path, best = level.path_probabilities.topk(min(topk, level.tokens.shape[1]), dim=1)
+            tokens, parents, origin = level.tokens.gather(1, best), best + width, best // topk
+            width += level.tokens.shape[1]
+            seen = torch.cat([_rows(seen, origin), itself], dim=2)
+            positions = (lengths + depth)[:, None].expand_as(tokens)
+            hidden = self._forward(
+                state.cache, slice(0, batch), tokens, _rows(hidden, origin), positions, seen, offset=depth * topk
+            )
+            depth += 1
+
+    def _refresh(self, state: Eagle3State) -> None:
+        """Runs the entries whose true features came in with the last round."""
+        counts = [len(tokens) for _, tokens in state.pending]
+        if not any(counts):
+            return
+        longest = max(counts)
+        features = torch.stack([nn.functional.pad(f, (0, 0, 0, longest - len(f))) for f, _ in state.pending])
+        tokens = torch.tensor([t + [0] * (longest - len(t)) for _, t in state.pending], device=features.device)
+        output = self._run_entries(state.cache, slice(0, len(counts)), features, tokens)
+        state.cache.commit([range(1, count) for count in counts])
+        last = torch.tensor(counts, device=features.device) - 1
+        state.hidden = output[torch.arange(len(counts), device=features.device), last]
+        state.pending = [(features[row, :0], []) for row in range(len(counts))]
+
+    def _run_entries(self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor) -> Tensor:
+        """Outputs [B, W, H] of W entries behind the committed ones: the target's features, and each next token."""
+        width = tokens.shape[1]
+        place = torch.arange(width, device=tokens.device)
+        positions = torch.tensor(cache.lengths[rows], device=tokens.device)[:, None] + place
+        causal = (place[:, None] >= place).expand(len(tokens), -1, -1)
+        return self._forward(cache, rows, tokens, self.head.fuse(features), positions, causal, offset=0)
+
+    def _forward(
+        self,
+        cache: TreeCache,
+        rows: slice,
+        tokens: Tensor,  # [B, W]
+        hidden: Tensor,  # [B, W, H]
+        positions: Tensor,  # [B, W]
+        seen: Tensor,  # [B, W, offset + W] which uncommitted entries each sees
+        offset: int,
+    ) -> Tensor:
+        lengths = cache.aim(rows, tokens.shape[1], tokens.device, offset)
+        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
+        key, value = cache.update(key, value, 0)
+        mask = Visibility(lengths, positions, seen, query.dtype).mask(key.shape[2], window=None, num_groups=1)
+        return self.head.finish(attend(query, key, value, mask), hidden)
+
+    def _children(self, hidden: Tensor, parents: Tensor, path: Tensor) -> Level:
+        """The `topk` likeliest tokens after each beam."""
+        topk = self.settings.topk
+        q, draft_ids = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)  # [B, F, topk]
+        return Level(
+            tokens=self.head.to_target(draft_ids).flatten(1),
+            parents=parents.repeat_interleave(topk, dim=1),
+            probabilities=q.flatten(1),
+            path_probabilities=(path[:, :, None] * q).flatten(1),
+        )
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))

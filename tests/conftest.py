@@ -1,0 +1,53 @@
+"""What tests of the command share: a tiny model in a folder, and `graft` as a user runs it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from graft.cli import main
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with a token a byte and a chat template, as `save_pretrained` writes it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Finished:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def graft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Runs `graft WORDS` with `stdin` piped in."""
+
+    def run(*words: str, stdin: bytes = b"") -> Finished:
+        monkeypatch.setattr(sys, "argv", ["graft", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return Finished(int(caught.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def graft_tiny(graft: Callable[..., Finished], model_folder: str) -> Callable[..., Finished]:
+    """Runs `graft WORDS` with the tiny model and short answers."""
+
+    def run(*words: str, stdin: bytes = b"") -> Finished:
+        return graft(*words, "--model", model_folder, "--max-new-tokens", "8", stdin=stdin)
+
+    return run

@@ -1,0 +1,159 @@
+"""`graft check` and what it is made of: differences are found, named, and told from exact ties."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import graft as library
+from conftest import Finished
+from graft import SamplingSettings, checking
+from graft.checking import compare, find_difference, first_difference, plain_twin
+from proposers import Oracle
+from tiny import tiny_model
+
+Run = Callable[..., Finished]
+PROMPT = [3, 17, 42, 9]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "one"}\n{"id": "b", "turns": ["two", "later"]}\n')
+    return str(path)
+
+
+@pytest.fixture
+def wrong_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes transformers seem to choose another fourth token for every prompt but the first."""
+    right, calls = checking.transformers_answer, []
+
+    def wrong(*arguments: object) -> list[int]:
+        ids = right(*arguments)
+        calls.append(ids)
+        return ids if len(calls) == 1 else [*ids[:3], ids[3] ^ 1, *ids[4:]]
+
+    monkeypatch.setattr(checking, "transformers_answer", wrong)
+
+
+def test_check_of_equal_texts_exits_with_0(graft_tiny: Run, data: str) -> None:
+    result = graft_tiny("check", "--data", data)
+    assert result.status == 0
+    assert result.out.splitlines()[:2] == [
+        "2 prompts, 16 tokens, 0 differ",
+        "compared with plain decoding and transformers",
+    ]
+    assert result.err == ""
+
+
+def test_check_exits_1_and_names_the_first_difference_when_texts_differ(
+    graft_tiny: Run, data: str, wrong_reference: None
+) -> None:
+    result = graft_tiny("check", "--data", data)
+    assert result.status == 1
+    lines = result.out.splitlines()
+    assert lines[0] == "2 prompts, 16 tokens, 1 differ"
+    place = lines.index(f"first difference: {data}, prompt 2 (id b), new token 3")
+    assert lines[place + 1].startswith("  transformers: token ")
+    assert lines[place + 2].startswith("  graft: token ")
+    assert lines[place + 3] == "  not a tie: the logits are not equal"
+
+
+def test_json_names_the_difference_too(graft_tiny: Run, data: str, wrong_reference: None) -> None:
+    result = graft_tiny("check", "--data", data, "--json")
+    report = json.loads(result.out)
+    assert (result.status, report["differ"], report["ties"]) == (1, 1, 0)
+    first = report["first_difference"]
+    assert (first["file"], first["prompt"], first["id"], first["position"]) == (data, 2, "b", 3)
+    expected, found = first["candidates"]
+    assert expected["token"] == found["token"] ^ 1
+    assert expected["logit"] != found["logit"]
+
+
+def test_exact_tie_is_told_and_excused(
+    graft_tiny: Run, data: str, wrong_reference: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "next_logits", lambda model, ids: torch.zeros(1000))
+    result = graft_tiny("check", "--data", data)
+    assert result.status == 0
+    assert result.out.startswith("2 prompts, 16 tokens, 1 differ\n")
+    assert "an exact tie" in result.out
+
+
+def test_sampled_text_is_not_compared_with_transformers(graft_tiny: Run, data: str, wrong_reference: None) -> None:
+    result = graft_tiny("check", "--data", data, "--temperature", "0.8", "--seed", "3")
+    assert result.status == 0
+    assert "compared with plain decoding\n" in result.out
+
+
+def test_every_file_is_checked_up_to_the_limit(graft_tiny: Run, data: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "three"}\n')
+    result = graft_tiny("check", "--data", data, "--data", str(other), "--limit", "1")
+    assert result.out.startswith("2 prompts, 16 tokens, 0 differ\n")
+
+
+def test_prompt_that_does_not_fit_is_named(graft_tiny: Run, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"id": "long one", "prompt": "x" * 2000}))
+    result = graft_tiny("check", "--data", str(path))
+    assert result.status == 2
+    assert result.err.startswith(f"error: {path}, prompt 1 (id long one): the prompt has 20")
+
+
+def test_bad_data_is_one_line_and_status_2(graft_tiny: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt"\n')
+    result = graft_tiny("check", "--data", str(path))
+    assert result.status == 2
+    assert result.err.startswith(f"error: {path}:2 is not valid JSON") and result.err.count("\n") == 1
+
+
+def test_first_difference_is_a_place_or_none() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_logits_of_a_difference_are_the_models_own() -> None:
+    model = tiny_model()
+    logits = model(torch.tensor([[*PROMPT, 5]])).logits[0, -1]
+    difference = find_difference(model, PROMPT, ("plain", [5, 6]), ("graft", [5, 7]))
+    assert difference is not None and difference.position == 1
+    assert (difference.expected.token, difference.found.token) == (6, 7)
+    assert difference.expected.logit == pytest.approx(logits[6].item(), abs=1e-5)
+    assert difference.found.logit == pytest.approx(logits[7].item(), abs=1e-5)
+    assert not difference.is_tie
+
+
+def test_tokens_with_equal_logits_are_a_tie() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[6] = model.lm_head.weight[7]
+    difference = find_difference(model, PROMPT, ("plain", [6]), ("graft", [7]))
+    assert difference is not None and difference.is_tie
+
+
+def test_answer_that_ended_early_is_a_difference_and_no_tie() -> None:
+    difference = find_difference(tiny_model(), PROMPT, ("plain", [5, 6]), ("graft", [5]))
+    assert difference is not None and difference.found.token is None
+    assert not difference.is_tie
+
+
+def test_compare_counts_what_was_accepted_and_finds_a_wrong_token() -> None:
+    model = tiny_model()
+    settings = SamplingSettings(max_new_tokens=12)
+    plain = library.Engine(model, policy="off")
+    answer = plain.generate(PROMPT, max_new_tokens=12).ids
+    engine = library.Engine(model, policy=Oracle(answer, len(PROMPT)))
+    comparison = compare(engine, plain_twin(engine), PROMPT, settings)
+    assert comparison.difference is None
+    assert comparison.num_tokens == 12
+    assert comparison.stats.accepted > 6
+
+    other = library.Engine(tiny_model(seed=1), policy="off")
+    comparison = compare(other, plain, PROMPT, settings)
+    assert comparison.difference is not None
+    assert comparison.difference.expected.decoder == "plain"

@@ -1,0 +1,45 @@
+"""`graft demo`: both ways side by side, and no claim that was not seen."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from conftest import Finished
+from graft import Engine, Generation
+from graft.cli import demo
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture
+def graft_demo(graft: Run, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Finished]:
+    monkeypatch.setattr(sys.modules[demo.__module__], "MAX_NEW_TOKENS", 4)
+    monkeypatch.setenv("COLUMNS", "120")
+    return lambda: graft("demo", "--model", model_folder)
+
+
+def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(graft_demo: Callable[[], Finished]) -> None:
+    result = graft_demo()
+    assert result.status == 0
+    assert result.out.count("✓") == 4
+    assert "Every text was the same" in result.out
+    assert "Why is the sky blue?" in result.out
+
+
+def test_demo_exits_1_when_a_text_differs(graft_demo: Callable[[], Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, calls = Engine.generate, []
+
+    def once_wrong(self: Engine, prompt: object, **options: object) -> Generation:
+        calls.append(prompt)
+        answer = generate(self, prompt, **options)
+        if len(calls) == 8:  # two to warm up, then plain and Graft in turn: Graft's third answer
+            answer.choices[0].ids[-1] += 1
+        return answer
+
+    monkeypatch.setattr(Engine, "generate", once_wrong)
+    result = graft_demo()
+    assert result.status == 1
+    assert result.out.count("✗") == 1
+    assert "Not the same: question." in result.out
+    assert "Every text was the same" not in result.out

@@ -1,0 +1,136 @@
+"""`graft generate`: prompts in, answers out, and what every bad option says."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import graft as library
+from conftest import Finished
+from graft import SamplingSettings
+from graft.cli.generate import ANSWERS
+from graft.cli.options import SAMPLING
+
+Run = Callable[..., Finished]
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: str) -> library.Engine:
+    return library.load(model_folder)
+
+
+def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
+    options = ANSWERS | SAMPLING
+    assert set(options) == {field.name for field in fields(SamplingSettings)}
+    for field in fields(SamplingSettings):
+        if field.type in ("int", "float"):
+            _, option = get_args(options[field.name])
+            assert option.help.endswith(rf"[dim]\[{field.default:g}][/]")
+
+
+def test_answer_is_that_of_the_library(graft_tiny: Run, engine: library.Engine) -> None:
+    expected = engine.generate(HI, max_new_tokens=8).text
+    assert graft_tiny("generate", "hi") == Finished(0, expected + "\n", "")
+
+
+def test_raw_continues_the_text_as_it_is(graft_tiny: Run, engine: library.Engine) -> None:
+    expected = engine.generate("hi", max_new_tokens=8).text
+    assert graft_tiny("generate", "hi", "--raw").out == expected + "\n"
+
+
+def test_model_without_chat_template_continues_the_text(
+    graft: Run, model_folder: str, engine: library.Engine, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    expected = engine.generate("hi", max_new_tokens=8).text
+    assert graft("generate", "hi", "--model", str(folder), "--max-new-tokens", "8").out == expected + "\n"
+
+
+@pytest.mark.parametrize("words", [["generate"], ["generate", "-"]])
+def test_prompt_comes_from_stdin_without_its_last_newline(
+    words: list[str], graft_tiny: Run, engine: library.Engine
+) -> None:
+    expected = engine.generate([{"role": "user", "content": "grüße\n"}], max_new_tokens=8).text
+    assert graft_tiny(*words, stdin="grüße\n\n".encode()).out == expected + "\n"
+
+
+def test_json_has_the_facts_of_the_answer(graft_tiny: Run, engine: library.Engine) -> None:
+    facts = json.loads(graft_tiny("generate", "hi", "--json", "--temperature", "0.8", "--seed", "5").out)
+    expected = engine.generate(HI, max_new_tokens=8, temperature=0.8, seed=5)
+    assert (facts["text"], facts["ids"], facts["seed"]) == (expected.text, expected.ids, 5)
+    assert facts["finish_reason"] == "length"
+    assert facts["prompt_tokens"] == len(expected.prompt_ids)
+    assert facts["stats"]["tokens"] == 8
+    assert "choices" not in facts and "logprobs" not in facts
+
+
+def test_json_has_all_choices_and_their_logprobs_when_asked(graft_tiny: Run) -> None:
+    words = ["--json", "--n", "2", "--logprobs", "3", "--temperature", "1", "--seed", "5"]
+    facts = json.loads(graft_tiny("generate", "hi", *words).out)
+    first, second = facts["choices"]
+    assert first["text"] == facts["text"] != second["text"]
+    assert [entry["token"] for entry in second["logprobs"]] == second["ids"]
+    assert len(second["logprobs"][0]["alternatives"]) == 3
+
+
+def test_several_answers_are_numbered(graft_tiny: Run) -> None:
+    out = graft_tiny("generate", "hi", "--n", "2", "--temperature", "1").out
+    assert out.startswith("[1]\n") and "\n\n[2]\n" in out
+
+
+def test_options_that_repeat_reach_the_model(graft_tiny: Run) -> None:
+    words = ["--logit-bias", "80=50", "--logit-bias", "81=1000", "--stop-token-id", "7", "--stop-token-id", "81"]
+    facts = json.loads(graft_tiny("generate", "hi", "--json", *words).out)
+    assert (facts["ids"], facts["finish_reason"]) == ([81], "stop")
+
+
+def test_stats_go_to_stderr(graft_tiny: Run) -> None:
+    err = graft_tiny("generate", "hi", "--stats").err
+    assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--logit-bias", "5"], "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'"),
+        (["--logit-bias", "9999=1"], "the model has no token 9999"),
+        (["--logprobs", "2"], "add --json"),
+        (["--raw", "--system", "be kind"], "--raw has no chat template"),
+        (["--policy", "grapt"], "did you mean 'graft'?"),
+        (["--device", "nonsense"], "device"),
+        (["--dtype", "fp64"], "unknown dtype 'fp64'"),
+        (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
+    ],
+)
+def test_bad_value_is_one_line_and_status_2(words: list[str], message: str, graft: Run, model_folder: str) -> None:
+    result = graft("generate", "hi", "--model", model_folder, *words)
+    assert result.status == 2
+    assert result.err.startswith("error: ") and message in result.err
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "check", "demo"])
+def test_unknown_option_is_refused(verb: str, graft: Run) -> None:
+    result = graft(verb, "--temprature", "1")
+    assert result.status == 2
+    assert "--temprature" in result.err
+
+
+def test_stdin_that_is_not_utf8_is_refused(graft_tiny: Run) -> None:
+    result = graft_tiny("generate", stdin=b"gr\xfc\xdfe")
+    assert result.status == 2
+    assert result.err == "error: stdin is not UTF-8 text (invalid start byte at byte 2)\n"
+
+
+@pytest.mark.parametrize("words", [[], [""], ["--raw"]])
+def test_empty_prompt_is_refused(words: list[str], graft_tiny: Run) -> None:
+    result = graft_tiny("generate", *words, stdin=b"\n")
+    assert (result.status, result.err) == (2, "error: the prompt is empty\n")

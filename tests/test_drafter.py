@@ -1,0 +1,127 @@
+"""The EAGLE-3 drafter against drafting done plainly, and the engine that uses it."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from graft import Engine, GraftError
+from graft.draft.base import TreeSettings
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.head import Eagle3Config, Eagle3Head
+from graft.policy.dense import drafted_tree
+from tiny import VOCAB, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
+SMALL_TREE = TreeSettings(depth=3, topk=3, total_token=9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6)
+
+
+def make_head(model, seed=0):
+    torch.manual_seed(seed)
+    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=40))
+    head.set_vocabulary(torch.randperm(VOCAB)[:40].sort().values)
+    head.target_embedding = model.get_input_embeddings().weight.detach()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return head
+
+
+def plain_draft(head, model, tokens, path):
+    """q over the target's vocabulary after `tokens` and a drafted path, recomputed from nothing, entry by entry."""
+    with torch.no_grad():
+        states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        hidden = head.fuse(torch.cat([states[layer] for layer in head.config.target_layers], dim=-1))
+        entries = torch.tensor([tokens[1:]])
+        for token in [*path, None]:
+            positions = torch.arange(entries.shape[1])[None]
+            output, _ = head(head.embed(entries), hidden, positions)
+            if token is not None:
+                entries = torch.cat([entries, torch.tensor([[token]])], dim=1)
+                hidden = torch.cat([hidden, output[:, -1:]], dim=1)
+        q = torch.zeros(VOCAB)
+        q[head.to_target(torch.arange(40))] = head.logits(output[0, -1]).softmax(-1)
+    return q
+
+
+def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(model):
+    head = make_head(model)
+    engine = Engine(model, policy="dense", drafter=Eagle3Drafter(head, SMALL_TREE))
+    sequences = engine._sequences(PROMPT, _settings(12))
+    for _ in islice(engine.rounds(sequences), 4):  # drafts after some rounds, when features were refreshed
+        pass
+    tokens = sequences[0].ids
+    batch = engine._open(engine._sequences(tokens, _settings(12)), None)
+    engine._prefill(batch)
+    roots = batch.roots(torch.device("cpu"))
+    tree = drafted_tree(roots, list(islice(engine.policy._drafter.levels(batch.draft, roots), 4)))
+    paths = tree.paths()
+    assert tree.width == 1 + 3 + 3 * 9
+    for node in range(1, tree.width):
+        *above, token = [int(tree.tokens[0, n]) for n in paths[0, node].tolist() if n > 0]
+        expected = plain_draft(head, model, tokens, above)[token]
+        assert float(tree.probabilities[0, node]) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
+    """After rounds with accepted nodes the head's cache holds what reading the whole text anew would give."""
+    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    prompts = [PROMPT, [5, 6], PROMPT * 2]
+    sequences = [s for p in prompts for s in engine._sequences(p, _settings(20))]
+    batch = engine._open(sequences, engine._sampler(sequences))
+    engine._prefill(batch)
+    from graft.stats import Clock
+
+    for _ in range(6):
+        engine._round(batch, Clock())
+    roots = batch.roots(torch.device("cpu"))
+    old = next(drafter.levels(batch.draft, roots))
+    assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
+    for row, sequence in enumerate(sequences):
+        fresh = engine._open(engine._sequences(sequence.ids, _settings(4)), None)
+        engine._prefill(fresh)
+        new = next(drafter.levels(fresh.draft, roots[row : row + 1]))
+        torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
+
+
+def test_text_with_a_head_is_that_of_plain_decoding_alone_and_in_a_batch(model):
+    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
+    prompts = [PROMPT, [5], PROMPT * 3]
+    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
+        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=24, **options)
+        dense = Engine(model, policy="dense", drafter=drafter).generate_batch(prompts, max_new_tokens=24, **options)
+        assert [g.ids for g in dense] == [g.ids for g in plain]
+        assert sum(g.stats.accepted for g in dense) > 0
+
+
+def test_several_answers_share_the_prefill_of_the_head_too(model):
+    engine = Engine(model, policy="dense", drafter=Eagle3Drafter(make_head(model), SMALL_TREE))
+    result = engine.generate(PROMPT, n=3, temperature=1.0, seed=1, max_new_tokens=10)
+    plain = Engine(model, policy="off").generate(PROMPT, n=3, temperature=1.0, seed=1, max_new_tokens=10)
+    assert [c.ids for c in result.choices] == [c.ids for c in plain.choices]
+
+
+def test_a_chain_is_a_tree_of_one_beam(model):
+    chain = TreeSettings(depth=4, topk=1, total_token=5)
+    engine = Engine(model, policy="dense", drafter=Eagle3Drafter(make_head(model), chain))
+    result = engine.generate(PROMPT, max_new_tokens=24)
+    assert result.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=24).ids
+    assert result.stats.nodes <= 5 * result.stats.rounds
+
+
+def test_dense_without_a_head_says_so(model):
+    with pytest.raises(GraftError, match="draft="):
+        Engine(model, policy="dense")
+
+
+def _settings(max_new_tokens):
+    from graft import SamplingSettings
+
+    return SamplingSettings(max_new_tokens=max_new_tokens)

@@ -1,0 +1,196 @@
+"""The engine as its users see it: where answers end, streams, statistics, errors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from graft import Engine, GraftError, load
+from graft.text import TextStream
+from proposers import Oracle, RandomTrees
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5]
+
+
+@pytest.fixture(scope="module")
+def byte_model():
+    return tiny_model(vocab_size=BYTE_VOCAB)
+
+
+def answer_of(model, **options):
+    return Engine(model, byte_tokenizer(), policy="off").generate("grafting", **options)
+
+
+def speculating(model, answer, prompt="grafting"):
+    """An engine whose every tree holds the coming tokens, so that endings fall inside accepted blocks."""
+    return Engine(model, byte_tokenizer(), policy=Oracle(answer, len(byte_tokenizer().encode(prompt))))
+
+
+def test_an_end_of_text_inside_an_accepted_block_ends_the_answer_there(byte_model):
+    free = answer_of(byte_model, max_new_tokens=24)
+    byte_model.generation_config.eos_token_id = free.ids[7]
+    try:
+        plain = answer_of(byte_model, max_new_tokens=24)
+        result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=24)
+        ignoring = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=24, ignore_eos=True)
+    finally:
+        byte_model.generation_config.eos_token_id = None
+    assert result.ids == plain.ids == free.ids[: free.ids.index(free.ids[7]) + 1]
+    assert result.finish_reason == plain.finish_reason == "stop"
+    assert result.stats.tokens == len(result.ids) and result.stats.accepted <= result.stats.tokens
+    assert ignoring.ids == free.ids
+
+
+def test_a_stop_token_inside_an_accepted_block_ends_the_answer_there(byte_model):
+    free = answer_of(byte_model, max_new_tokens=24)
+    stop = free.ids[10]
+    result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=24, stop_token_ids=[stop])
+    assert result.ids == free.ids[: free.ids.index(stop) + 1] and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_the_limit_cuts_exactly_there(byte_model, limit):
+    free = answer_of(byte_model, max_new_tokens=24)
+    result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=limit)
+    assert result.ids == free.ids[:limit] and result.finish_reason == "length"
+
+
+def test_a_stop_string_across_tokens_cuts_where_plain_decoding_stops(byte_model):
+    free = answer_of(byte_model, max_new_tokens=40)
+    for start in range(2, 12):
+        stop = free.text[start : start + 3]
+        plain = answer_of(byte_model, max_new_tokens=40, stop=[stop])
+        result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=40, stop=[stop])
+        assert (result.text, result.ids, result.finish_reason) == (plain.text, plain.ids, "stop")
+        assert result.text == free.text[: free.text.index(stop)]
+
+
+@pytest.mark.parametrize("stop", [(), ("qq", "\ufffd\ufffd"), ("s",)])
+def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model, stop):
+    for seed in range(6):
+        options = {"max_new_tokens": 40, "temperature": 1.5, "seed": seed, "stop": stop}
+        expected = Engine(byte_model, byte_tokenizer(), policy="off").generate("grafting", **options)
+        stream = Engine(byte_model, byte_tokenizer(), policy=RandomTrees(30, BYTE_VOCAB)).stream("grafting", **options)
+        assert "".join(stream) == expected.text == stream.result.text
+        assert stream.result.ids == expected.ids
+
+
+def test_a_character_of_several_tokens_comes_in_one_piece():
+    tokenizer = byte_tokenizer()
+    stream, pieces = TextStream(tokenizer, tokenizer.encode("x")), []
+    for token in tokenizer.encode("aé漢😀b"):
+        stream.push(token)
+        pieces.append(stream.take())
+    assert pieces == ["a", "", "é", "", "", "漢", "", "", "", "😀", "b"]
+
+
+def test_an_answer_that_ends_inside_a_character_gives_what_the_tokenizer_gives():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("a漢")[:-1]
+    stream = TextStream(tokenizer, [])
+    for token in ids:
+        stream.push(token)
+    assert stream.text == "a"
+    stream.finish()
+    assert stream.text == tokenizer.decode(ids)
+
+
+def test_a_cancelled_stream_keeps_what_it_gave_and_frees_its_cache(byte_model):
+    engine = Engine(byte_model, byte_tokenizer(), policy="off")
+    stream = engine.stream("grafting", max_new_tokens=100)
+    iterator = iter(stream)
+    first = next(iterator)
+    caches = [weakref.ref(o) for o in gc.get_objects() if type(o).__name__ == "TreeCache"]
+    stream.cancel()
+    assert list(iterator) == []
+    assert stream.result.text.startswith(first) and stream.result.finish_reason is None
+    gc.collect()
+    assert all(cache() is None for cache in caches)
+    assert engine.generate("grafting", max_new_tokens=5).stats.tokens == 5
+
+
+def test_statistics_add_up(byte_model):
+    free = answer_of(byte_model, max_new_tokens=30)
+    stats = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=30).stats
+    assert stats.tokens == 30 == stats.rounds + stats.accepted
+    assert stats.mean_accepted == 1 + stats.accepted / stats.rounds == pytest.approx(6.0)
+    assert stats.accepted_by_source == {"oracle": stats.accepted}
+    assert sum(stats.accepted_by_depth.values()) == stats.accepted and max(stats.accepted_by_depth) == 5
+    assert stats.nodes == sum(stats.proposed_by_source.values()) >= 2 * stats.accepted
+    assert {"verify", "accept", "host"} <= set(stats.seconds_by_phase)
+    assert sum(stats.seconds_by_phase.values()) == pytest.approx(stats.decode_seconds)
+
+
+def test_log_probabilities_are_the_models_own_at_every_place(byte_model):
+    free = answer_of(byte_model, max_new_tokens=12, temperature=1.0, seed=1)
+    engine = speculating(byte_model, free.ids)
+    result = engine.generate("grafting", max_new_tokens=12, temperature=1.0, seed=1, logprobs=3)
+    with torch.no_grad():
+        logits = byte_model(torch.tensor([result.prompt_ids + result.ids])).logits[0].log_softmax(-1)
+    assert len(result.choices[0].logprobs) == 12
+    for i, (token, entry) in enumerate(zip(result.ids, result.choices[0].logprobs, strict=True)):
+        place = logits[len(result.prompt_ids) - 1 + i]
+        assert entry.token == token and entry.logprob == pytest.approx(float(place[token]), abs=1e-4)
+        assert list(entry.alternatives) == place.topk(3).indices.tolist()
+
+
+def test_messages_go_through_the_chat_template(byte_model):
+    engine = Engine(byte_model, byte_tokenizer())
+    ids = engine.encode([{"role": "user", "content": "hi"}])
+    assert byte_tokenizer().decode(ids) == "[user]hi\n[assistant]"
+
+
+def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
+    byte_model.generation_config.eos_token_id = list(range(60, 100))
+    try:
+        engine = Engine(byte_model, byte_tokenizer(), budget=10)
+        prompts = ["graft", "prune the tree", "g", "draft less, retrieve more"]
+        options = {"max_new_tokens": 30, "temperature": 1.2, "seed": 3, "frequency_penalty": 0.3}
+        alone = [Engine(byte_model, byte_tokenizer(), policy="off").generate(p, **options) for p in prompts]
+        together = engine.generate_batch(prompts, **options)
+    finally:
+        byte_model.generation_config.eos_token_id = None
+    assert len({len(g.ids) for g in alone}) > 1, "they end at different times"
+    assert [(g.text, g.ids, g.finish_reason) for g in together] == [(g.text, g.ids, g.finish_reason) for g in alone]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([3, 999], {}, "999"),
+        ([3, -1], {}, "-1"),
+        ([3] * 256, {"max_new_tokens": 1}, "shorten the prompt"),
+        ([3] * 250, {"max_new_tokens": 10}, "at most 6 new tokens"),
+        ([{"role": "user"}], {}, "'role' and 'content'"),
+        ("x", {"unknown_option": 1}, "unknown setting 'unknown_option'"),
+    ],
+)
+def test_bad_prompts_and_options_say_what_to_do(byte_model, prompt, options, words):
+    with pytest.raises(GraftError, match=words):
+        Engine(byte_model, byte_tokenizer()).generate(prompt, **options)
+
+
+def test_the_context_can_be_filled_to_its_last_token(byte_model):
+    plain = Engine(byte_model, policy="off").generate([3] * 200, max_new_tokens=56)
+    graft = Engine(byte_model, budget=20).generate([3] * 200, max_new_tokens=56)
+    assert plain.ids == graft.ids and len(plain.ids) == 56
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": "grafd"}, "did you mean 'graft'"),
+        ({"budget": 0}, "budget"),
+        ({"draft": "head"}, "draft"),
+        ({"model": "smolm2-135m"}, "smollm2-135m"),
+        ({"model": "smollm2-135m", "dtype": "fp8"}, "unknown dtype"),
+        ({"model": "smollm2-135m", "device": "cuda:77"}, "not usable"),
+    ],
+)
+def test_load_says_what_is_wrong(options, words):
+    with pytest.raises(GraftError, match=words):
+        load(**{"model": tiny_model(), **options})

@@ -1,0 +1,124 @@
+"""`model.generate(custom_generate=graft.decode)` returns what `model.generate` returns."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import graft
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = torch.tensor([[3, 17, 42, 9, 9, 30, 5]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10, "eos_token_id": list(range(20)), "pad_token_id": 0},
+        {"eos_token_id": list(range(20)), "pad_token_id": 0},
+        {"bad_words_ids": [[5], [9, 30]], "suppress_tokens": [7]},
+        {"max_length": 20, "max_new_tokens": None},
+        {"forced_eos_token_id": 2},
+    ],
+)
+def test_greedy_arguments_mean_what_they_mean_in_generate(model, options):
+    options = {"max_new_tokens": 30, "do_sample": False, **options}
+    expected = model.generate(PROMPT, **options)
+    assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, **options), expected)
+    assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, policy="off", **options), expected)
+
+
+def test_a_left_padded_batch_gives_what_generate_gives(model):
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4], [0, 3, 3, 3, 3, 3]])
+    options = {
+        "attention_mask": (ids != 0).long(),
+        "max_new_tokens": 25,
+        "do_sample": False,
+        "eos_token_id": [11, 12, 13, 14, 15],
+        "pad_token_id": 0,
+    }
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, custom_generate=graft.decode, **options), expected)
+
+
+def test_custom_stopping_criteria_see_every_token_in_order(model):
+    class Fifth(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] == PROMPT.shape[1] + 5)
+
+    options = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": StoppingCriteriaList([Fifth()])}
+    result = model.generate(PROMPT, custom_generate=graft.decode, **options)
+    assert torch.equal(result, model.generate(PROMPT, **options)) and result.shape[1] == PROMPT.shape[1] + 5
+
+
+def test_scores_and_logits_are_returned_when_asked_for(model):
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "repetition_penalty": 1.2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    expected = model.generate(PROMPT, **options)
+    result = model.generate(PROMPT, custom_generate=graft.decode, **options)
+    assert torch.equal(result.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=2e-5, rtol=1e-4)
+
+
+def test_sampling_follows_torchs_seed_and_not_the_policy(model):
+    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.2, "top_p": 0.9}
+    texts = []
+    for policy in ("off", "graft", "graft"):
+        torch.manual_seed(7)
+        texts.append(model.generate(PROMPT, custom_generate=graft.decode, policy=policy, **options).tolist())
+    assert texts[0] == texts[1] == texts[2]
+    torch.manual_seed(8)
+    assert model.generate(PROMPT, custom_generate=graft.decode, **options).tolist() != texts[0]
+
+
+def test_several_answers_are_drawn_apart(model):
+    options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 4}
+    assert len({tuple(row) for row in model.generate(PROMPT, custom_generate=graft.decode, **options).tolist()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beams"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
+        ({"policy": "nonsense"}, "unknown policy"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 1]])}, "left"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model, options, words):
+    with pytest.raises(ValueError, match=words):
+        model.generate(PROMPT, custom_generate=graft.decode, max_new_tokens=4, **options)
+
+
+def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():
+    model = tiny_model(vocab_size=BYTE_VOCAB)
+    ids = torch.tensor([byte_tokenizer().encode("graft")])
+    model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
+    engine = model._graft_engines.engines["graft"]
+    model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
+    assert model._graft_engines.engines["graft"] is engine
+    assert copy.deepcopy(model)._graft_engines.engines == {}
+    assert pickle.loads(pickle.dumps(model._graft_engines)).engines == {}
+    gone = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert gone() is None
