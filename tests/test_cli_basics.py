@@ -37,10 +37,10 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--help") == 0
     output = capsys.readouterr().out
-    assert all(f" {verb.__name__} " in output for verb in VERBS)
+    assert all(f" {verb.__name__.replace('_', '-')} " in output for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", [verb.__name__ for verb in VERBS])
+@pytest.mark.parametrize("verb", [verb.__name__.replace("_", "-") for verb in VERBS])
 def test_help_of_a_verb_shows_an_example(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 import graft as library
 from conftest import Finished
 from graft import SamplingSettings, checking
-from graft.checking import compare, find_difference, first_difference, plain_twin
+from graft.checking import Answer, compare, find_difference, first_difference, plain_twin
 from proposers import Oracle
 from tiny import tiny_model
 
@@ -120,7 +120,7 @@ def test_first_difference_is_a_place_or_none() -> None:
 def test_logits_of_a_difference_are_the_models_own() -> None:
     model = tiny_model()
     logits = model(torch.tensor([[*PROMPT, 5]])).logits[0, -1]
-    difference = find_difference(model, PROMPT, ("plain", [5, 6]), ("graft", [5, 7]))
+    difference = find_difference(model, PROMPT, Answer("plain", [5, 6]), Answer("graft", [5, 7]))
     assert difference is not None and difference.position == 1
     assert (difference.expected.token, difference.found.token) == (6, 7)
     assert difference.expected.logit == pytest.approx(logits[6].item(), abs=1e-5)
@@ -132,12 +132,12 @@ def test_tokens_with_equal_logits_are_a_tie() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[6] = model.lm_head.weight[7]
-    difference = find_difference(model, PROMPT, ("plain", [6]), ("graft", [7]))
+    difference = find_difference(model, PROMPT, Answer("plain", [6]), Answer("graft", [7]))
     assert difference is not None and difference.is_tie
 
 
 def test_answer_that_ended_early_is_a_difference_and_no_tie() -> None:
-    difference = find_difference(tiny_model(), PROMPT, ("plain", [5, 6]), ("graft", [5]))
+    difference = find_difference(tiny_model(), PROMPT, Answer("plain", [5, 6]), Answer("graft", [5]))
     assert difference is not None and difference.found.token is None
     assert not difference.is_tie
 

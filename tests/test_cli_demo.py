@@ -19,7 +19,9 @@ def graft_demo(graft: Run, model_folder: str, monkeypatch: pytest.MonkeyPatch) -
     return lambda: graft("demo", "--model", model_folder)
 
 
-def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(graft_demo: Callable[[], Finished]) -> None:
+def test_demo_shows_every_prompt_and_says_that_texts_were_the_same(
+    graft_demo: Callable[[], Finished],
+) -> None:
     result = graft_demo()
     assert result.status == 0
     assert result.out.count("✓") == 4

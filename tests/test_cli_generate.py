@@ -30,7 +30,7 @@ def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
     for field in fields(SamplingSettings):
         if field.type in ("int", "float"):
             _, option = get_args(options[field.name])
-            assert option.help.endswith(rf"[dim]\[{field.default:g}][/]")
+            assert option.help.endswith(rf"[dim]\[default: {field.default:g}][/]")
 
 
 def test_answer_is_that_of_the_library(graft_tiny: Run, engine: library.Engine) -> None:
@@ -85,7 +85,16 @@ def test_several_answers_are_numbered(graft_tiny: Run) -> None:
 
 
 def test_options_that_repeat_reach_the_model(graft_tiny: Run) -> None:
-    words = ["--logit-bias", "80=50", "--logit-bias", "81=1000", "--stop-token-id", "7", "--stop-token-id", "81"]
+    words = [
+        "--logit-bias",
+        "80=50",
+        "--logit-bias",
+        "81=1000",
+        "--stop-token-id",
+        "7",
+        "--stop-token-id",
+        "81",
+    ]
     facts = json.loads(graft_tiny("generate", "hi", "--json", *words).out)
     assert (facts["ids"], facts["finish_reason"]) == ([81], "stop")
 

@@ -128,9 +128,10 @@ def test_a_node_of_a_tree_sees_its_path_alone(additive: bool) -> None:
     depth = []
     for node, parent in enumerate(parents):
         depth.append(past_length if parent < 0 else depth[parent] + 1)
-        while node >= 0:
-            seen[:, :, len(depth) - 1, past_length + node] = True
-            node = parents[node]
+        ancestor = node
+        while ancestor >= 0:
+            seen[:, :, node, past_length + ancestor] = True
+            ancestor = parents[ancestor]
     start, nodes = slice(0, past_length), slice(1, 1 + size)
     positions = torch.arange(past_length).expand(2, -1)
     _, past = head(embeddings[:, start], hidden[:, start], positions)
@@ -239,7 +240,9 @@ def test_forward_is_one_graph() -> None:
     torch.testing.assert_close(compiled(*inputs)[0], head(*inputs)[0])
 
 
-@pytest.mark.parametrize(("num_layers", "layers"), [(36, (2, 18, 33)), (30, (2, 15, 27)), (3, (0, 1, 2)), (1, (0, 0, 0))])
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(36, (2, 18, 33)), (30, (2, 15, 27)), (3, (0, 1, 2)), (1, (0, 0, 0))]
+)
 def test_default_layers_are_early_middle_and_late(num_layers: int, layers: tuple[int, ...]) -> None:
     assert default_target_layers(num_layers) == layers
 

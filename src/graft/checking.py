@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,13 @@ from graft.engine import Engine, Prompt
 from graft.models.quiet import quiet_transformers
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
+
+
+class Answer(NamedTuple):
+    """New tokens, and whose they are."""
+
+    decoder: str
+    ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -62,32 +70,30 @@ def plain_twin(engine: Engine) -> Engine:
 def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSettings) -> Comparison:
     """Answers a prompt with both engines, and with transformers where it decodes by the same rule."""
     ids = engine.encode(prompt)
-    expected = plain.generate(ids, **vars(settings)).ids
-    answer = engine.generate(ids, **vars(settings))
-    difference = find_difference(engine.target.model, ids, ("plain", expected), ("graft", answer.ids))
+    expected = Answer("plain", plain.generate(ids, **vars(settings)).ids)
+    generation = engine.generate(ids, **vars(settings))
+    found = Answer("graft", generation.ids)
+    difference = find_difference(engine.target.model, ids, expected, found)
     if difference is None and comparable_to_transformers(engine, settings):
-        reference = transformers_answer(engine, ids, settings.max_new_tokens)
-        difference = find_difference(engine.target.model, ids, ("transformers", reference), ("graft", answer.ids))
-    return Comparison(len(expected), answer.stats, difference)
+        reference = Answer("transformers", transformers_answer(engine, ids, settings.max_new_tokens))
+        difference = find_difference(engine.target.model, ids, reference, found)
+    return Comparison(len(expected.ids), generation.stats, difference)
 
 
 def find_difference(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    expected: tuple[str, Sequence[int]],
-    found: tuple[str, Sequence[int]],
+    model: PreTrainedModel, prompt_ids: Sequence[int], expected: Answer, found: Answer
 ) -> Difference | None:
-    """Where two answers, each with the name of its decoder, first part, and how close the model holds the two."""
-    position = first_difference(expected[1], found[1])
+    """Where two answers to a prompt first part, and what the model thinks of either token there."""
+    position = first_difference(expected.ids, found.ids)
     if position is None:
         return None
-    logits = next_logits(model, [*prompt_ids, *expected[1][:position]])
+    logits = next_logits(model, [*prompt_ids, *expected.ids[:position]])
 
-    def candidate(decoder: str, answer: Sequence[int]) -> Candidate:
-        token = answer[position] if position < len(answer) else None
-        return Candidate(decoder, token, None if token is None else float(logits[token]))
+    def candidate(answer: Answer) -> Candidate:
+        token = answer.ids[position] if position < len(answer.ids) else None
+        return Candidate(answer.decoder, token, None if token is None else float(logits[token]))
 
-    return Difference(position, candidate(*expected), candidate(*found))
+    return Difference(position, candidate(expected), candidate(found))
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -99,7 +105,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """What follows `ids` [V], by one plain forward of the model with its own attention and no cache."""
-    return model(torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0, -1].float()
+    inputs = torch.tensor([list(ids)], device=model.device)
+    return model(inputs, use_cache=False, logits_to_keep=1).logits[0, -1].float()
 
 
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:

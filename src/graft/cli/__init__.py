@@ -17,9 +17,10 @@ from graft.cli.env import env
 from graft.cli.generate import generate
 from graft.cli.load_check import load_check
 from graft.cli.pull import pull
+from graft.cli.train import train
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, check, load_check, pull, env)
+VERBS = (demo, generate, chat, check, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
-from graft.cli.terminal import load_engine, notes, utf8_stdin
+from graft.cli.terminal import aside, load_engine, notes, utf8_stdin
 from graft.errors import GraftError
 from graft.settings import require
 
@@ -43,6 +43,7 @@ def chat(
                 break
             case "/clear":
                 conversation.clear()
+                aside("A new conversation.")
             case command if command.startswith("/"):
                 notes().print(HELP, style="dim")
             case message:
@@ -76,9 +77,7 @@ class Conversation:
         print()
         answer = stream.result
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        if notes().is_terminal:
-            speed, length = answer.stats.tokens_per_second, answer.stats.mean_accepted
-            notes().print(f"{speed:.1f} tokens/s, mean accepted length {length:.2f}", style="dim")
+        aside(f"{answer.stats.tokens_per_second:.1f} tokens/s, mean accepted length {answer.stats.mean_accepted:.2f}")
 
 
 def _lines() -> Iterator[str]:
@@ -88,11 +87,12 @@ def _lines() -> Iterator[str]:
         if prompt:
             import readline  # noqa: F401 - input() then edits and remembers lines
 
-            notes().print(HELP, style="dim")
+            aside(HELP)
         while True:
             try:
                 yield input(prompt)
             except EOFError:
+                aside("")  # the shell's prompt goes on a line of its own
                 return
             except KeyboardInterrupt:
-                notes().print(f"\n{HELP}", style="dim")
+                aside(f"\n{HELP}")

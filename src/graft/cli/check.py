@@ -16,7 +16,7 @@ from graft.data import Prompt, read_prompts, user_message
 from graft.errors import GraftError
 
 if TYPE_CHECKING:
-    from graft.checking import Comparison
+    from graft.checking import Candidate, Comparison
     from graft.engine import Engine
     from graft.sampling import SamplingSettings
 
@@ -64,13 +64,14 @@ class Row:
 
 
 def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: SamplingSettings) -> Iterator[Row]:
+    from rich.markup import escape
     from rich.progress import track
 
     from graft.checking import compare, plain_twin
 
     plain, console = plain_twin(engine), notes()
     for path, prompts in files.items():
-        shown = track(prompts, path.name, console=console, disable=not console.is_terminal)
+        shown = track(prompts, escape(path.name), console=console, disable=not console.is_terminal)
         for number, prompt in enumerate(shown, start=1):
             try:
                 message = user_message(prompt.text, engine.tokenizer)
@@ -110,11 +111,13 @@ def _explained(row: Row, tokenizer: Any) -> dict[str, Any]:
         "id": row.prompt.id,
         "position": difference.position,
         "tie": difference.is_tie,
-        "candidates": [
-            {**asdict(candidate), "text": tokenizer.decode([candidate.token]) if candidate.token is not None else None}
-            for candidate in (difference.expected, difference.found)
-        ],
+        "candidates": [_readable(candidate, tokenizer) for candidate in (difference.expected, difference.found)],
     }
+
+
+def _readable(candidate: Candidate, tokenizer: Any) -> dict[str, Any]:
+    ended = candidate.token is None
+    return {**asdict(candidate), "text": None if ended else tokenizer.decode([candidate.token])}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -125,9 +128,8 @@ def _print(report: dict[str, Any]) -> None:
         print("nothing was accepted from a tree, so this says little about speculation")
     if (first := report["first_difference"]) is None:
         return
-    print(
-        f"first difference: {first['file']}, prompt {first['prompt']} (id {first['id']}), new token {first['position']}"
-    )
+    place = f"prompt {first['prompt']} (id {first['id']}), new token {first['position']}"
+    print(f"first difference: {first['file']}, {place}")
     for candidate in first["candidates"]:
         chose = f"token {candidate['token']} {candidate['text']!r}, logit {candidate['logit']!r}"
         print(f"  {candidate['decoder']}: {'had ended' if candidate['token'] is None else chose}")

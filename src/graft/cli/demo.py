@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from graft.cli.options import MODEL, Given, takes
-from graft.cli.terminal import load_engine, notes
+from graft.cli.terminal import load_engine
 from graft.data import user_message
 
 if TYPE_CHECKING:
@@ -42,11 +42,8 @@ def demo(*, loading: Given) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    races = {title: Race() for title in PROMPTS}
-    # Twice, of which the better counts for both alike: a machine has other things to do as well.
-    _race(engine, races, console)
-    with notes().status("Once more, to even out what else the machine does"):
-        _race(engine, races)
+    with console.status("Decoding each prompt both ways, twice"):
+        races = _run(engine, console)
     console.print(_table(races))
     if different := [title for title, race in races.items() if not race.same]:
         console.print(f"Not the same: {', '.join(different)}.", style="bold red")
@@ -79,26 +76,28 @@ class Race:
         return _fastest(self.graft).stats.tokens_per_second / _fastest(self.plain).stats.tokens_per_second
 
 
-def _race(engine: Engine, races: dict[str, Race], console: Console | None = None) -> None:
-    """Adds an answer each way to every prompt's race, and prints them if there is where to."""
+def _run(engine: Engine, console: Console) -> dict[str, Race]:
+    """Decodes all prompts both ways in turn, and then once more: of two runs the better counts."""
     from rich.padding import Padding
 
     from graft.checking import plain_twin
     from graft.engine import Engine
 
-    # New engines each time: what one has learned from an answer must not help it to that answer again.
-    plain, graft = plain_twin(engine), Engine(engine.target.model, engine.tokenizer)
-    for each in (plain, graft):  # one-time costs hit neither
-        each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
-    for title, prompt in PROMPTS.items():
-        message = user_message(prompt, engine.tokenizer)
-        if console is not None:
-            console.rule(title, align="left", style="dim")
-            console.print(Padding(prompt, (0, 0, 1, 4), style="dim"))
-        races[title].plain.append(plain.generate(message, max_new_tokens=MAX_NEW_TOKENS))
-        races[title].graft.append(graft.generate(message, max_new_tokens=MAX_NEW_TOKENS))
-        if console is not None:
-            console.print(f"{races[title].graft[-1].text}\n", markup=False)
+    races = {title: Race() for title in PROMPTS}
+    for repeated in (False, True):
+        # New engines: what one has learned from an answer must not help it to that answer again.
+        plain, graft = plain_twin(engine), Engine(engine.target.model, engine.tokenizer)
+        for each in (plain, graft):  # what is paid once is paid here
+            each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
+        for title, prompt in PROMPTS.items():
+            message = user_message(prompt, engine.tokenizer)
+            races[title].plain.append(plain.generate(message, max_new_tokens=MAX_NEW_TOKENS))
+            races[title].graft.append(graft.generate(message, max_new_tokens=MAX_NEW_TOKENS))
+            if not repeated:
+                console.rule(title, align="left", style="dim")
+                console.print(Padding(prompt, (0, 0, 1, 4), style="dim", expand=False))
+                console.print(f"{races[title].graft[0].text}\n", markup=False)
+    return races
 
 
 def _fastest(answers: list[Generation]) -> Generation:
@@ -109,7 +108,14 @@ def _table(races: dict[str, Race]) -> Table:
     from rich.table import Table
 
     table = Table("prompt")
-    for column in ("tokens", "plain tokens/s", "Graft tokens/s", "ratio", "mean accepted length", "same text"):
+    for column in (
+        "tokens",
+        "plain tokens/s",
+        "Graft tokens/s",
+        "ratio",
+        "mean accepted length",
+        "same text",
+    ):
         table.add_column(column, justify="right")
     for title, race in races.items():
         plain, graft = _fastest(race.plain).stats, _fastest(race.graft).stats

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,8 +78,10 @@ def _as_json(generation: Generation) -> dict[str, Any]:
 
 def _choice_as_json(choice: Choice) -> dict[str, Any]:
     facts = {**vars(choice), "stats": choice.stats.as_dict()}
-    facts["logprobs"] = [dataclasses.asdict(token) for token in choice.logprobs]
-    return facts if choice.logprobs else {k: v for k, v in facts.items() if k != "logprobs"}
+    if choice.logprobs:
+        return facts | {"logprobs": [asdict(token) for token in choice.logprobs]}
+    del facts["logprobs"]  # not asked for
+    return facts
 
 
 def _numbered(choices: list[Choice]) -> str:

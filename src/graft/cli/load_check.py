@@ -60,6 +60,7 @@ def _print_table(found: Recognised) -> None:
     heads, key_heads, head_dim = (facts[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     norms = [name for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output") if facts[name]]
     layers = facts.get("target_layers")
+    window = f", seeing {facts['sliding_window']} tokens back" if facts.get("sliding_window") else ""
     dtype = str(found.tensors["fc.weight"].dtype).removeprefix("torch.")
     table = Table.grid(padding=(0, 2))
     for label, text in {
@@ -68,7 +69,7 @@ def _print_table(found: Recognised) -> None:
         "files": ", ".join(found.files),
         "tensors": f"{len(found.tensors)}, {found.num_parameters:,} parameters in {dtype}",
         "width": f"{facts['hidden_size']:,}, on hidden states of {facts['target_hidden_size']:,}",
-        "attention": f"{heads} heads of {head_dim}, {key_heads} for keys and values",
+        "attention": f"{heads} heads of {head_dim}, {key_heads} for keys and values{window}",
         "rotary": ", ".join(f"{key} {value}" for key, value in facts["rope"].items()),
         "MLP": f"{facts['intermediate_size']:,}",
         "vocabulary": f"{facts['draft_vocab_size']:,} of the target's {facts['vocab_size']:,}",

@@ -25,7 +25,7 @@ Group = dict[str, Any]  # the library's name of a setting -> its annotation
 
 def option(kind: Any, flag: str, help: str, default: str | None = None, **more: Any) -> Any:
     """An option that is None unless it is given; `default` tells what the library then does."""
-    shown = f"{help} [dim]\\[{default}][/]" if default else help
+    shown = f"{help} [dim]\\[default: {default}][/]" if default else help
     return Annotated[kind | None, typer.Option(flag, help=shown, **more)]
 
 
@@ -49,12 +49,7 @@ SAMPLING: Group = {
     "repetition_penalty": _sampling(float, "--repetition-penalty", "Above 1, prompt and answer repeat less.", "1"),
     "presence_penalty": _sampling(float, "--presence-penalty", "Lower each token the answer has.", "0"),
     "frequency_penalty": _sampling(float, "--frequency-penalty", "Lower it once per occurrence.", "0"),
-    "logit_bias": _sampling(
-        list[str],
-        "--logit-bias",
-        "Add VALUE to a token's logit; repeatable.",
-        metavar="ID=VALUE",
-    ),
+    "logit_bias": _sampling(list[str], "--logit-bias", "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
     "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
     "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256"),
     "min_tokens": _ending(int, "--min-tokens", "Not before this many.", "0"),
@@ -71,16 +66,17 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         @functools.wraps(verb)
         def wrapped(**arguments: Any) -> None:
             for name, group in groups.items():
-                values = {option: arguments.pop(option) for option in group}
-                arguments[name] = {option: value for option, value in values.items() if value not in (None, [])}
+                values = {setting: arguments.pop(setting) for setting in group}
+                arguments[name] = {setting: v for setting, v in values.items() if v not in (None, [])}
             verb(**arguments)
 
         own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name not in groups]
         shared = [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            inspect.Parameter(setting, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for group in groups.values()
-            for option, annotation in group.items()
+            for setting, annotation in group.items()
         ]
+        # What typer reads. A verb's own code stays a plain function of a few arguments.
         wrapped.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
         return wrapped
 

@@ -22,12 +22,17 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def load_engine(loading: Given) -> Engine:
-    """An engine as the options ask for; says so where somebody waits for it."""
+def aside(text: str) -> None:
+    """A remark for somebody at a terminal; a pipe stays quiet."""
     console = notes()
     if console.is_terminal:
-        # A line, not a spinner: a model that is fetched first draws bars of its own.
-        console.print(f"Loading {loading.get('model', DEFAULT_MODEL)} ...", style="dim", markup=False)
+        console.print(text, style="dim", markup=False)
+
+
+def load_engine(loading: Given) -> Engine:
+    """An engine as the options ask for."""
+    # A line, not a spinner: a model that is fetched first draws bars of its own.
+    aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
     from graft.loading import load
 

@@ -24,8 +24,8 @@ class Visibility:
 
     def __init__(self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
         self._lengths = lengths  # [B] committed tokens
-        self._positions = positions  # [B, W]
-        self._ancestors = ancestors  # [B, W, U] bool, over the U tokens behind the committed ones, W the last
+        self._positions = positions  # [B, U] of the U tokens behind the committed ones; the forward's W are the last
+        self._ancestors = ancestors  # [B, W, U] bool
         self._dtype = dtype
         self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
 
@@ -37,18 +37,17 @@ class Visibility:
         return self._masks[key]
 
     def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
-        batch, width = self._positions.shape
-        if batch == 1 and width == 1 and (window is None or num_keys <= window):
+        batch, width, num_uncommitted = self._ancestors.shape
+        if batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
             return None
         slots = torch.arange(num_keys, device=self._lengths.device)
         place = slots - self._lengths[:, None]  # [B, S] place in the forward, negative for committed keys
-        num_uncommitted = self._ancestors.shape[2]
         in_forward = (place >= 0) & (place < num_uncommitted)
         index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
         seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
         if window is not None:
             key_position = torch.where(in_forward, self._positions.gather(1, index[:, 0]), slots)
-            seen &= self._positions[:, :, None] - key_position[:, None, :] < window
+            seen &= self._positions[:, -width:, None] - key_position[:, None, :] < window
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         return mask[:, None].repeat(1, 1, num_groups, 1)
 

@@ -81,8 +81,12 @@ class TreeCache(Cache):
                 source = starts + torch.tensor(moves, device=stored.device)
                 target = starts + torch.arange(1, longest + 1, device=stored.device)
                 stored[:, rows, target] = stored[:, rows, source]
-        for row, path in enumerate(paths, start=first):
-            self.lengths[row] += 1 + len(path)
+        self.advance([1 + len(path) for path in paths])
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Keeps the first `counts` tokens that the last forward wrote in each of its rows."""
+        for row, count in enumerate(counts, start=self._rows.start):
+            self.lengths[row] += count
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row's committed tokens those of another."""

@@ -66,17 +66,37 @@ class TargetRunner:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
         for start in range(0, len(tokens), self.chunk_size):
             chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]], device=self.device))
-            verified = self._forward(cache, slice(row, row + 1), chunk)
-            cache.commit([range(1, chunk.width)])
+            lengths = cache.aim(slice(row, row + 1), chunk.width, self.device)
+            verified = self._forward(cache, chunk, lengths)
+            cache.advance([chunk.width])
             yield verified
 
     def verify(self, cache: TreeCache, tree: DraftTree) -> Verified:
         """Judges every node of every row's tree in one forward. Nothing is committed."""
-        return self._forward(cache, slice(0, cache.num_rows), tree)
+        lengths = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
+        return self._forward(cache, tree, lengths)
+
+    def prefill_batch(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> None:
+        """Commits a prompt to every row, all rows together and without their logits, a chunk at a time."""
+        for start in range(0, max(map(len, prompts)), self.chunk_size):
+            counts = [min(max(len(prompt) - start, 0), self.chunk_size) for prompt in prompts]
+            width = max(counts)
+            rows = [
+                [*prompt[start : start + count], *[0] * (width - count)]
+                for prompt, count in zip(prompts, counts, strict=True)
+            ]
+            lengths = cache.aim(slice(0, cache.num_rows), width, self.device)
+            self._forward(cache, DraftTree.chain(torch.tensor(rows, device=self.device)), lengths, num_logits=1)
+            cache.advance(counts)
+
+    def step(self, cache: TreeCache, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits [B, V] after one token a row, tokens and lengths [B] on the device: a step that can be captured."""
+        cache.aim_on_device(lengths)
+        return self._forward(cache, DraftTree.roots(tokens), lengths).logits[:, 0]
 
     @torch.no_grad()
-    def _forward(self, cache: TreeCache, rows: slice, tree: DraftTree) -> Verified:
-        lengths = cache.aim(rows, tree.width, self.device)
+    def _forward(self, cache: TreeCache, tree: DraftTree, lengths: Tensor, num_logits: int = 0) -> Verified:
+        """One forward over what the cache was aimed at. num_logits: for the last tokens only; 0 is for all."""
         positions = tree.positions(lengths)
         if self.max_positions is not None:
             # Nodes past the model's last position cannot become text; they only must not break its tables.
@@ -87,6 +107,7 @@ class TargetRunner:
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
+                logits_to_keep=num_logits,
                 output_hidden_states=bool(self._hidden_layers),
                 tree=attention.Visibility(lengths, positions, tree.ancestors(), self.model.dtype),
             )

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -122,10 +121,11 @@ def save_head(
 def _check_weights(found: Recognised, head: Eagle3Head) -> None:
     spell = LAYOUTS[found.layout].spell
     expected = {name: parameter.shape for name, parameter in head.named_parameters()}
-    for name in sorted(expected.keys() - found.tensors.keys()):
+    if missing := sorted(expected.keys() - found.tensors.keys()):
+        name = missing[0]
         raise GraftError(f"{found.folder} has no tensor {spell(name)}, expected as {list(expected[name])}")
-    for name in sorted(found.tensors.keys() - expected.keys() - _VOCABULARY - UNUSED_TENSORS):
-        raise GraftError(f"{found.folder} has a tensor {spell(name)}, for which its config.json has no place")
+    if extra := sorted(found.tensors.keys() - expected.keys() - _VOCABULARY - UNUSED_TENSORS):
+        raise GraftError(f"{found.folder} has a tensor {spell(extra[0])}, for which its config.json has no place")
     for name, shape in expected.items():
         tensor = found.tensors[name]
         require(
@@ -182,17 +182,15 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise GraftError(f"{path} is damaged or cut off; copy it again") from error
     try:
-        content = load_file(path) if path.suffix == ".safetensors" else _unpickle(path)
-    except (SafetensorError, RuntimeError, EOFError) as error:
-        raise GraftError(f"{path} is damaged or cut off ({str(error).splitlines()[0]}); copy it again") from error
-    except UnpicklingError as error:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle fails in every way there is
         raise GraftError(f"{path} is damaged, or holds more than tensors; use a copy in safetensors") from error
-    return content
-
-
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
     named = isinstance(content, dict) and all(isinstance(tensor, Tensor) for tensor in content.values())
     require(named, f"{path} does not hold tensors by name")
     return content

@@ -82,6 +82,7 @@ class Eagle3Drafter:
         parents = roots.new_zeros(batch, 1)  # [B, F] their places in the tree
         path = torch.ones(batch, 1, device=device)  # [B, F]
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
+        positions = roots.new_zeros(batch, 0)  # [B, U]
         width, depth = 1, 0
         while True:
             level = self._children(hidden, parents, path)
@@ -91,7 +92,7 @@ class Eagle3Drafter:
             tokens, parents, origin = level.tokens.gather(1, best), best + width, best // topk
             width += level.tokens.shape[1]
             seen = torch.cat([_rows(seen, origin), itself], dim=2)
-            positions = (lengths + depth)[:, None].expand_as(tokens)
+            positions = torch.cat([positions, (lengths + depth)[:, None].expand_as(tokens)], dim=1)
             hidden = self._forward(
                 state.cache, slice(0, batch), tokens, _rows(hidden, origin), positions, seen, offset=depth * topk
             )
@@ -125,14 +126,16 @@ class Eagle3Drafter:
         rows: slice,
         tokens: Tensor,  # [B, W]
         hidden: Tensor,  # [B, W, H]
-        positions: Tensor,  # [B, W]
-        seen: Tensor,  # [B, W, offset + W] which uncommitted entries each sees
+        positions: Tensor,  # [B, offset + W] of all uncommitted entries
+        seen: Tensor,  # [B, W, offset + W] which of them each sees
         offset: int,
     ) -> Tensor:
         lengths = cache.aim(rows, tokens.shape[1], tokens.device, offset)
-        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
+        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions[:, offset:])
         key, value = cache.update(key, value, 0)
-        mask = Visibility(lengths, positions, seen, query.dtype).mask(key.shape[2], window=None, num_groups=1)
+        mask = Visibility(lengths, positions, seen, query.dtype).mask(
+            key.shape[2], self.head.config.sliding_window, num_groups=1
+        )
         return self.head.finish(attend(query, key, value, mask), hidden)
 
     def _children(self, hidden: Tensor, parents: Tensor, path: Tensor) -> Level:

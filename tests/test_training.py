@@ -1,0 +1,171 @@
+"""Training a head: the unroll is what drafting does, the loss falls, and an interrupted run goes on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graft import Engine, GraftError
+from graft.learn.answers import Answered, AnswerSettings, read_answers, write_answers
+from graft.learn.training import (
+    Batches,
+    TrainSettings,
+    _unrolled_attention,
+    draft_vocabulary,
+    start_from_target,
+    train,
+    unrolled_losses,
+)
+from graft.target import TargetRunner
+from test_drafter import make_head, plain_draft
+from tiny import VOCAB, tiny_model
+
+SETTINGS = TrainSettings(
+    steps=12,
+    batch_tokens=200,
+    unroll=3,
+    learning_rate=3e-3,
+    warmup_steps=2,
+    evaluate_every=4,
+    held_back=0.2,
+    bf16=False,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6)
+
+
+def prompts(count=24):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n % 7 + 2,), generator=generator).tolist() for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def answers(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    settings = AnswerSettings(max_new_tokens=30, num_rows=8)
+    write_answers(TargetRunner(model), prompts(), [], settings, folder)
+    return list(read_answers(folder))
+
+
+def test_the_answers_are_the_targets_own(model, answers):
+    engine = Engine(model, policy="off")
+    assert len(answers) == 24
+    for answer in answers:
+        prompt = answer.tokens[: answer.num_prompt_tokens].tolist()
+        expected = engine.generate(prompt, max_new_tokens=30).ids
+        assert answer.tokens[answer.num_prompt_tokens :].tolist() == expected
+
+
+def test_answers_stop_at_an_ending_and_long_prompts_are_left_out(model, tmp_path):
+    settings = AnswerSettings(max_new_tokens=40, num_rows=4, temperatures=(0.0, 1.0), max_prompt_tokens=6)
+    endings = list(range(20))
+    write_answers(TargetRunner(model), prompts(), endings, settings, tmp_path)
+    found = list(read_answers(tmp_path))
+    assert len(found) == 2 * sum(len(p) <= 6 for p in prompts())
+    for answer in found:
+        *inside, last = answer.tokens[answer.num_prompt_tokens :].tolist()
+        assert not set(inside) & set(endings) and (last in endings or len(inside) == 39)
+
+
+def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):
+    settings = AnswerSettings(max_new_tokens=10, num_rows=8, temperatures=(1.0,))
+    target = TargetRunner(model)
+
+    def interrupt(done, total, tokens):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(target, prompts(), [], settings, tmp_path / "a", interrupt)
+    again = []
+    write_answers(target, prompts(), [], settings, tmp_path / "a", lambda done, total, tokens: again.append(tokens))
+    assert again[:2] == [0, 0] and again[2] > 0, "only what was missing is made"
+    write_answers(target, prompts(), [], settings, tmp_path / "b")
+    for one, other in zip(read_answers(tmp_path / "a"), read_answers(tmp_path / "b"), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+    with pytest.raises(GraftError, match="other settings"):
+        write_answers(target, prompts(), [], replace(settings, max_new_tokens=11), tmp_path / "a")
+
+
+def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(model, answers):
+    """Guesses of every unrolled step equal those of plain drafting along the same tokens."""
+    head = make_head(model)
+    tokens = answers[0].tokens.long()[:16]
+    judged = torch.zeros(1, 16, dtype=torch.bool)
+    for place in range(9, 16):
+        judged[:] = False
+        judged[0, place] = True
+        losses, _ = unrolled_losses(head, model, tokens[None], judged, unroll=4)
+        with torch.no_grad():
+            logits = model(tokens[None, :place]).logits[0, -1]
+        vocabulary = head.to_target(torch.arange(40))
+        wanted = logits[vocabulary].softmax(-1)
+        for step in range(4):
+            known = tokens[: place - step].tolist()
+            path = tokens[place - step : place].tolist()
+            q = plain_draft(head, model, known, path)[vocabulary]
+            assert float(losses[step]) == pytest.approx(float(-(wanted * q.log()).sum()), rel=1e-3)
+
+
+def test_the_first_step_of_the_unroll_is_plain_causal_attention():
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(_unrolled_attention(q, [k], [v]), expected)
+
+
+def test_a_head_learns(model, answers, tmp_path):
+    head = make_head(model)
+    start_from_target(head, model)
+    log = []
+    train(head, model, answers, replace(SETTINGS, steps=60, evaluate_every=30), tmp_path, log.append)
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert losses[-1] < 0.9 * losses[0]
+    assert any("held_back_right_0" in record for record in log)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
+    whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
+
+    def interrupt(record):
+        if record["step"] >= 7 and "held_back_right_0" in record:
+            raise KeyboardInterrupt
+
+    class Stop(Exception):
+        pass
+
+    def stop_late(record):
+        if record["step"] == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(make_head(model), model, answers, SETTINGS, tmp_path / "parts", stop_late)
+    resumed_at = []
+    parts = train(
+        make_head(model, seed=5), model, answers, SETTINGS, tmp_path / "parts", lambda r: resumed_at.append(r["step"])
+    )
+    assert min(resumed_at) >= 8, "it went on from its last state"
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, parts.state_dict()[name]), name
+    logs = [(tmp_path / run / "log.jsonl").read_text() for run in ("whole", "parts")]
+    assert logs[0] == logs[1]
+
+
+def test_a_folder_of_another_run_is_refused(model, answers, tmp_path):
+    train(make_head(model), model, answers, replace(SETTINGS, steps=4), tmp_path)
+    with pytest.raises(GraftError, match="other settings"):
+        train(make_head(model), model, answers, replace(SETTINGS, steps=5), tmp_path)
+
+
+def test_the_draft_vocabulary_is_what_answers_use_most():
+    made = [Answered(torch.tensor([9, 9, 9, 5, 5, 5, 7, 7, 3], dtype=torch.int32), 3)]
+    chosen, coverage = draft_vocabulary(made, VOCAB, 2)
+    assert chosen.tolist() == [5, 7] and coverage == pytest.approx(5 / 6)
+
+
+def test_every_answer_is_seen_once_an_epoch(answers):
+    batches = Batches(answers, SETTINGS)
+    seen = [tuple(row[row != 0].tolist()) for step in range(len(batches)) for row in batches.at(step)[0]]
+    assert sorted(seen) == sorted(tuple(t for t in a.tokens.tolist() if t) for a in answers)
