@@ -166,6 +166,7 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
         ([3] * 256, {"max_new_tokens": 1}, "shorten the prompt"),
         ([3] * 250, {"max_new_tokens": 10}, "at most 6 new tokens"),
         ([{"role": "user"}], {}, "'role' and 'content'"),
+        ("a\ud800b", {}, "half a character"),
         ("x", {"unknown_option": 1}, "unknown setting 'unknown_option'"),
     ],
 )
@@ -185,7 +186,8 @@ def test_the_context_can_be_filled_to_its_last_token(byte_model):
     [
         ({"policy": "grafd"}, "did you mean 'graft'"),
         ({"budget": 0}, "budget"),
-        ({"draft": "head"}, "draft"),
+        ({"draft": "no-such-head"}, "no-such-head"),
+        ({"policy": "dense"}, "draft="),
         ({"model": "smolm2-135m"}, "smollm2-135m"),
         ({"model": "smollm2-135m", "dtype": "fp8"}, "unknown dtype"),
         ({"model": "smollm2-135m", "device": "cuda:77"}, "not usable"),

@@ -98,8 +98,8 @@ def test_step_s_of_the_unroll_is_the_draft_s_tokens_past_the_last_true_feature(m
     for place in range(9, 16):
         judged[:] = False
         judged[0, place] = True
-        losses, _ = unrolled_losses(head, model, tokens[None], judged, unroll=4)
         with torch.no_grad():
+            losses, _ = unrolled_losses(head, model, tokens[None], judged, unroll=4)
             logits = model(tokens[None, :place]).logits[0, -1]
         vocabulary = head.to_target(torch.arange(40))
         wanted = logits[vocabulary].softmax(-1)
@@ -128,10 +128,6 @@ def test_a_head_learns(model, answers, tmp_path):
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
     whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
-
-    def interrupt(record):
-        if record["step"] >= 7 and "held_back_right_0" in record:
-            raise KeyboardInterrupt
 
     class Stop(Exception):
         pass

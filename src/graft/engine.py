@@ -112,7 +112,7 @@ class Engine:
         if isinstance(prompt, Tensor):
             ids = prompt.flatten().tolist()
         elif isinstance(prompt, str):
-            ids = self._tokenizer_for("text").encode(prompt) if prompt else []
+            ids = _encode(self._tokenizer_for("text"), prompt) if prompt else []
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
         else:
@@ -231,7 +231,7 @@ class Engine:
             require(good, f"a chat message needs 'role' and 'content', got {message!r}")
         require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return _encode(tokenizer, text, add_special_tokens=False)
 
 
 class Stream:
@@ -256,6 +256,15 @@ class Stream:
     @property
     def result(self) -> Generation:
         return _generation([self._sequence])
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise GraftError(f"the prompt is not text: it holds half a character at place {error.start}") from error
+    # verbose: the engine itself checks the length, and says what to do.
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def _generation(group: Sequence[TokenSequence]) -> Generation:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from graft.draft.eagle3.checkpoint import load_head
+from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL
@@ -19,8 +22,8 @@ def load(
     model: str | PreTrainedModel = DEFAULT_MODEL,
     *,
     tokenizer: Any | None = None,
-    draft: None = None,
-    policy: str = DEFAULT_POLICY,
+    draft: str | None = None,
+    policy: str | None = None,
     budget: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -29,18 +32,29 @@ def load(
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
-    fp32, bf16, fp16. A model in memory keeps its own. budget: nodes a round verifies, None for what pays on
-    this machine. draft: no drafters yet; retrieval needs none.
+    fp32, bf16, fp16. A model in memory keeps its own.
+    draft: the folder or hub id of an EAGLE-3 head, or a packaged head's name, as the packaged model's.
+    policy: see `graft.policy`; without one, graft, or dense where there is a head to draft with.
+    budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     """
-    if draft is not None:
-        raise GraftError(f"draft={draft!r}: this version drafts by retrieval alone; leave draft out")
     if isinstance(model, str):
         from graft.models.load import load_model
 
         chosen = pick_device(device)
         model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
-    return Engine(model, tokenizer, policy=policy, budget=budget, chunk_size=chunk_size)
+    drafter = load_drafter(draft, model) if draft is not None else None
+    policy = policy or (DEFAULT_POLICY if drafter is None else "dense")
+    return Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
+
+
+def load_drafter(draft: str, model: PreTrainedModel) -> Eagle3Drafter:
+    """A drafter for this model from a head's folder, hub id or packaged name."""
+    packaged = files("graft") / "heads" / draft
+    path = str(packaged) if draft and packaged.is_dir() else draft
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding))
 
 
 def pick_device(name: str) -> torch.device:

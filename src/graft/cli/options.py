@@ -39,7 +39,9 @@ MODEL: Group = {
     "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
 }
 LOADING: Group = MODEL | {
-    "policy": _model(str, "--policy", "graft, or off for plain decoding.", "graft"),
+    "draft": _model(str, "--draft", "An EAGLE-3 head: a folder, a hub id or a packaged name.", metavar="HEAD"),
+    "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft; dense with --draft"),
+    "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
 }
 SAMPLING: Group = {
     "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -51,23 +51,23 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes trees level by level."""
+    """Proposes trees level by level. `state` is what its own `open` gave."""
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
     settings: TreeSettings
 
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
 
-    def read(self, state: DraftState, row: int, verified: Verified, following: Sequence[int]) -> None:
+    def read(self, state: Any, row: int, verified: Verified, following: Sequence[int]) -> None:
         """Takes in a judged chunk of one row's prompt and the tokens that follow each of its tokens."""
         ...
 
-    def levels(self, state: DraftState, roots: Tensor) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Tensor) -> Iterator[Level]:
         """Each `next` is one draft pass and gives the nodes one depth further down; stop when enough."""
         ...
 
     def learn(
-        self, state: DraftState, verified: Verified, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+        self, state: Any, verified: Verified, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Takes in a finished round: the accepted nodes and the new tokens of each row."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 
@@ -12,9 +13,10 @@ from graft.target import TargetRunner, TreeCache
 from graft.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_HOPELESS = 10.0  # a width that costs this many plain steps is not tried, nor are larger ones
+_HOPELESS = 6.0  # a width that costs this many plain steps is not tried, nor are larger ones
 _MARGIN = 1.05  # expected gain below which plain decoding is kept: estimates are not that good
-_BLEND = 0.1  # weight of a new observation
+_BLEND = 0.3  # weight of a new observation
+_DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
 
 
 class VerifyCost:
@@ -28,15 +30,18 @@ class VerifyCost:
         return bool(self._seconds)
 
     def measure(self, target: TargetRunner, context: int = 64) -> None:
-        """Times a few trees on a scratch cache; stops where wider trees cannot pay."""
+        """Times a few trees on a scratch cache, twice over, and keeps the better: one hiccup spoils nothing."""
         cache = target.open(1, context + max(WIDTHS))
         for _ in target.prefill(cache, 0, [0] * context):
             pass
         self._time_once(target, cache, 1)  # the first forward of a process pays for one-time set-up
-        for width in WIDTHS:
-            self._seconds[width] = min(self._time_once(target, cache, width) for _ in range(3))
-            if self._seconds[width] > _HOPELESS * self._seconds[1]:
-                break
+        seconds: dict[int, float] = {}
+        for _ in range(2):
+            for width in WIDTHS:
+                seconds[width] = min(self._time_once(target, cache, width), seconds.get(width, math.inf))
+                if seconds[width] > _HOPELESS * seconds[1]:
+                    break
+        self._seconds = {width: s for width, s in seconds.items() if s <= _HOPELESS * seconds[1]}
 
     def observe(self, width: int, seconds: float) -> None:
         """Takes in what a round's verify took. A hiccup of the machine counts for little."""
@@ -55,6 +60,9 @@ class VerifyCost:
             rate = (num_rows + expected[min(width, len(expected)) - 1]) / self._predict(num_rows * width)
             if width > 1 and rate > best_rate:
                 best, best_rate = width, rate
+        for width in self._seconds:
+            if width not in (1, best):
+                self._seconds[width] *= _DOUBT
         return best
 
     def _predict(self, num_tokens: int) -> float:
@@ -63,6 +71,8 @@ class VerifyCost:
         if known is not None:
             return known
         widths = sorted(self._seconds)
+        if len(widths) == 1:
+            return self._seconds[1] * num_tokens
         right = min(bisect_left(widths, num_tokens), len(widths) - 1)
         low, high = widths[right - 1], widths[right]
         slope = (self._seconds[high] - self._seconds[low]) / (high - low)

@@ -70,7 +70,9 @@ class Eagle3Drafter:
         tokens: Sequence[Sequence[int]],
     ) -> None:
         features = torch.cat(verified.hidden, dim=-1)  # [B, N, 3H]
-        state.pending = [(features[row, [0, *path]], list(tokens[row])) for row, path in enumerate(nodes)]
+        for row, (path, (waiting, following)) in enumerate(zip(nodes, state.pending, strict=True)):
+            new = features[row, [0, *path]]
+            state.pending[row] = (torch.cat([waiting, new]), following + list(tokens[row]))
 
     @torch.no_grad()
     def levels(self, state: Eagle3State, roots: Tensor) -> Iterator[Level]:
