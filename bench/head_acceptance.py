@@ -16,7 +16,6 @@ import torch
 
 from graft.data import read_prompts, user_message
 from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.loading import load, load_drafter
 
@@ -34,6 +33,7 @@ def main() -> None:
     parser.add_argument("--total-token", type=int, default=60)
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rows", type=int, default=40, help="prompts that decode together")
+    parser.add_argument("--policy", default="dense", help="dense, or graft to pool with retrieval")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare the texts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -41,8 +41,8 @@ def main() -> None:
     plain = load(options.model, policy="off", dtype=options.dtype)
     model = plain.target.model
     tree = TreeSettings(options.depth, options.topk, options.total_token)
-    drafter = Eagle3Drafter(load_drafter(options.draft, model).head, tree)
-    engine = Engine(model, plain.tokenizer, policy="dense", drafter=drafter)
+    drafter = load_drafter(options.draft, model, tree)
+    engine = Engine(model, plain.tokenizer, policy=options.policy, drafter=drafter, budget=options.total_token)
 
     sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": 0}
     results = {}

@@ -210,12 +210,12 @@ def compare(a: Json, b: Json) -> int:
     for report in (a, b):
         print(report["engine"] + ": " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     pairs = list(zip(a["answers"], b["answers"], strict=True))
-    tasks = dict.fromkeys(x["task"] for x, _ in pairs)
-    columns = f"answers equal | rounds {a['engine']}/{b['engine']} | accepted | by position | drafts equal"
-    print(f"\n| prompts | {columns} |\n|---|---|---|---|---|---|")
-    for task in (*tasks, None):
-        chosen = [(x, y) for x, y in pairs if task in (x["task"], None)]
-        print(f"| {task or 'all'} | " + " | ".join(compare_answers(chosen, a["drafts"], a["max_new_tokens"])) + " |")
+    names = f"{a['engine']} / {b['engine']}"
+    print(f"\n| prompts | answers equal | rounds, {names} | accepted | by position | rounds with equal drafts |")
+    print("|---|---|---|---|---|---|")
+    for task in (*dict.fromkeys(x["task"] for x, _ in pairs), "all"):
+        cells = table_row([(x, y) for x, y in pairs if task in (x["task"], "all")], a, b)
+        print(f"| {task} | {' | '.join(cells)} |")
     print("\nThe engines' own counters")
     for report in (a, b):
         print(f"- {report['engine']}: {json.dumps(report['counters'])}")
@@ -225,24 +225,19 @@ def compare(a: Json, b: Json) -> int:
     return int(any(ids(x) != ids(y) for x, y in pairs))
 
 
-def compare_answers(pairs: list[tuple[Json, Json]], num_drafts: int, limit: int) -> list[str]:
-    """The cells of one row of the table."""
+def table_row(pairs: list[tuple[Json, Json]], a: Json, b: Json) -> list[str]:
     equal = sum(ids(x) == ids(y) for x, y in pairs)
-    sides = [[round for answer in side for round in useful(answer, limit)] for side in zip(*pairs, strict=True)]
-    accepted = [[num_accepted(round) for round in side] for side in sides]
-    rounds = [len(side) for side in sides]
-    by_position = [[sum(n > place for n in side) for place in range(num_drafts)] for side in accepted]
-    same, total = 0, 0
-    for x, y in pairs:
-        mine, others = (dict(zip(starts(answer), useful(answer, limit), strict=True)) for answer in (x, y))
-        total += len(mine.keys() | others.keys())
-        same += sum(mine[start] == others[start] for start in mine.keys() & others.keys())
+    rounds_of = [(useful(x, a), useful(y, b)) for x, y in pairs]
+    accepted = [[num_accepted(r) for rounds in side for r in rounds] for side in zip(*rounds_of, strict=True)]
+    by_position = [[sum(n > place for n in side) for place in range(a["drafts"])] for side in accepted]
+    places = sum(len({r["start"] for r in x} | {r["start"] for r in y}) for x, y in rounds_of)
+    same = sum(r in y for x, y in rounds_of for r in x)
     return [
         f"{equal} of {len(pairs)}",
-        f"{rounds[0]} / {rounds[1]}",
+        f"{len(accepted[0])} / {len(accepted[1])}",
         f"{sum(accepted[0])} / {sum(accepted[1])}",
         " / ".join(", ".join(map(str, counts)) for counts in by_position),
-        f"{same} of {total} rounds",
+        f"{same} of {places}",
     ]
 
 
@@ -250,23 +245,18 @@ def ids(answer: Json) -> list[int]:
     return [token for round in answer["rounds"] for token in round["new"]]
 
 
-def starts(answer: Json) -> list[int]:
-    """How many new tokens there were before each drafting round."""
-    places = [0]
-    for round in answer["rounds"]:
-        places.append(places[-1] + len(round["new"]))
-    return places[1:-1]
+def useful(answer: Json, report: Json) -> list[Json]:
+    """The drafting rounds, each with how many new tokens it started from, and its drafts that could come to count.
 
-
-def useful(answer: Json, limit: int) -> list[Json]:
-    """The drafting rounds, without drafts for the last token that the limit allows, or beyond it.
-
-    vLLM drafts those too; Graft leaves the last token to the target, which gives one in any case.
+    vLLM also drafts the last token that the limit allows, and beyond it; Graft leaves that one to the target,
+    which gives a token in any case.
     """
-    return [
-        {"drafted": round["drafted"][: limit - start - 1], "new": round["new"]}
-        for start, round in zip(starts(answer), answer["rounds"][1:], strict=True)
-    ]
+    start, rounds = len(answer["rounds"][0]["new"]), []
+    for round in answer["rounds"][1:]:
+        drafted = round["drafted"][: report["max_new_tokens"] - start - 1]
+        rounds.append({"start": start, "drafted": drafted, "new": round["new"]})
+        start += len(round["new"])
+    return rounds
 
 
 def num_accepted(round: Json) -> int:
@@ -275,25 +265,22 @@ def num_accepted(round: Json) -> int:
 
 
 def show_counted_beyond(report: Json) -> None:
-    """Where an engine says what it counted for each round: how it comes to another sum."""
-    last, others = [], []
+    """Where an engine says what it counted in each round: how it comes to another sum."""
+    in_last, in_others = 0, 0
     for answer in report["answers"]:
-        rounds = [round for round in answer["rounds"][1:] if "counted" in round]
-        others += [round["counted"] - num_accepted(round) for round in rounds[:-1]]
-        limit = report["max_new_tokens"]
-        kept = [num_accepted(round) for round in useful(answer, limit)]
-        last += [round["counted"] - count for round, count in zip(rounds[-1:], kept[-1:], strict=True)]
-    if last:
-        print(f"  counted more than above: {sum(last)} in last rounds, {sum(map(abs, others))} in the others")
+        counted = [round["counted"] for round in answer["rounds"][1:] if "counted" in round]
+        beyond = [own - num_accepted(round) for own, round in zip(counted, useful(answer, report), strict=False)]
+        in_last += sum(beyond[-1:])
+        in_others += sum(map(abs, beyond[:-1]))
+    if in_last or in_others:
+        print(f"  more than in the table: {in_last} in the last rounds of answers, {in_others} in others")
 
 
 def show_first_difference(x: Json, y: Json, a: Json, b: Json) -> None:
-    limit = a["max_new_tokens"]
-    places = zip(starts(x), useful(x, limit), starts(y), useful(y, limit), strict=False)
-    for start, mine, other_start, others in places:
-        if (start, mine) != (other_start, others):
-            print(f"{x['task']}, prompt of {len(x['prompt_ids'])} tokens, first difference:")
-            print(f"  {a['engine']} at {start}: {mine}\n  {b['engine']} at {other_start}: {others}")
+    for mine, others in zip(useful(x, a), useful(y, b), strict=False):
+        if mine != others:
+            print(f"\nFirst difference in {x['task']}, a prompt of {len(x['prompt_ids'])} tokens")
+            print(f"- {a['engine']}: {mine}\n- {b['engine']}: {others}")
             return
 
 

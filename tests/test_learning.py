@@ -129,7 +129,7 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
 def test_the_width_that_pays_best_is_chosen(seconds, gains, width):
     cost = VerifyCost()
     cost._seconds = dict(seconds)
-    assert cost.best_width(torch.tensor(gains)) == width
+    assert cost.best_plan(torch.tensor(gains)).width == width
 
 
 def test_costs_follow_what_rounds_take_and_forgive_a_hiccup():
@@ -146,7 +146,8 @@ def test_a_width_measured_too_dear_is_tried_again_in_time():
     cost = VerifyCost()
     cost._seconds = {1: 1.0, 8: 5.0}  # 8 was timed while the machine was busy; in truth it costs 2
     looks = 0
-    while cost.best_width(torch.full((7,), 0.4)) == 1:
+    while cost.best_plan(torch.full((7,), 0.4)).width == 1:
+        cost.doubt(used=1)
         looks += 1
         assert looks < 2000
     assert looks > 100, "but not at once"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from graft.draft.base import TreeSettings
 from graft.draft.eagle3.checkpoint import load_head
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
@@ -23,7 +24,7 @@ def load(
     *,
     tokenizer: Any | None = None,
     draft: str | None = None,
-    policy: str | None = None,
+    policy: str = DEFAULT_POLICY,
     budget: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -34,7 +35,7 @@ def load(
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: the folder or hub id of an EAGLE-3 head, or a packaged head's name, as the packaged model's.
-    policy: see `graft.policy`; without one, graft, or dense where there is a head to draft with.
+    policy: see `graft.policy`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     """
     if isinstance(model, str):
@@ -43,18 +44,20 @@ def load(
         chosen = pick_device(device)
         model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
-    drafter = load_drafter(draft, model) if draft is not None else None
-    policy = policy or (DEFAULT_POLICY if drafter is None else "dense")
+    # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
+    narrow = policy == DEFAULT_POLICY and model.device.type == "cpu"
+    tree = TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
+    drafter = load_drafter(draft, model, tree) if draft is not None else None
     return Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
 
 
-def load_drafter(draft: str, model: PreTrainedModel) -> Eagle3Drafter:
+def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter:
     """A drafter for this model from a head's folder, hub id or packaged name."""
     packaged = files("graft") / "heads" / draft
     path = str(packaged) if draft and packaged.is_dir() else draft
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
-    return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding))
+    return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding), tree)
 
 
 def pick_device(name: str) -> torch.device:

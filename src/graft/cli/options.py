@@ -40,7 +40,7 @@ MODEL: Group = {
 }
 LOADING: Group = MODEL | {
     "draft": _model(str, "--draft", "An EAGLE-3 head: a folder, a hub id or a packaged name.", metavar="HEAD"),
-    "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft; dense with --draft"),
+    "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
 }
 SAMPLING: Group = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from graft.settings import Settings, require
@@ -55,6 +56,9 @@ class Drafter(Protocol):
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
     settings: TreeSettings
+
+    @property
+    def device(self) -> torch.device: ...
 
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
 

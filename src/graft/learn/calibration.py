@@ -12,6 +12,14 @@ from graft.tree import ROOT, DraftTree
 _PRIOR_WEIGHT = 16.0  # observations that the prior is worth
 _MEMORY = 256.0  # observations after which old ones begin to fade
 
+_NUM_BUCKETS = 16
+BUCKET_PROBABILITIES = 2.0 ** (-torch.arange(_NUM_BUCKETS) / 2)  # two buckets per halving
+
+
+def probability_bucket(probabilities: Tensor) -> Tensor:
+    """Evidence bucket of a score that is itself a probability."""
+    return (-2 * probabilities.log2()).clamp(0, _NUM_BUCKETS - 1).long()
+
 
 class Calibration:
     """For every (source, evidence bucket): how often the parent was reached, and how often then the child fitted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +14,23 @@ from graft.target import TargetRunner, TreeCache
 from graft.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_HOPELESS = 6.0  # a width that costs this many plain steps is not tried, nor are larger ones
+_HOPELESS = 6.0  # a width that costs this many plain steps is the last that is timed
 _MARGIN = 1.05  # expected gain below which plain decoding is kept: estimates are not that good
 _BLEND = 0.3  # weight of a new observation
 _DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round: how wide its verify is, root included, what it should bring and what it should take."""
+
+    width: int
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
 class VerifyCost:
@@ -30,7 +44,10 @@ class VerifyCost:
         return bool(self._seconds)
 
     def measure(self, target: TargetRunner, context: int = 64) -> None:
-        """Times a few trees on a scratch cache, twice over, and keeps the better: one hiccup spoils nothing."""
+        """Times a few trees on a scratch cache, twice over, and keeps the better: one hiccup spoils nothing.
+
+        Where wider trees cannot pay, they are not timed but guessed; should a guess ever look good it is tried.
+        """
         cache = target.open(1, context + max(WIDTHS))
         for _ in target.prefill(cache, 0, [0] * context):
             pass
@@ -41,7 +58,8 @@ class VerifyCost:
                 seconds[width] = min(self._time_once(target, cache, width), seconds.get(width, math.inf))
                 if seconds[width] > _HOPELESS * seconds[1]:
                     break
-        self._seconds = {width: s for width, s in seconds.items() if s <= _HOPELESS * seconds[1]}
+        widest = max(seconds)
+        self._seconds = {width: seconds.get(width, seconds[widest] * width / widest) for width in WIDTHS}
 
     def observe(self, width: int, seconds: float) -> None:
         """Takes in what a round's verify took. A hiccup of the machine counts for little."""
@@ -49,21 +67,35 @@ class VerifyCost:
         if known is not None:
             self._seconds[width] += _BLEND * (min(seconds, 2 * known) - known)
 
-    def best_width(self, gains: Tensor, num_rows: int = 1) -> int:
-        """The width, root included, with the most expected tokens per second.
+    def best_plan(self, gains: Tensor, num_rows: int = 1, spent: float = 0.0) -> Plan:
+        """The plan with the most expected tokens per second; plain decoding unless another is clearly better.
 
         gains [N]: expected accepted tokens that each further node adds, all rows together, best first.
+        spent: seconds already gone into this round's drafting.
         """
-        expected = torch.cat([gains.new_zeros(1), gains.cumsum(0)]).tolist()
-        best, best_rate = 1, _MARGIN * num_rows / self._predict(num_rows)
+        expected = [0.0, *gains.cumsum(0).tolist()]
+        best = plain = Plan(1, num_rows, self._predict(num_rows) + spent)
         for width in self._seconds:
-            rate = (num_rows + expected[min(width, len(expected)) - 1]) / self._predict(num_rows * width)
-            if width > 1 and rate > best_rate:
-                best, best_rate = width, rate
-        for width in self._seconds:
-            if width not in (1, best):
-                self._seconds[width] *= _DOUBT
+            tokens = num_rows + expected[min(width, len(expected)) - 1]
+            plan = Plan(width, tokens, self._predict(num_rows * width) + spent)
+            if plan.rate > max(best.rate, _MARGIN * plain.rate):
+                best = plan
         return best
+
+    def doubt(self, used: int) -> None:
+        """Estimates of widths that the round does not use lose a little of their weight, until one is tried again."""
+        for width in self._seconds:
+            if width not in (1, used):
+                self._seconds[width] *= _DOUBT
+
+    def widened(self, plan: Plan, num_rows: int) -> list[Plan]:
+        """The plan at every measured width from its own up, with the same tokens."""
+        spent = plan.seconds - self._predict(num_rows * plan.width)
+        return [
+            Plan(width, plan.tokens, self._predict(num_rows * width) + spent)
+            for width in self._seconds
+            if width >= plan.width
+        ]
 
     def _predict(self, num_tokens: int) -> float:
         """Straight lines between the measured widths, and on from the last."""

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graft.learn.calibration import BUCKET_PROBABILITIES, probability_bucket
 from graft.retrieve.base import History
 from graft.target import Verified
 from graft.tree import PADDING, ROOT, DraftTree
-
-_NUM_BUCKETS = 16  # two per halving of a successor's share
 
 
 class Adjacency:
@@ -23,7 +22,7 @@ class Adjacency:
 
     name = "adjacency"
     # The target's old opinion of a successor, in a context that is now another, is worth about half its face.
-    prior = 0.5 * 2.0 ** (-torch.arange(_NUM_BUCKETS) / 2)
+    prior = 0.5 * BUCKET_PROBABILITIES
 
     def __init__(self, vocab_size: int, device: torch.device, k: int = 8, beam: int = 4, depth: int = 4) -> None:
         # A token never judged has the successor `vocab_size`, no token, whose own row is of that kind too.
@@ -56,7 +55,7 @@ class Adjacency:
             parents=torch.cat(parents, dim=1).masked_fill(cold, 0),
             probabilities=torch.ones_like(all_tokens, dtype=torch.float32),
             sources=torch.full_like(all_tokens, ROOT).masked_fill(cold, PADDING),
-            evidence=_bucket(torch.cat(shares, dim=1)),
+            evidence=probability_bucket(torch.cat(shares, dim=1)),
         )
 
     def learn(self, verified: Verified) -> None:
@@ -71,7 +70,3 @@ class Adjacency:
             successors, shares = successors[last], shares[last]
         self._successors[tokens] = successors
         self._shares[tokens] = shares
-
-
-def _bucket(shares: Tensor) -> Tensor:
-    return (-2 * shares.log2()).clamp(0, _NUM_BUCKETS - 1).long()

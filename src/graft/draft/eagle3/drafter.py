@@ -44,6 +44,10 @@ class Eagle3Drafter:
         self.settings = settings or TreeSettings()
         self.hidden_layers = head.config.target_layers
 
+    @property
+    def device(self) -> torch.device:
+        return self.head.fc.weight.device
+
     def open(self, num_rows: int, num_slots: int) -> Eagle3State:
         num_drafted = self.settings.depth * self.settings.topk
         weight = self.head.fc.weight
