@@ -5,11 +5,15 @@ from itertools import islice
 import pytest
 import torch
 
-from graft import Engine, GraftError
+from graft import Engine, GraftError, SamplingSettings
+from graft.accept import walk
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.draft.eagle3.head import Eagle3Config, Eagle3Head
 from graft.policy.dense import drafted_tree
+from graft.sequence import TreeRow
+from graft.stats import Clock
+from graft.tree import DraftTree
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -77,8 +81,6 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     sequences = [s for p in prompts for s in engine._sequences(p, _settings(20))]
     batch = engine._open(sequences, engine._sampler(sequences))
     engine._prefill(batch)
-    from graft.stats import Clock
-
     for _ in range(6):
         engine._round(batch, Clock())
     roots = batch.roots(torch.device("cpu"))
@@ -122,6 +124,35 @@ def test_dense_without_a_head_says_so(model):
 
 
 def _settings(max_new_tokens):
-    from graft import SamplingSettings
-
     return SamplingSettings(max_new_tokens=max_new_tokens)
+
+
+def test_graft_pools_drafts_with_retrieval_and_gives_the_same_text(model):
+    prompts = [PROMPT, [5], PROMPT * 3]
+    engine = Engine(model, drafter=Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
+    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
+        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=24, **options)
+        pooled = engine.generate_batch(prompts, max_new_tokens=24, **options)
+        assert [g.ids for g in pooled] == [g.ids for g in plain]
+    proposed = set().union(*(g.stats.proposed_by_source for g in pooled))
+    assert proposed == {"drafted", "suffix", "adjacency"}
+
+
+def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(model):
+    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    sequences = engine._sequences(PROMPT, _settings(20))
+    batch = engine._open(sequences, engine._sampler(sequences))
+    engine._prefill(batch)
+    for _ in range(4):  # plain rounds
+        tree = DraftTree.roots(batch.roots(torch.device("cpu")))
+        verified = engine.target.verify(batch.cache, tree)
+        accepted = walk(tree, verified.logits, batch.chooser)
+        batch.cache.commit(accepted.nodes)
+        engine.policy.learn(batch, tree, verified, accepted, 0.0)
+        sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
+    late = next(drafter.levels(batch.draft, batch.roots(torch.device("cpu"))))
+    fresh = engine._open(engine._sequences(sequences[0].ids, _settings(4)), None)
+    engine._prefill(fresh)
+    new = next(drafter.levels(fresh.draft, fresh.roots(torch.device("cpu"))))
+    torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)

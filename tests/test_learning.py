@@ -8,6 +8,7 @@ import torch
 from graft import Engine
 from graft.learn.calibration import Calibration
 from graft.learn.cost import VerifyCost
+from graft.learn.prospect import Prospect
 from graft.retrieve import Adjacency, SuffixLookup
 from graft.retrieve.suffix import SuffixIndex
 from graft.target import Verified
@@ -171,3 +172,32 @@ def test_an_answer_that_goes_round_in_a_circle_is_accepted_from_both_retrievers(
     assert result.ids == plain.ids
     assert result.stats.mean_accepted > 4
     assert set(result.stats.accepted_by_source) == {"suffix", "adjacency"}
+
+
+def prospect(gain, fading, seconds):
+    made = Prospect()
+    made._gain, made._fading, made._seconds = gain, fading, seconds
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gain", "pass_seconds", "left", "worth"),
+    [
+        (0.9, 0.05, 5, True),  # five passes bring more than the wider verify costs
+        (0.9, 0.05, 1, False),  # one alone does not
+        (0.3, 0.05, 5, False),
+        (0.9, 2.0, 5, False),
+    ],
+)
+def test_a_draft_pass_is_made_when_it_and_those_behind_it_pay(gain, pass_seconds, left, worth):
+    cost = VerifyCost()
+    cost._seconds = {1: 1.0, 8: 2.2}
+    plan = cost.best_plan(torch.tensor([]))
+    assert prospect(gain, 0.8, pass_seconds).is_worth_a_pass(cost, plan, 1, reach=1.0, num_left=left) is worth
+
+
+def test_what_passes_bring_is_learned():
+    made = prospect(0.8, 0.8, 0.01)
+    for _ in range(200):
+        made.observe(0.02, gain=0.1, reach_before=0.5, reach_after=0.25)
+    assert (made._gain, made._fading, made._seconds) == pytest.approx((0.2, 0.5, 0.02), rel=0.05)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from graft.draft.eagle3.checkpoint import load_head
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.models.registry import DEFAULT_MODEL
+from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.policy import DEFAULT_POLICY
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,7 +23,7 @@ def load(
     model: str | PreTrainedModel = DEFAULT_MODEL,
     *,
     tokenizer: Any | None = None,
-    draft: str | None = None,
+    draft: str | None = "auto",
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
     device: str = "auto",
@@ -34,10 +34,13 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
-    draft: the folder or hub id of an EAGLE-3 head, or a packaged head's name, as the packaged model's.
+    draft: an EAGLE-3 head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
+    packaged model; None drafts with no head.
     policy: see `graft.policy`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     """
+    if draft == "auto":
+        draft = model if isinstance(model, str) and policy != "off" and _packaged_head(model) is not None else None
     if isinstance(model, str):
         from graft.models.load import load_model
 
@@ -53,11 +56,16 @@ def load(
 
 def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter:
     """A drafter for this model from a head's folder, hub id or packaged name."""
-    packaged = files("graft") / "heads" / draft
-    path = str(packaged) if draft and packaged.is_dir() else draft
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
+    path = _packaged_head(draft) or draft
     return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding), tree)
+
+
+def _packaged_head(name: str) -> Path | None:
+    """The folder of the head that comes with the package for the packaged model of that name."""
+    folder = Path(__file__).parent / "heads" / name
+    return folder if name in PACKAGED_MODELS and folder.is_dir() else None
 
 
 def pick_device(name: str) -> torch.device:
