@@ -175,6 +175,11 @@ def test_bad_prompts_and_options_say_what_to_do(byte_model, prompt, options, wor
         Engine(byte_model, byte_tokenizer()).generate(prompt, **options)
 
 
+def test_a_stream_refuses_before_it_starts(byte_model):
+    with pytest.raises(GraftError, match="at most"):
+        Engine(byte_model, byte_tokenizer()).stream("x" * 250, max_new_tokens=10)
+
+
 def test_the_context_can_be_filled_to_its_last_token(byte_model):
     plain = Engine(byte_model, policy="off").generate([3] * 200, max_new_tokens=56)
     graft = Engine(byte_model, budget=20).generate([3] * 200, max_new_tokens=56)

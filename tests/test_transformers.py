@@ -101,12 +101,13 @@ def test_several_answers_are_drawn_apart(model):
         ({"num_beams": 2}, "beams"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
         ({"policy": "nonsense"}, "unknown policy"),
+        ({"max_new_tokens": 300}, "at most"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 1]])}, "left"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model, options, words):
     with pytest.raises(ValueError, match=words):
-        model.generate(PROMPT, custom_generate=graft.decode, max_new_tokens=4, **options)
+        model.generate(PROMPT, custom_generate=graft.decode, **{"max_new_tokens": 4, **options})
 
 
 def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -81,6 +82,7 @@ class Engine:
         """policy: a name, or a policy of one's own made for this model. budget: see `make_policy`."""
         self.target = TargetRunner(model, drafter.hidden_layers if drafter is not None else (), chunk_size)
         self.tokenizer = tokenizer
+        self.drafter = drafter
         self.policy = make_policy(policy, self.target, drafter, budget) if isinstance(policy, str) else policy
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
 
@@ -134,8 +136,6 @@ class Engine:
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
-        for sequence in sequences:
-            self._check_room(sequence)
         self.policy.prepare()
         start = time.perf_counter()
         batch = self._open(sequences, chooser or self._sampler(sequences))
@@ -184,10 +184,9 @@ class Engine:
                 batch.copy_row(row_of[prompt], row)
                 continue
             row_of[prompt] = row
-            done = 0
+            following = iter(prompt[1:])
             for verified in self.target.prefill(batch.cache, row, prompt[:-1]):
-                done += verified.tokens.shape[1]
-                self.policy.read(batch, row, verified, list(prompt[done - verified.tokens.shape[1] + 1 : done + 1]))
+                self.policy.read(batch, row, verified, list(islice(following, verified.tokens.shape[1])))
 
     # Small parts
 
@@ -196,7 +195,9 @@ class Engine:
         require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
         assert settings.seed is not None
         answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
-        return [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer) for answer in answers]
+        sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer) for answer in answers]
+        self.check_room(sequences[0])
+        return sequences
 
     def _sampler(self, batch: list[TokenSequence]) -> Sampler:
         return Sampler(
@@ -207,7 +208,8 @@ class Engine:
             self.target.device,
         )
 
-    def _check_room(self, sequence: TokenSequence) -> None:
+    def check_room(self, sequence: TokenSequence) -> None:
+        """A prompt and its answer must fit the model's context."""
         limit, prompt, new = self.target.max_positions, sequence.num_prompt_tokens, sequence.num_remaining
         if limit is None or prompt + new <= limit:
             return

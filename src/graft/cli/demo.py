@@ -55,7 +55,7 @@ def demo(*, loading: Given) -> None:
     ratios = [race.ratio for race in races.values()]
     console.print(
         f"Every text was the same, token for token, at {min(ratios):.2f} to {max(ratios):.2f} times the speed. Graft "
-        "gains where an answer takes up what has been said before, and decodes plainly where guessing would not pay."
+        "gains where an answer is easy to guess or takes up what was said before, and decodes plainly elsewhere."
     )
     console.print('Next: graft generate "YOUR PROMPT" --stats, graft chat, graft check --help', style="dim")
 
@@ -86,7 +86,8 @@ def _run(engine: Engine, console: Console) -> dict[str, Race]:
     races = {title: Race() for title in PROMPTS}
     for repeated in (False, True):
         # New engines: what one has learned from an answer must not help it to that answer again.
-        plain, graft = plain_twin(engine), Engine(engine.target.model, engine.tokenizer)
+        plain = plain_twin(engine)
+        graft = Engine(engine.target.model, engine.tokenizer, drafter=engine.drafter)
         for each in (plain, graft):  # what is paid once is paid here
             each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
         for title, prompt in PROMPTS.items():

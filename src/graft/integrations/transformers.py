@@ -47,6 +47,8 @@ def decode(
         _CriteriaSequence(padded, prompt, max_new_tokens, stopping_criteria, keep_scores)
         for padded, prompt in zip(input_ids, _unpadded(input_ids, model_kwargs.get("attention_mask")), strict=True)
     ]
+    for sequence in batch:
+        engine.check_room(sequence)
     chooser = _ProcessorChooser(batch, logits_processor, bool(generation_config.do_sample))
     for _ in engine.rounds(list(batch), chooser):
         pass
