@@ -65,15 +65,16 @@ class Conversation:
     def say(self, text: str) -> None:
         """Prints the answer as it comes. An interrupted one stays in the conversation as far as it got."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        stream = self._engine.stream(asked, **vars(self._settings))
+        try:
+            stream = self._engine.stream(asked, **vars(self._settings))
+        except GraftError as error:  # the settings were good, so it is the context that is full
+            notes().print(f"{error}; /clear starts a new conversation", style="yellow", markup=False)
+            return
         try:
             for piece in stream:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             stream.cancel()
-        except GraftError as error:  # the settings were good, so it is the context that is full
-            notes().print(f"{error}; /clear starts a new conversation", style="yellow", markup=False)
-            return
         print()
         answer = stream.result
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
