@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from graft.accept import Chooser, walk
 from graft.batch import Batch
 from graft.draft.base import Drafter
-from graft.errors import GraftError
+from graft.errors import ContextError, GraftError
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
 from graft.sampling import Sampler, SamplingSettings
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
@@ -214,10 +214,10 @@ class Engine:
         if limit is None or prompt + new <= limit:
             return
         if prompt >= limit:
-            raise GraftError(
+            raise ContextError(
                 f"the prompt has {prompt} tokens and the model's context holds {limit}: shorten the prompt"
             )
-        raise GraftError(
+        raise ContextError(
             f"{prompt} prompt tokens and max_new_tokens={new} exceed the model's context of {limit}: "
             f"ask for at most {limit - prompt} new tokens"
         )

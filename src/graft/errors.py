@@ -10,3 +10,7 @@ class GraftError(ValueError):
 
 class ModelError(GraftError):
     """A model cannot be found, fetched or read."""
+
+
+class ContextError(GraftError):
+    """A prompt and its answer do not fit the model's context."""

@@ -9,7 +9,7 @@ import typer
 
 from graft.cli.options import LOADING, SAMPLING, Given, sampling_settings, takes
 from graft.cli.terminal import aside, load_engine, notes, utf8_stdin
-from graft.errors import GraftError
+from graft.errors import ContextError
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             stream = self._engine.stream(asked, **vars(self._settings))
-        except GraftError as error:  # the settings were good, so it is the context that is full
+        except ContextError as error:
             notes().print(f"{error}; /clear starts a new conversation", style="yellow", markup=False)
             return
         try:
