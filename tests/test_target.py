@@ -102,6 +102,22 @@ def test_between_rounds_the_model_is_its_owners():
     assert [answer[0].new_ids for answer in answers] == [expected, expected]
 
 
+def test_a_longrope_model_ends_where_its_rotation_would_change():
+    """Past the original context transformers turns all positions otherwise; up to there texts are the same."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32, sliding_window=None)
+    expected = transformers_answer(model, PROMPT, 20)
+    assert Engine(model, policy=RandomTrees(20)).generate(PROMPT, max_new_tokens=20).ids == expected
+    with pytest.raises(GraftError, match="context of 32"):
+        Engine(model).generate(PROMPT, max_new_tokens=21)
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [

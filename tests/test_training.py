@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.learn.answers import Answered, AnswerSettings, read_answers, write_answers
+from graft.learn.answers import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
 from graft.learn.training import (
     Batches,
     TrainSettings,
@@ -68,6 +68,21 @@ def test_answers_stop_at_an_ending_and_long_prompts_are_left_out(model, tmp_path
     for answer in found:
         *inside, last = answer.tokens[answer.num_prompt_tokens :].tolist()
         assert not set(inside) & set(endings) and (last in endings or len(inside) == 39)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_decoder_answers_right_from_its_first_batch_on(model, rows):
+    decoder = BatchDecoder(TargetRunner(model), rows, num_slots=64)
+    asked = prompts()[3 : 3 + rows]
+    expected = [Engine(model, policy="off").generate(p, max_new_tokens=12).ids for p in asked]
+    assert decoder.answer(asked, 12, 0.0, []) == decoder.answer(asked, 12, 0.0, []) == expected
+
+
+def test_other_prompts_do_not_pass_for_those_already_answered(model, tmp_path):
+    settings = AnswerSettings(max_new_tokens=4, num_rows=8)
+    write_answers(TargetRunner(model), prompts(), [], settings, tmp_path)
+    with pytest.raises(GraftError, match="prompts"):
+        write_answers(TargetRunner(model), [p[::-1] for p in prompts()], [], settings, tmp_path)
 
 
 def test_interrupted_answering_goes_on_and_gives_the_same(model, tmp_path):

@@ -110,13 +110,30 @@ def test_what_is_not_supported_is_refused_by_name(model, options, words):
         model.generate(PROMPT, custom_generate=graft.decode, **{"max_new_tokens": 4, **options})
 
 
+def test_processors_that_know_the_whole_batch_are_refused_for_several_prompts(model):
+    options = {"max_new_tokens": 4, "do_sample": False, "encoder_repetition_penalty": 1.3}
+    expected = model.generate(PROMPT, **options)
+    assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, **options), expected)
+    with pytest.raises(ValueError, match="one prompt at a time"):
+        model.generate(PROMPT.repeat(2, 1), custom_generate=graft.decode, **options)
+
+
+def test_a_model_that_was_resized_is_decoded_anew():
+    model = tiny_model()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    model.generate(PROMPT, custom_generate=graft.decode, **options)
+    model.resize_token_embeddings(70)
+    result = model.generate(torch.tensor([[3, 65, 66]]), custom_generate=graft.decode, **options)
+    assert torch.equal(result, model.generate(torch.tensor([[3, 65, 66]]), **options))
+
+
 def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():
     model = tiny_model(vocab_size=BYTE_VOCAB)
     ids = torch.tensor([byte_tokenizer().encode("graft")])
     model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
-    engine = model._graft_engines.engines["graft"]
+    (engine,) = model._graft_engines.engines.values()
     model.generate(ids, custom_generate=graft.decode, max_new_tokens=4, do_sample=False)
-    assert model._graft_engines.engines["graft"] is engine
+    assert list(model._graft_engines.engines.values()) == [engine]
     assert copy.deepcopy(model)._graft_engines.engines == {}
     assert pickle.loads(pickle.dumps(model._graft_engines)).engines == {}
     gone = weakref.ref(model)

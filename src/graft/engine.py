@@ -84,7 +84,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.policy = make_policy(policy, self.target, drafter, budget) if isinstance(policy, str) else policy
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     # The verbs
 
@@ -160,6 +160,7 @@ class Engine:
         tree = self.policy.grow(batch, batch.roots(self.target.device), clock)
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
+            self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
         with clock("accept"):
             accepted = walk(tree, verified.logits, batch.chooser)
             batch.cache.commit(accepted.nodes)

@@ -42,6 +42,9 @@ class SamplingSettings(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(31))
         for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed"):
@@ -61,12 +64,16 @@ class SamplingSettings(Settings):
             self.min_tokens <= self.max_new_tokens,
             f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({self.max_new_tokens})",
         )
+        require(isinstance(self.stop_token_ids, Sequence), "stop_token_ids must be a list of token ids")
+        require(isinstance(self.logit_bias, Mapping), "logit_bias must map token ids to numbers")
+        require(abs(self.seed) < 2**62, f"seed must be below 2**62, not {self.seed}")  # type: ignore[arg-type]
+        require(self.top_k < 2**31, f"top_k must be below 2**31, not {self.top_k}")
         require(self.n >= 1, f"n must be at least 1, not {self.n}")
         require(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty text")
         require(all(_is_int(i) for i in self.stop_token_ids), "stop_token_ids must be whole numbers")
         require(
-            all(_is_int(i) and not math.isnan(b) for i, b in self.logit_bias.items()),
-            "logit_bias must map token ids to numbers",
+            all(_is_int(i) and isinstance(b, int | float) and b < math.inf for i, b in self.logit_bias.items()),
+            "logit_bias must map token ids to numbers below infinity",
         )
         require(
             self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
@@ -133,7 +140,7 @@ class Sampler:
         if any(s.min_tokens for s in settings):
             self._endings = torch.zeros(shape, dtype=torch.bool, device=device)
             for row, s in enumerate(settings):
-                self._endings[row, [*eos_token_ids, *s.stop_token_ids]] = True
+                self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""

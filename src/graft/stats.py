@@ -49,7 +49,7 @@ class Stats:
 
     @property
     def mean_accepted(self) -> float:
-        """Tokens per round, 1 + accepted / rounds."""
+        """1 + accepted / rounds: tokens per round, but for a last round that is cut short."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property

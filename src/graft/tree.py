@@ -67,7 +67,8 @@ class DraftTree:
     def path_probabilities(self) -> Tensor:
         """[B, N] P(the target accepts the node), the product of the probabilities on its path; padding has 0."""
         products = self.fold_to_root(self.probabilities, torch.mul)
-        return products.masked_fill(~self.valid, 0.0)
+        # Doubling multiplies in another order at every depth: rounding could lift a node above its parent.
+        return self.fold_to_root(products, torch.minimum).masked_fill(~self.valid, 0.0)
 
     def ancestors(self) -> Tensor:
         """[B, N, N] bool, [b, i, j] when j is i or an ancestor of i: the tree's attention mask."""

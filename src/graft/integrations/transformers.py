@@ -6,6 +6,7 @@ exactly the tokens before it, so all of them mean what they mean in transformers
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, cast
 
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from graft.engine import Engine
 from graft.errors import GraftError
@@ -23,6 +30,13 @@ from graft.sequence import FinishReason, Sequence
 from graft.settings import require
 
 # What `generate` hands over beside its own arguments and that decoding needs not, or computes by itself.
+_WHOLE_BATCH = (  # processors that know a row by its place in the batch, or keep state for the whole of it
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
@@ -144,7 +158,7 @@ class _EngineSlot:
     """
 
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[Hashable, Engine] = {}
 
     def __reduce__(self) -> tuple[type[_EngineSlot], tuple[()]]:
         return (_EngineSlot, ())
@@ -152,9 +166,11 @@ class _EngineSlot:
 
 def _engine_of(model: PreTrainedModel, policy: str) -> Engine:
     slot = model.__dict__.setdefault("_graft_engines", _EngineSlot())
-    if policy not in slot.engines:
-        slot.engines[policy] = Engine(model, policy=policy)
-    return slot.engines[policy]
+    # A model that has been moved, cast or resized since is another one to what was learned.
+    key = (policy, model.device, model.dtype, model.get_input_embeddings().weight.shape)
+    if key not in slot.engines:
+        slot.engines[key] = Engine(model, policy=policy)
+    return slot.engines[key]
 
 
 def _check(
@@ -167,8 +183,9 @@ def _check(
         require(name in _KNOWN_INPUTS or value is None, f"graft.decode does not take {name!r}")
     cache = model_kwargs.get("past_key_values")
     require(cache is None or cache.get_seq_length() == 0, "graft.decode starts from the whole prompt, not from a cache")
-    if len(input_ids) > 1 and any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors):
-        raise GraftError("graft.decode takes prefix_allowed_tokens_fn for one prompt at a time only")
+    for processor in processors:
+        if len(input_ids) > 1 and isinstance(processor, _WHOLE_BATCH):
+            raise GraftError(f"graft.decode takes {type(processor).__name__} for one prompt at a time only")
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

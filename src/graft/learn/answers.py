@@ -6,6 +6,7 @@ whole or not at all, so an interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -66,10 +67,10 @@ class BatchDecoder:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
     ) -> list[list[int]]:
         """One answer a prompt, the ending token included; at temperature 0 greedy."""
+        if self._graph is None and self._target.device.type == "cuda":
+            self._capture()  # before the prefill, whose first slots the warm-up steps would overwrite
         self._cache.lengths = [0] * len(prompts)
         self._target.prefill_batch(self._cache, [prompt[:-1] for prompt in prompts])
-        if self._graph is None and self._target.device.type == "cuda":
-            self._capture()
         self._tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         self._lengths.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
         self._temperature.fill_(temperature)
@@ -116,9 +117,13 @@ def write_answers(
 ) -> None:
     """Answers all prompts at every temperature into `folder`; `progress(shards done, of, new tokens)` as it goes."""
     folder.mkdir(parents=True, exist_ok=True)
-    _same_settings(folder / "answers.json", {**asdict(settings), "num_prompts": len(prompts)})
-    fitting = [prompt for prompt in prompts if len(prompt) <= settings.max_prompt_tokens]
-    require(bool(fitting), f"no prompt has at most {settings.max_prompt_tokens} tokens")
+    fingerprint = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    _same_settings(folder / "answers.json", {**asdict(settings), "prompts": fingerprint})
+    most = settings.max_prompt_tokens
+    if target.max_positions is not None:
+        most = min(most, target.max_positions - settings.max_new_tokens)
+    fitting = [prompt for prompt in prompts if len(prompt) <= most]
+    require(bool(fitting), f"no prompt has at most {most} tokens, which is what fits with its answer")
     by_length = sorted(fitting, key=len)
     groups = [by_length[i : i + settings.num_rows] for i in range(0, len(by_length), settings.num_rows)]
     shards = [(group, t) for group in range(len(groups)) for t in range(len(settings.temperatures))]

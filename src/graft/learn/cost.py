@@ -107,7 +107,7 @@ class VerifyCost:
             return self._seconds[1] * num_tokens
         right = min(bisect_left(widths, num_tokens), len(widths) - 1)
         low, high = widths[right - 1], widths[right]
-        slope = (self._seconds[high] - self._seconds[low]) / (high - low)
+        slope = max(0.0, self._seconds[high] - self._seconds[low]) / (high - low)
         return self._seconds[high] + slope * (num_tokens - high)
 
     @staticmethod
@@ -115,6 +115,5 @@ class VerifyCost:
         chain = DraftTree.chain(torch.zeros(1, width, dtype=torch.int64, device=target.device))
         start = time.perf_counter()
         target.verify(cache, chain)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
+        target.synchronize()
         return time.perf_counter() - start

@@ -50,6 +50,8 @@ def train_head(
     work = folder / WORK
     encoded = [engine.encode(user_message(text, engine.tokenizer)) for text in prompts]
     require(bool(encoded), "there are no prompts to answer")
+    most = engine.target.vocab_size
+    require(1 <= draft_vocab_size <= most, f"draft_vocab_size must be between 1 and {most}, not {draft_vocab_size}")
 
     start = time.perf_counter()
     num_made = 0

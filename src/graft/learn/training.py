@@ -156,7 +156,7 @@ def unrolled_losses(
         embeddings = head.embed(tokens[:, 1:-1])
 
     positions = torch.arange(judged.shape[1], device=tokens.device).expand_as(judged)
-    hidden = head.fuse(features[:, :-2])
+    hidden = head.fuse(features[:, :-2].to(head.fc.weight.dtype))
     keys: list[Tensor] = []
     values: list[Tensor] = []
     losses, rights = [], []
@@ -311,6 +311,7 @@ def _resume(
         raise GraftError(f"{state_path.parent} holds a run with other settings or answers: choose another folder")
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
-    lines = [line for line in log_path.read_text().splitlines() if json.loads(line)["step"] < state["step"]]
+    lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn
+    lines = [line for line in lines if json.loads(line)["step"] < state["step"]]
     log_path.write_text("".join(line + "\n" for line in lines))
     return int(state["step"])

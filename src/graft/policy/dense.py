@@ -11,7 +11,8 @@ from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState, Level
 from graft.errors import GraftError
-from graft.policy.base import Policy
+from graft.policy.base import MAX_BUDGET, Policy
+from graft.settings import require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
 from graft.tree import ROOT, DraftTree
@@ -27,6 +28,7 @@ class Dense(Policy):
             raise GraftError("policy 'dense' drafts with a head: name one with draft=")
         self._drafter = drafter
         self._budget = budget or drafter.settings.total_token
+        require(self._budget <= MAX_BUDGET, f"total_token must be at most {MAX_BUDGET}, not {self._budget}")
 
     def open(self, num_rows: int, num_slots: int) -> DraftState:
         return self._drafter.open(num_rows, num_slots)

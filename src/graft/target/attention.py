@@ -22,11 +22,15 @@ _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", 
 class Visibility:
     """Which keys each of a forward's tokens sees: its row's committed tokens and, in the forward, its ancestors."""
 
-    def __init__(self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype, exact_end: bool = True
+    ) -> None:
+        """exact_end: of a single row, no slot behind its last token is read."""
         self._lengths = lengths  # [B] committed tokens
         self._positions = positions  # [B, U] of the U tokens behind the committed ones; the forward's W are the last
         self._ancestors = ancestors  # [B, W, U] bool
         self._dtype = dtype
+        self._all_keys_seen = exact_end
         self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
 
     def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
@@ -38,7 +42,7 @@ class Visibility:
 
     def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
         batch, width, num_uncommitted = self._ancestors.shape
-        if batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
+        if self._all_keys_seen and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
             return None
         slots = torch.arange(num_keys, device=self._lengths.device)
         place = slots - self._lengths[:, None]  # [B, S] place in the forward, negative for committed keys

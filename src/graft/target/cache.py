@@ -29,6 +29,7 @@ class TreeCache(Cache):
         self._rows = slice(0, num_rows)  # the rows that the current forward runs
         self._slots: Tensor | None = None  # [B, W] where it writes
         self._end = 0  # slots it reads
+        self.exact_end = True  # whether that is no more than the longest row has
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +42,7 @@ class TreeCache(Cache):
         """
         lengths = self.lengths[rows]
         starts = torch.tensor(lengths, device=device)
-        self._rows, self._end = rows, max(lengths) + offset + width
+        self._rows, self._end, self.exact_end = rows, max(lengths) + offset + width, True
         if self._end > self.num_slots:
             raise GraftError(f"the cache holds {self.num_slots} tokens and {self._end} are needed")
         self._slots = starts[:, None] + offset + torch.arange(width, device=device)
@@ -53,7 +54,7 @@ class TreeCache(Cache):
         Shapes no longer follow the contents (every slot is read, under a mask), so such forwards can be captured
         and replayed; whoever replays them sets `lengths` afterwards.
         """
-        self._rows, self._end = slice(0, self.num_rows), self.num_slots
+        self._rows, self._end, self.exact_end = slice(0, self.num_rows), self.num_slots, False
         self._slots = starts[:, None]
 
     def update(

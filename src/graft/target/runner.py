@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.target import attention
 from graft.target.cache import TreeCache
@@ -38,12 +38,17 @@ class TargetRunner:
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self._num_layers = config.num_hidden_layers
-        self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocab_size = _num_logits(model)
+        self.max_positions = _max_positions(config)
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
         return TreeCache(self._num_layers, num_rows, num_slots)
@@ -109,7 +114,29 @@ class TargetRunner:
                 use_cache=True,
                 logits_to_keep=num_logits,
                 output_hidden_states=bool(self._hidden_layers),
-                tree=attention.Visibility(lengths, positions, tree.ancestors(), self.model.dtype),
+                tree=attention.Visibility(
+                    lengths, positions, tree.ancestors(), self.model.dtype, exact_end=cache.exact_end
+                ),
             )
         hidden = tuple(output.hidden_states[layer] for layer in self._hidden_layers)
         return Verified(tree.tokens, output.logits.float(), hidden)
+
+
+def _num_logits(model: PreTrainedModel) -> int:
+    """What the output layer really has, which may be more than the config's vocabulary."""
+    output = model.get_output_embeddings()
+    return output.weight.shape[0] if output is not None else model.config.get_text_config().vocab_size
+
+
+def _max_positions(config: PreTrainedConfig) -> int | None:
+    """The last position that means the same in every forward.
+
+    With longrope the rotation of all tokens changes once a forward goes past the original context, so a tree that
+    looks further than plain decoding would change the text: such a model ends there.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return int(original)
+    return limit

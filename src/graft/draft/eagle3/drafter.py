@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from graft.draft.base import Level, TreeSettings
 from graft.draft.eagle3.head import Eagle3Head, attend
+from graft.settings import require
 from graft.target import TreeCache, Verified
 from graft.target.attention import Visibility
+
+_MAX_PENDING = 64  # entries of a row that wait for a draft; then they are run without one
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Eagle3Drafter:
         self.head = head.eval()
         self.settings = settings or TreeSettings()
         self.hidden_layers = head.config.target_layers
+        most = head.config.draft_vocab_size
+        require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +82,8 @@ class Eagle3Drafter:
         for row, (path, (waiting, following)) in enumerate(zip(nodes, state.pending, strict=True)):
             new = features[row, [0, *path]]
             state.pending[row] = (torch.cat([waiting, new]), following + list(tokens[row]))
+        if max(len(following) for _, following in state.pending) > _MAX_PENDING:
+            self._refresh(state)
 
     @torch.no_grad()
     def levels(self, state: Eagle3State, roots: Tensor) -> Iterator[Level]:
