@@ -35,18 +35,20 @@ def load(
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
-    packaged model; None drafts with no head.
+    packaged model on a GPU, and none on a CPU, where drafting pays for some texts only; None drafts with no head.
     policy: see `graft.policy`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     """
-    if draft == "auto":
-        draft = model if isinstance(model, str) and policy != "off" and _packaged_head(model) is not None else None
     if isinstance(model, str):
         from graft.models.load import load_model
 
         chosen = pick_device(device)
+        if draft == "auto" and policy != "off" and chosen.type != "cpu" and _packaged_head(model) is not None:
+            draft = model
         model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
+    if draft == "auto":
+        draft = None
     # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
     narrow = policy == DEFAULT_POLICY and model.device.type == "cpu"
     tree = TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
