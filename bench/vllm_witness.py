@@ -218,8 +218,7 @@ def compare(a: Json, b: Json) -> int:
     for report in (a, b):
         print(f"- {report['engine']}: {json.dumps(report['counters'])}")
         show_counted_beyond(report)
-    for x, y in pairs:
-        show_first_difference(x, y, a, b)
+    show_first_difference(pairs, a, b)
     return int(any(ids(x) != ids(y) for x, y in pairs))
 
 
@@ -274,12 +273,13 @@ def show_counted_beyond(report: Json) -> None:
         print(f"  more than in the table: {in_last} in the last rounds of answers, {in_others} in others")
 
 
-def show_first_difference(x: Json, y: Json, a: Json, b: Json) -> None:
-    for mine, others in zip(useful(x, a), useful(y, b), strict=False):
-        if mine != others:
-            print(f"\nFirst difference in {x['task']}, a prompt of {len(x['prompt_ids'])} tokens")
-            print(f"- {a['engine']}: {mine}\n- {b['engine']}: {others}")
-            return
+def show_first_difference(pairs: list[tuple[Json, Json]], a: Json, b: Json) -> None:
+    for x, y in pairs:
+        for mine, others in zip(useful(x, a), useful(y, b), strict=False):
+            if mine != others:
+                print(f"\nThe first difference, in {x['task']}, after a prompt of {len(x['prompt_ids'])} tokens")
+                print(f"- {a['engine']}: {mine}\n- {b['engine']}: {others}")
+                return
 
 
 if __name__ == "__main__":
