@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from graft.policy import Policy
+from graft.policy import Grown, Policy
 from graft.tree import PADDING, DraftTree
 
 
@@ -21,7 +21,7 @@ class RandomTrees(Policy):
 
     def grow(self, batch, roots, clock):
         tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
-        return tree.merged() if self._merge else tree
+        return Grown.without_drafts(tree.merged() if self._merge else tree)
 
 
 class Oracle(Policy):
@@ -40,7 +40,7 @@ class Oracle(Policy):
             tokens += [(token + 1) % 61, token]
             parents += [parent, parent]
             parent = len(tokens) - 1
-        return tree_of([tokens], [parents])
+        return Grown.without_drafts(tree_of([tokens], [parents]))
 
 
 def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:

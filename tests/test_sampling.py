@@ -17,7 +17,7 @@ from transformers import (
 
 from graft import Engine, GraftError, SamplingSettings
 from graft.accept import walk
-from graft.policy import Policy
+from graft.policy import Grown, Policy
 from graft.sampling import Sampler, gumbel_noise
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
@@ -163,7 +163,7 @@ class FixedTree(Policy):
 
     def grow(self, batch, roots, clock):
         rows = [[root, *self._tokens] for root in roots.tolist()]
-        return tree_of(rows, [[0, *self._parents]] * len(rows))
+        return Grown.without_drafts(tree_of(rows, [[0, *self._parents]] * len(rows)))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,8 @@ class Engine:
 
     @torch.no_grad()
     def _round(self, batch: Batch, clock: Clock) -> None:
-        tree = self.policy.grow(batch, batch.roots(self.target.device), clock)
+        grown = self.policy.grow(batch, batch.roots(self.target.device), clock)
+        tree = grown.tree
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
             self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
@@ -169,6 +170,7 @@ class Engine:
 
         for row, sequence in enumerate(batch.sequences):
             seen = TreeRow(tree, verified.logits, row, self.policy.sources)
+            sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
 
     def _open(self, sequences: list[TokenSequence], chooser: Chooser) -> Batch:

@@ -39,6 +39,7 @@ class Stats:
     rounds: int = 0
     tokens: int = 0  # new tokens, exactly those in the answer
     accepted: int = 0  # of them, those a tree held
+    draft_passes: int = 0
     nodes: int = 0  # proposed nodes that were verified
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -63,6 +64,7 @@ class Stats:
             "accepted": self.accepted,
             "mean_accepted": self.mean_accepted,
             "tokens_per_second": self.tokens_per_second,
+            "draft_passes_per_round": self.draft_passes / self.rounds if self.rounds else 0.0,
             "nodes_per_round": self.nodes / self.rounds if self.rounds else 0.0,
             "accepted_by_source": dict(self.accepted_by_source),
             "accepted_by_depth": dict(sorted(self.accepted_by_depth.items())),

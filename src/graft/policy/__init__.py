@@ -6,7 +6,7 @@ import difflib
 
 from graft.draft.base import Drafter
 from graft.errors import GraftError
-from graft.policy.base import MAX_BUDGET, Policy
+from graft.policy.base import MAX_BUDGET, Grown, Policy
 from graft.policy.dense import Dense
 from graft.policy.graft import Graft
 from graft.policy.off import Off
@@ -30,4 +30,4 @@ def make_policy(name: str, target: TargetRunner, drafter: Drafter | None = None,
     return POLICIES[name](target, drafter, budget)
 
 
-__all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Policy", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Grown", "Policy", "make_policy"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,6 +16,18 @@ from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
 
 MAX_BUDGET = 127  # nodes a round may verify beside the root
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What a policy made of a round: the trees to verify, and how many draft passes each row took."""
+
+    tree: DraftTree
+    passes: list[int]
+
+    @classmethod
+    def without_drafts(cls, tree: DraftTree) -> Grown:
+        return cls(tree, [0] * tree.tokens.shape[0])
 
 
 class Policy(ABC):
@@ -28,7 +42,7 @@ class Policy(ABC):
         """Measures what it needs to know of the machine. Called before every run; does its work once."""
 
     @abstractmethod
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         """The trees to verify under `roots` [B], no deeper than the batch's `max_depth`."""
 
     def open(self, num_rows: int, num_slots: int) -> DraftState | None:
@@ -42,3 +56,10 @@ class Policy(ABC):
         self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float
     ) -> None:
         """Learns from a finished round, whose verify took `seconds`."""
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of all that was learned, by name; empty for a policy that learns nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes on what `state` once gave, on any device; what is missing there starts as new."""

@@ -11,7 +11,7 @@ from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState, Level
 from graft.errors import GraftError
-from graft.policy.base import MAX_BUDGET, Policy
+from graft.policy.base import MAX_BUDGET, Grown, Policy
 from graft.settings import require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
@@ -33,11 +33,11 @@ class Dense(Policy):
     def open(self, num_rows: int, num_slots: int) -> DraftState:
         return self._drafter.open(num_rows, num_slots)
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         with clock("draft"):
             num_passes = min(self._drafter.settings.depth + 1, batch.max_depth)
             levels = list(islice(self._drafter.levels(batch.draft, roots), num_passes))
-            return drafted_tree(roots, levels).best(self._budget)
+            return Grown(drafted_tree(roots, levels).best(self._budget), [len(levels)] * len(roots))
 
     def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         self._drafter.read(batch.draft, row, verified, following)

@@ -12,7 +12,7 @@ from graft.draft.base import Drafter, DraftState, Level
 from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
 from graft.learn.cost import Plan, VerifyCost
 from graft.learn.prospect import Prospect
-from graft.policy.base import Policy
+from graft.policy.base import Grown, Policy
 from graft.policy.dense import drafted_tree
 from graft.retrieve import Adjacency, Retriever, SuffixLookup
 from graft.stats import Clock
@@ -50,20 +50,21 @@ class Graft(Policy):
     def open(self, num_rows: int, num_slots: int) -> DraftState | None:
         return self._drafter.open(num_rows, num_slots) if self._drafter is not None else None
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         self._pool = None
         if batch.max_depth < 1 or self._is_resting():
-            return DraftTree.roots(roots)
+            return Grown.without_drafts(DraftTree.roots(roots))
         with clock("graft"):
             pool = join([DraftTree.roots(roots), *self._retrieved(batch, roots)])
             tree, plan = self._pruned(pool)
+        num_passes = 0
         if self._drafter is not None:
-            pool, tree, plan = self._with_drafts(batch, roots, pool, tree, plan, clock)
+            pool, tree, plan, num_passes = self._with_drafts(batch, roots, pool, tree, plan, clock)
         self._pool = pool
         self._num_idle_looks = self._num_idle_looks + 1 if plan.width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
         self._cost.doubt(used=plan.width)
-        return tree.first(plan.width)
+        return Grown(tree.first(plan.width), [num_passes] * len(roots))
 
     def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         for retriever in self._retrievers:
@@ -90,7 +91,7 @@ class Graft(Policy):
 
     def _with_drafts(
         self, batch: Batch, roots: Tensor, retrieved: DraftTree, tree: DraftTree, plan: Plan, clock: Clock
-    ) -> tuple[DraftTree, DraftTree, Plan]:
+    ) -> tuple[DraftTree, DraftTree, Plan, int]:
         """Adds draft passes to the retrieved pool for as long as another is worth its time."""
         assert self._drafter is not None
         passes = self._drafter.levels(batch.draft, roots)
@@ -113,7 +114,7 @@ class Graft(Policy):
                 tree, plan = self._pruned(pool, spent)
             self._prospect.observe(draft_time(), (plan.tokens - before) / num_rows, reach, best_path)
             reach = best_path
-        return pool, tree, plan
+        return pool, tree, plan, len(levels)
 
     def _pruned(self, pool: DraftTree, spent: float = 0.0) -> tuple[DraftTree, Plan]:
         """The pool merged and ranked, and how much of it a round should verify."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
-from graft.policy.base import Policy
+from graft.policy.base import Grown, Policy
 from graft.stats import Clock
 from graft.target import TargetRunner
 from graft.tree import DraftTree
@@ -16,5 +16,5 @@ class Off(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> None:
         pass
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftTree:
-        return DraftTree.roots(roots)
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        return Grown.without_drafts(DraftTree.roots(roots))
