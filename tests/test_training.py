@@ -10,6 +10,7 @@ from graft.learn.answers import Answered, AnswerSettings, BatchDecoder, read_ans
 from graft.learn.training import (
     Batches,
     TrainSettings,
+    _split_by_prompt,
     _unrolled_attention,
     draft_vocabulary,
     start_from_target,
@@ -180,3 +181,10 @@ def test_every_answer_is_seen_once_an_epoch(answers):
     batches = Batches(answers, SETTINGS)
     seen = [tuple(row[row != 0].tolist()) for step in range(len(batches)) for row in batches.at(step)[0]]
     assert sorted(seen) == sorted(tuple(t for t in a.tokens.tolist() if t) for a in answers)
+
+
+def test_all_answers_to_a_prompt_are_on_the_same_side_of_the_split():
+    answers = [Answered(torch.tensor([p, p, a], dtype=torch.int32), 2) for a in range(3) for p in range(20)]
+    held_back, training = _split_by_prompt(answers, share=0.2)
+    assert len(held_back) == 3 * 4 and len(training) == 3 * 16
+    assert not {int(a.tokens[0]) for a in held_back} & {int(a.tokens[0]) for a in training}

@@ -86,14 +86,15 @@ def train_head(
     return folder
 
 
-def new_head(model: PreTrainedModel, vocabulary: torch.Tensor) -> Eagle3Head:
-    """An untrained head for this target, begun from the target's own weights."""
+def new_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> Eagle3Head:
+    """An untrained head for this target, begun from the target's own weights; `changes` to the usual shape."""
     text = model.config.get_text_config()
     config = Eagle3Config.for_target(
         model.config,
         draft_vocab_size=len(vocabulary),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope=_rope(text),
+        **changes,
     )
     head = Eagle3Head(config)
     head.set_vocabulary(vocabulary)

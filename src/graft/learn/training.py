@@ -21,6 +21,8 @@ from graft.errors import GraftError
 from graft.learn.answers import Answered
 from graft.settings import Settings, require
 
+_ALIGNMENT = 64  # batches have a multiple of this many entries: matrix products over odd lengths take twice the time
+
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
@@ -120,22 +122,27 @@ class Batches:
         plan: list[list[int]] = [[]]
         longest = 0
         for i in order:
-            longest = max(longest, len(self._answers[i].tokens))
+            longest = max(longest, _padded_length(len(self._answers[i].tokens)))
             if plan[-1] and longest * (len(plan[-1]) + 1) > self._settings.batch_tokens:
                 plan.append([])
-                longest = len(self._answers[i].tokens)
+                longest = _padded_length(len(self._answers[i].tokens))
             plan[-1].append(i)
         return [plan[i] for i in torch.randperm(len(plan), generator=generator).tolist()]
 
     @staticmethod
     def _padded(answers: list[Answered]) -> tuple[Tensor, Tensor]:
-        longest = max(len(a.tokens) for a in answers)
+        longest = _padded_length(max(len(a.tokens) for a in answers))
         tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
         is_answer = torch.zeros(len(answers), longest, dtype=torch.bool)
         for row, answer in enumerate(answers):
             tokens[row, : len(answer.tokens)] = answer.tokens
             is_answer[row, answer.num_prompt_tokens : len(answer.tokens)] = True
         return tokens, is_answer
+
+
+def _padded_length(num_tokens: int) -> int:
+    """Tokens of a batch whose longest answer has so many; two of them make no entry (see `unrolled_losses`)."""
+    return -(-(num_tokens - 2) // _ALIGNMENT) * _ALIGNMENT + 2
 
 
 def unrolled_losses(
@@ -148,14 +155,14 @@ def unrolled_losses(
     with torch.no_grad():
         states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         features = torch.cat([states.hidden_states[layer] for layer in head.config.target_layers], dim=-1)
-        judged = is_answer[:, 2:]  # [B, E] whether an entry's guess is judged
+        judged = is_answer[:, 2:].flatten().nonzero().squeeze(1)  # [J] the entries, of all [B * E], that are judged
         ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=tokens.device))
         rows = model.get_output_embeddings().weight[ids]  # [draft vocabulary, H]
-        wanted = nn.functional.linear(states.last_hidden_state[:, 1:-1][judged], rows).float().softmax(dim=-1)
-        truth = tokens[:, 2:][judged]
+        wanted = nn.functional.linear(_taken(states.last_hidden_state[:, 1:-1], judged), rows).float().softmax(dim=-1)
+        truth = tokens[:, 2:].flatten()[judged]
         embeddings = head.embed(tokens[:, 1:-1])
 
-    positions = torch.arange(judged.shape[1], device=tokens.device).expand_as(judged)
+    positions = torch.arange(tokens.shape[1] - 2, device=tokens.device).expand(len(tokens), -1)
     hidden = head.fuse(features[:, :-2].to(head.fc.weight.dtype))
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -165,11 +172,16 @@ def unrolled_losses(
         keys.append(key)
         values.append(value)
         output = head.finish(_unrolled_attention(query, keys, values), hidden)
-        logits = head.logits(output[judged]).float()
+        logits = head.logits(_taken(output, judged)).float()
         losses.append(-(wanted * logits.log_softmax(dim=-1)).sum(dim=-1).mean())
         rights.append((head.to_target(logits.argmax(dim=-1)) == truth).float().mean())
         hidden = _shifted(output, 1, dim=1)  # the head's own output stands in for the next token's feature
     return torch.stack(losses), torch.stack(rights)
+
+
+def _taken(values: Tensor, index: Tensor) -> Tensor:
+    """[J, H] of values [B, E, H], by places in [B * E]."""
+    return values.flatten(0, 1).index_select(0, index)
 
 
 def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -189,10 +201,12 @@ def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor])
     far = far.masked_fill(place[:, None] - step < place, -torch.inf)
     own = [_shifted(k, step - m, dim=2)[:, :, None] for m, k in enumerate(keys)][1:]
     near = torch.stack([(grouped * k).sum(dim=-1) * scale for k in own], dim=-1)  # [B, kv, groups, E, step]
-    shares = torch.cat([far, near], dim=-1).softmax(dim=-1).to(query.dtype)
-    out = shares[..., :length] @ values[0][:, :, None]
-    for m, value in enumerate(values[1:], start=1):
-        out = out + shares[..., length + m - 1, None] * _shifted(value, step - m, dim=2)[:, :, None]
+    # The few own entries take a place of 8 in front, so that the others stay where matrix products like them.
+    front = nn.functional.pad(near, (0, -step % 8), value=-torch.inf)
+    shares = torch.cat([front.to(far.dtype), far], dim=-1).softmax(dim=-1).to(query.dtype)
+    out = shares[..., front.shape[-1] :] @ values[0][:, :, None]
+    for m, value in enumerate(values[1:]):
+        out = out + shares[..., m, None] * _shifted(value, step - 1 - m, dim=2)[:, :, None]
     return out.reshape(batch, heads, length, head_dim)
 
 
@@ -215,9 +229,7 @@ def train(
     """Trains the head in place; `folder` gets a log and a state from which an interrupted run goes on."""
     device = head.fc.weight.device
     folder.mkdir(parents=True, exist_ok=True)
-    every = max(2, round(1 / settings.held_back))
-    held_back = Batches(answers[::every], settings)
-    training = Batches([a for i, a in enumerate(answers) if i % every], settings)
+    held_back, training = (Batches(part, settings) for part in _split_by_prompt(answers, settings.held_back))
     model.requires_grad_(False).eval()
     head.float().train()
     decayed = [p for p in head.parameters() if p.dim() > 1]
@@ -273,6 +285,17 @@ def evaluate(
     return {f"held_back_right_{s}": float(r) for s, r in enumerate(total / count)}
 
 
+def _split_by_prompt(answers: Sequence[Answered], share: float) -> tuple[list[Answered], list[Answered]]:
+    """Held-back answers and the others; all answers to a prompt are on the same side."""
+    every = max(2, round(1 / share))
+    prompts = [a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers]
+    rank = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    parts: tuple[list[Answered], list[Answered]] = ([], [])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        parts[rank[prompt] % every != 0].append(answer)
+    return parts
+
+
 def _autocast(device: torch.device, settings: TrainSettings) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16 and device.type != "cpu")
 
@@ -286,11 +309,19 @@ def _schedule(step: int, settings: TrainSettings) -> float:
 
 
 def _save_state(
-    path: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, step: int, settings: TrainSettings, num_answers: int
+    path: Path,
+    head: Eagle3Head,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    settings: TrainSettings,
+    num_answers: int,
 ) -> None:
     partial = path.with_suffix(".partial")
     run = {**asdict(settings), "num_answers": num_answers}
-    torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "run": run}, partial)
+    torch.save(
+        {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "run": run},
+        partial,
+    )
     partial.replace(path)
 
 
