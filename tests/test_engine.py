@@ -77,6 +77,15 @@ def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model,
         assert stream.result.ids == expected.ids
 
 
+def test_a_stream_gives_the_same_pieces_to_next_and_to_a_loop(byte_model):
+    engine = Engine(byte_model, byte_tokenizer(), policy="off")
+    looped = list(engine.stream("grafting", max_new_tokens=20))
+    stream = engine.stream("grafting", max_new_tokens=20)
+    pieces = [next(stream), next(stream), *stream]
+    assert pieces == looped and len(pieces) > 2
+    assert next(stream, None) is None, "it has ended, and stays so"
+
+
 def test_a_character_of_several_tokens_comes_in_one_piece():
     tokenizer = byte_tokenizer()
     stream, pieces = TextStream(tokenizer, tokenizer.encode("x")), []
@@ -100,11 +109,10 @@ def test_an_answer_that_ends_inside_a_character_gives_what_the_tokenizer_gives()
 def test_a_cancelled_stream_keeps_what_it_gave_and_frees_its_cache(byte_model):
     engine = Engine(byte_model, byte_tokenizer(), policy="off")
     stream = engine.stream("grafting", max_new_tokens=100)
-    iterator = iter(stream)
-    first = next(iterator)
+    first = next(stream)
     caches = [weakref.ref(o) for o in gc.get_objects() if type(o).__name__ == "TreeCache"]
     stream.cancel()
-    assert list(iterator) == []
+    assert list(stream) == []
     assert stream.result.text.startswith(first) and stream.result.finish_reason is None
     gc.collect()
     assert all(cache() is None for cache in caches)

@@ -239,20 +239,21 @@ class Engine:
         return _encode(tokenizer, text, add_special_tokens=False)
 
 
-class Stream:
-    """An answer on its way: iterate over it for text, `cancel` it, read `result` at any time."""
+class Stream(Iterator[str]):
+    """An answer on its way: an iterator over pieces of text; `cancel` it, read `result` at any time."""
 
     def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
         self._sequence = sequence
         self._rounds = engine.rounds([sequence])
 
-    def __iter__(self) -> Iterator[str]:
+    def __next__(self) -> str:
         text = self._sequence.text
         assert text is not None
         for _ in self._rounds:
             piece = text.take(final=self._sequence.finish_reason is not None)
             if piece:
-                yield piece
+                return piece
+        raise StopIteration
 
     def cancel(self) -> None:
         """Ends the answer here and frees its cache; what was accepted stays in `result`."""
