@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,6 +175,19 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
         ([3] * 256, {"max_new_tokens": 1}, "shorten the prompt"),
         ([3] * 250, {"max_new_tokens": 10}, "at most 6 new tokens"),
         ([{"role": "user"}], {}, "'role' and 'content'"),
+        ({"role": "user", "content": "hi"}, {}, "put a single message into a list"),
+        (byte_tokenizer()("hi"), {}, "input_ids"),
+        (b"hi", {}, "not bytes"),
+        (3, {}, "not int"),
+        ([3, True], {}, "True"),
+        ([3, 4.0], {}, "4.0"),
+        (np.array([3.0, 4.0]), {}, "3.0"),
+        (torch.tensor([True, False]), {}, "True"),
+        ([[3, 4], [5]], {}, "generate_batch"),
+        (["hi", "ho"], {}, "generate_batch"),
+        (torch.tensor([[3, 4], [5, 6]]), {}, "generate_batch"),
+        (np.array([[3, 4], [5, 6]]), {}, "generate_batch"),
+        (torch.tensor(3), {}, "not one row"),
         ("a\ud800b", {}, "half a character"),
         ("x", {"unknown_option": 1}, "unknown setting 'unknown_option'"),
     ],
@@ -181,6 +195,40 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
 def test_bad_prompts_and_options_say_what_to_do(byte_model, prompt, options, words):
     with pytest.raises(GraftError, match=words):
         Engine(byte_model, byte_tokenizer()).generate(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (3, 4, 5),
+        range(3, 6),
+        torch.tensor([3, 4, 5]),
+        torch.tensor([[3, 4, 5]], dtype=torch.int32),
+        np.array([3, 4, 5], dtype=np.uint16),
+        np.array([[3, 4, 5]]),
+        [np.int64(3), torch.tensor(4), 5],
+    ],
+)
+def test_token_ids_may_come_in_any_shape_of_one_row(byte_model, prompt):
+    ids = Engine(byte_model).encode(prompt)
+    assert ids == [3, 4, 5] and {type(token) for token in ids} == {int}
+
+
+def test_a_tokenizer_of_another_model_is_noticed():
+    with pytest.raises(GraftError, match="no token id of this model"):
+        Engine(tiny_model(), byte_tokenizer()).generate("ÿ")
+
+
+@pytest.mark.parametrize("prompts", ["hi", {"role": "user", "content": "hi"}])
+def test_a_batch_is_a_list_of_prompts_not_one(byte_model, prompts):
+    with pytest.raises(GraftError, match="generate_batch takes a list of prompts"):
+        Engine(byte_model, byte_tokenizer()).generate_batch(prompts)
+
+
+def test_a_batch_may_be_the_rows_of_a_tensor(byte_model):
+    engine = Engine(byte_model, policy="off")
+    together = engine.generate_batch(torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
+    assert [g.ids for g in together] == [engine.generate(p, max_new_tokens=4).ids for p in ([3, 4], [5, 6])]
 
 
 def test_a_stream_refuses_before_it_starts(byte_model):

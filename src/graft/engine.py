@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ from graft.settings import require
 from graft.stats import Clock, Stats
 from graft.target import TargetRunner
 
-Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Engine:
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
         """Answers several prompts together; each gets exactly the text it would get alone."""
+        several = not isinstance(prompts, str | bytes | Mapping)
+        require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
         batch = [s for prompt in prompts for s in self._sequences(self.encode(prompt), settings)]
         for _ in self.rounds(batch):
@@ -111,19 +114,13 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids, checked. Messages go through the model's chat template."""
-        if isinstance(prompt, Tensor):
-            ids = prompt.flatten().tolist()
-        elif isinstance(prompt, str):
-            ids = _encode(self._tokenizer_for("text"), prompt) if prompt else []
-        elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
-        else:
-            ids = list(cast(Sequence[int], prompt))
+        given: object = prompt
+        if isinstance(prompt, str):
+            given = _encode(self._tokenizer_for("text"), prompt) if prompt else []
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            given = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
+        ids = _token_ids(given, self.target.vocab_size)
         require(bool(ids), "the prompt is empty; give at least one token of text")
-        vocab_size = self.target.vocab_size
-        for token in ids:
-            valid = isinstance(token, int) and 0 <= token < vocab_size
-            require(valid, f"the prompt holds {token!r}, which is no token id of this model (0 to {vocab_size - 1})")
         return ids
 
     # The round and its loop
@@ -262,6 +259,29 @@ class Stream(Iterator[str]):
     @property
     def result(self) -> Generation:
         return _generation([self._sequence])
+
+
+def _token_ids(prompt: object, vocab_size: int) -> list[int]:
+    """Token ids in any of the shapes that callers have them in, as a list, checked."""
+    if isinstance(prompt, Tensor | np.ndarray):
+        one_row = prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1)
+        shape = list(prompt.shape)
+        require(one_row, f"the prompt's token ids are of shape {shape}, not one row: generate_batch takes several")
+        prompt = prompt.reshape(-1).tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise GraftError(
+            f"a prompt is text, token ids or a list of chat messages, not {type(prompt).__name__}: put a single "
+            "message into a list; of a tokenizer's output give the input_ids"
+        )
+    ids = []
+    for token in prompt:
+        if isinstance(token, Sequence | np.ndarray) or (isinstance(token, Tensor) and token.ndim > 0):
+            raise GraftError(f"the prompt holds {token!r} in place of a token id: generate_batch takes several prompts")
+        value = token.item() if isinstance(token, Tensor | np.generic) else token
+        if type(value) is not int or not 0 <= value < vocab_size:  # True is an int too, and meant otherwise
+            raise GraftError(f"the prompt holds {value!r}, which is no token id of this model (0 to {vocab_size - 1})")
+        ids.append(value)
+    return ids
 
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
