@@ -68,6 +68,23 @@ def test_a_stop_string_across_tokens_cuts_where_plain_decoding_stops(byte_model)
         assert result.text == free.text[: free.text.index(stop)]
 
 
+def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(byte_model):
+    free = answer_of(byte_model, max_new_tokens=24)
+    special = 2  # </s>, which leaves no text
+    bias = {"logit_bias": {special: 1000.0}}
+    options = {"max_new_tokens": 24, "stop": ["</s>"], "ignore_eos": True}
+    assert answer_of(byte_model, **options).ids == free.ids, "it ends nothing where it does not come"
+    result = answer_of(byte_model, **options, **bias)
+    assert (result.ids, result.text, result.finish_reason) == ([special], "", "stop")
+    late = answer_of(byte_model, **options, **bias, min_tokens=3)
+    assert (late.ids, late.finish_reason) == ([special] * 3, "stop")
+
+
+def test_a_stop_string_that_holds_a_special_token_among_other_text_is_refused(byte_model):
+    with pytest.raises(GraftError, match=r"never part of the text: give '</s>' alone, or stop_token_ids=\[2\]"):
+        answer_of(byte_model, stop=["fine", "end</s>"])
+
+
 @pytest.mark.parametrize("stop", [(), ("qq", "\ufffd\ufffd"), ("s",)])
 def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model, stop):
     for seed in range(6):
