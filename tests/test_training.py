@@ -141,6 +141,18 @@ def test_a_head_learns(model, answers, tmp_path):
     assert any("held_back_right_0" in record for record in log)
 
 
+def test_training_a_head_leaves_the_model_as_it_was(answers, tmp_path):
+    model = tiny_model(num_hidden_layers=6, attention_dropout=0.5).train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    train(make_head(model), model, answers, replace(SETTINGS, steps=2), tmp_path / "training")
+    assert all(module.training for module in model.modules())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    train(make_head(model), model.eval(), answers, replace(SETTINGS, steps=2), tmp_path / "evaluation")
+    logs = [(tmp_path / mode / "log.jsonl").read_text() for mode in ("training", "evaluation")]
+    assert logs[0] == logs[1], "the head learned from the model without its dropout"
+
+
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
     whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
 

@@ -20,6 +20,7 @@ from graft.draft.eagle3.head import Eagle3Head
 from graft.errors import GraftError
 from graft.learn.answers import Answered
 from graft.settings import Settings, require
+from graft.target import evaluating
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def unrolled_losses(
 
     Entry i has the feature of token i and the embedding of token i + 1, and guesses token i + 2.
     """
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         features = torch.cat([states.hidden_states[layer] for layer in head.config.target_layers], dim=-1)
         judged = is_answer[:, 2:]  # [B, E] whether an entry's guess is judged
@@ -218,7 +219,6 @@ def train(
     every = max(2, round(1 / settings.held_back))
     held_back = Batches(answers[::every], settings)
     training = Batches([a for i, a in enumerate(answers) if i % every], settings)
-    model.requires_grad_(False).eval()
     head.float().train()
     decayed = [p for p in head.parameters() if p.dim() > 1]
     others = [p for p in head.parameters() if p.dim() <= 1]

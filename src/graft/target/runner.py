@@ -33,7 +33,7 @@ class TargetRunner:
 
     def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256) -> None:
         check_supported(model)
-        self.model = model.eval()
+        self.model = model
         self.chunk_size = chunk_size
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
@@ -106,7 +106,7 @@ class TargetRunner:
         if self.max_positions is not None:
             # Nodes past the model's last position cannot become text; they only must not break its tables.
             positions = positions.clamp(max=self.max_positions - 1)
-        with self._tree_attention():
+        with self._tree_attention(), evaluating(self.model):
             output = self.model(
                 input_ids=tree.tokens,
                 position_ids=positions,
@@ -120,6 +120,19 @@ class TargetRunner:
             )
         hidden = tuple(output.hidden_states[layer] for layer in self._hidden_layers)
         return Verified(tree.tokens, output.logits.float(), hidden)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _num_logits(model: PreTrainedModel) -> int:

@@ -43,7 +43,7 @@ class Eagle3Drafter:
     """A head and its way of drafting."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
-        self.head = head.eval()
+        self.head = head
         self.settings = settings or TreeSettings()
         self.hidden_layers = head.config.target_layers
         most = head.config.draft_vocab_size
