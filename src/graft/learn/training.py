@@ -309,6 +309,11 @@ def _resume(
     state = torch.load(state_path, map_location=head.fc.weight.device, weights_only=True)
     if state["run"] != {**asdict(settings), "num_answers": num_answers}:
         raise GraftError(f"{state_path.parent} holds a run with other settings or answers: choose another folder")
+    if not torch.equal(state["head"]["d2t"], head.d2t):
+        raise GraftError(
+            f"{state_path.parent} holds a run with another draft vocabulary: ask for its {len(state['head']['d2t'])} "
+            "tokens again, or choose another folder"
+        )
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn
