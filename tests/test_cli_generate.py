@@ -104,6 +104,21 @@ def test_stats_go_to_stderr(graft_tiny: Run) -> None:
     assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
 
 
+def test_stats_say_where_plain_decoding_was_chosen(graft_tiny: Run) -> None:
+    assert "plain decoding" in (err := graft_tiny("generate", "hi", "--stats", "--policy", "off").err)
+    assert "all 8 rounds: no tree was verified" in err
+    facts = json.loads(graft_tiny("generate", "aaaaaaaa", "--json", "--stats", "--budget", "4").out)
+    assert facts["stats"]["plain_rounds"] < facts["stats"]["rounds"], "with a budget, trees are verified"
+
+
+def test_draft_none_takes_no_head(graft_tiny: Run) -> None:
+    assert graft_tiny("generate", "hi", "--draft", "none").status == 0
+    assert (
+        "policy 'dense' drafts with a head" in graft_tiny("generate", "hi", "--draft", "none", "--policy", "dense").err
+    )
+    assert "no head at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

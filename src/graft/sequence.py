@@ -58,6 +58,7 @@ class Sequence:
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
         self.stats.rounds += 1
+        self.stats.plain_rounds += row.num_nodes == 0
         self.stats.nodes += row.num_nodes
         self.stats.proposed_by_source.update(row.proposed_by_source())
         for depth, token in enumerate(tokens):

@@ -99,9 +99,15 @@ def _print_stats(answers: list[Stats]) -> None:
     def by_source(stats: Stats) -> str:
         return ", ".join(f"{source} {count}" for source, count in stats.accepted_by_source.items()) or "none"
 
+    def plainly(stats: Stats) -> str:
+        count = "all" if stats.plain_rounds == stats.rounds else f"{stats.plain_rounds} of"
+        return f"{count} {stats.rounds} rounds: no tree was verified"
+
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", *(f"{s.tokens}" for s in answers))
     table.add_row("rounds", *(f"{s.rounds}" for s in answers))
+    if any(s.plain_rounds for s in answers):
+        table.add_row("plain decoding", *map(plainly, answers))
     table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
     table.add_row("accepted by source", *map(by_source, answers))
