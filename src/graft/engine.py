@@ -7,7 +7,7 @@ round with a tree of one node.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
@@ -22,6 +22,7 @@ from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.errors import ContextError, GraftError
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.record import RoundRecord
 from graft.sampling import Sampler, SamplingSettings
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
@@ -104,13 +105,13 @@ class Engine:
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """Answers one prompt piece by piece, as tokens are accepted."""
+    def stream(self, prompt: Prompt, *, watch: Callable[[RoundRecord], None] | None = None, **options: Any) -> Stream:
+        """Answers one prompt piece by piece, as tokens are accepted. watch: is told of every round."""
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
         sequence = self._sequences(self.encode(prompt), settings)[0]
-        return Stream(self, sequence)
+        return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids, checked. Messages go through the model's chat template."""
@@ -239,14 +240,20 @@ class Engine:
 class Stream(Iterator[str]):
     """An answer on its way: an iterator over pieces of text; `cancel` it, read `result` at any time."""
 
-    def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
+    def __init__(
+        self, engine: Engine, sequence: TokenSequence, watch: Callable[[RoundRecord], None] | None = None
+    ) -> None:
         self._sequence = sequence
+        self._watch = watch
+        sequence.is_recorded = watch is not None
         self._rounds = engine.rounds([sequence])
 
     def __next__(self) -> str:
         text = self._sequence.text
         assert text is not None
         for _ in self._rounds:
+            if self._watch is not None and self._sequence.last_round is not None:
+                self._watch(self._sequence.last_round)
             piece = text.take(final=self._sequence.finish_reason is not None)
             if piece:
                 return piece
