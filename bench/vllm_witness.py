@@ -169,25 +169,11 @@ def graft_rounds(engine: Any, prompt_ids: list[int], max_new_tokens: int, counte
     yield {"drafted": [], "new": first.ids}
     if first.finish_reason == "stop" or max_new_tokens == 1:
         return
-    drafts: list[list[int]] = []
-    grow = engine.policy.grow
-
-    def recording(*arguments: Any) -> Any:
-        tree = grow(*arguments)
-        drafts.append(tree.tokens[0, 1:].tolist())
-        return tree
-
-    sequence = Sequence(
-        prompt_ids + first.ids, SamplingSettings(max_new_tokens=max_new_tokens - 1), engine.eos_token_ids
-    )
-    engine.policy.grow = recording
-    try:
-        done = len(sequence.ids)
-        for _ in engine.rounds([sequence]):
-            yield {"drafted": drafts[-1], "new": sequence.ids[done:]}
-            done = len(sequence.ids)
-    finally:
-        engine.policy.grow = grow
+    settings = SamplingSettings(max_new_tokens=max_new_tokens - 1)
+    sequence = Sequence(prompt_ids + first.ids, settings, engine.eos_token_ids)
+    sequence.is_recorded = True
+    for _ in engine.rounds([sequence]):
+        yield {"drafted": sequence.last_round.tokens[1:], "new": sequence.last_round.new_tokens}
     counters["rounds"] += sequence.stats.rounds
     counters["drafted"] += sequence.stats.nodes
     counters["accepted"] += sequence.stats.accepted

@@ -1,6 +1,7 @@
 """`graft generate`: prompts in, answers out, and what every bad option says."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
@@ -104,6 +105,40 @@ def test_stats_go_to_stderr(graft_tiny: Run) -> None:
     assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
 
 
+def test_stats_say_where_plain_decoding_was_chosen(graft_tiny: Run) -> None:
+    assert "plain decoding" in (err := graft_tiny("generate", "hi", "--stats", "--policy", "off").err)
+    assert "all 8 rounds: no tree was verified" in err
+    facts = json.loads(graft_tiny("generate", "aaaaaaaa", "--json", "--stats", "--budget", "4").out)
+    assert facts["stats"]["plain_rounds"] < facts["stats"]["rounds"], "with a budget, trees are verified"
+
+
+def test_draft_none_takes_no_head(graft_tiny: Run) -> None:
+    assert graft_tiny("generate", "hi", "--draft", "none").status == 0
+    assert (
+        "policy 'dense' drafts with a head" in graft_tiny("generate", "hi", "--draft", "none", "--policy", "dense").err
+    )
+    assert "no head at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
+
+
+def test_trees_are_drawn_on_stderr_and_the_answer_stays_alone_on_stdout(graft_tiny: Run) -> None:
+    plain = graft_tiny("generate", "aaaa").out
+    result = graft_tiny("generate", "aaaa", "--show-tree", "--color-by-origin", "--budget", "4")
+    assert result.out == plain, "a pipe gets no colours"
+    assert "round 1 after" in result.err and "adjacency" in result.err and "the model's own" in result.err
+
+
+def test_color_by_origin_colours_a_terminal(graft_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_again = ["--logit-bias", "81=1000", "--budget", "4"]  # easy to guess
+    plain = graft_tiny("generate", "aaaa", *same_again).out
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = graft_tiny("generate", "aaaa", "--color-by-origin", *same_again).out
+    assert "\x1b[" in out and re.sub(r"\x1b\[[\d;]*m", "", out) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert graft_tiny("generate", "aaaa", "--color-by-origin", *same_again).out == plain
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -112,6 +147,8 @@ def test_stats_go_to_stderr(graft_tiny: Run) -> None:
         (["--logit-bias", "5"], "--logit-bias takes ID=VALUE such as 42=-1.5, not '5'"),
         (["--logit-bias", "9999=1"], "the model has no token 9999"),
         (["--logprobs", "2"], "add --json"),
+        (["--show-tree", "--json"], "take no --json and no --n"),
+        (["--color-by-origin", "--n", "2"], "take no --json and no --n"),
         (["--raw", "--system", "be kind"], "--raw has no chat template"),
         (["--policy", "grapt"], "did you mean 'graft'?"),
         (["--device", "nonsense"], "device"),

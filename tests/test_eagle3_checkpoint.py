@@ -195,6 +195,14 @@ def test_saving_and_loading_gives_the_same_head(layout: str, changes: dict[str, 
     assert_same(head, loaded)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_also_says_the_layers_where_vllm_looks_first(layout: str, tmp_path: Path) -> None:
+    save_head(make_head(target_layers=(2, 4, 9)), tmp_path, layout)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 9], "counted by their inputs"
+    assert config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") in (None, [1, 3, 8])
+
+
 def test_saving_keeps_the_dtype_and_adds_to_the_config(tmp_path: Path) -> None:
     save_head(make_head().to(torch.bfloat16), tmp_path, extra_config={"trained_on": "stories"})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -280,6 +288,13 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def layers_by_output(*layers: int) -> dict[str, Any]:
+    return {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        "eagle_aux_hidden_state_layer_ids": None,
+    }
+
+
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not that of an EAGLE-3 head"),
     ({"architectures": None}, "architecture None is not"),
@@ -291,8 +306,13 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": True}, "attention_bias is True, and only False is supported"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "does not read the target's layers"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2"]}}, "must be a list of layer numbers"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}}, "layers 2, 5, 10, but the target has only 10"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-2, 4, 8]}}, "none negative"),
+    (layers_by_output(1, 4, 9), "layers 2, 5, 10, but the target has only 10"),
+    (layers_by_output(-2, 4, 8), "none negative"),
+    (
+        {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]},
+        "eagle_config.eagle_aux_hidden_state_layer_ids means the inputs of 2, 5, 7 "
+        "but eagle_aux_hidden_state_layer_ids means the inputs of 1, 4, 6: delete the one that is wrong",
+    ),
     ({"rope_scaling": [1]}, "rotary parameters must be settings by name"),
     ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral' is not one of"),
     ({"rope_scaling": {"type": "yarn"}}, "are not usable"),

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +68,23 @@ def test_a_stop_string_across_tokens_cuts_where_plain_decoding_stops(byte_model)
         assert result.text == free.text[: free.text.index(stop)]
 
 
+def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(byte_model):
+    free = answer_of(byte_model, max_new_tokens=24)
+    special = 2  # </s>, which leaves no text
+    bias = {"logit_bias": {special: 1000.0}}
+    options = {"max_new_tokens": 24, "stop": ["</s>"], "ignore_eos": True}
+    assert answer_of(byte_model, **options).ids == free.ids, "it ends nothing where it does not come"
+    result = answer_of(byte_model, **options, **bias)
+    assert (result.ids, result.text, result.finish_reason) == ([special], "", "stop")
+    late = answer_of(byte_model, **options, **bias, min_tokens=3)
+    assert (late.ids, late.finish_reason) == ([special] * 3, "stop")
+
+
+def test_a_stop_string_that_holds_a_special_token_among_other_text_is_refused(byte_model):
+    with pytest.raises(GraftError, match=r"never part of the text: give '</s>' alone, or stop_token_ids=\[2\]"):
+        answer_of(byte_model, stop=["fine", "end</s>"])
+
+
 @pytest.mark.parametrize("stop", [(), ("qq", "\ufffd\ufffd"), ("s",)])
 def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model, stop):
     for seed in range(6):
@@ -75,6 +93,15 @@ def test_streamed_pieces_join_to_the_text_and_hold_no_half_character(byte_model,
         stream = Engine(byte_model, byte_tokenizer(), policy=RandomTrees(30, BYTE_VOCAB)).stream("grafting", **options)
         assert "".join(stream) == expected.text == stream.result.text
         assert stream.result.ids == expected.ids
+
+
+def test_a_stream_gives_the_same_pieces_to_next_and_to_a_loop(byte_model):
+    engine = Engine(byte_model, byte_tokenizer(), policy="off")
+    looped = list(engine.stream("grafting", max_new_tokens=20))
+    stream = engine.stream("grafting", max_new_tokens=20)
+    pieces = [next(stream), next(stream), *stream]
+    assert pieces == looped and len(pieces) > 2
+    assert next(stream, None) is None, "it has ended, and stays so"
 
 
 def test_a_character_of_several_tokens_comes_in_one_piece():
@@ -100,11 +127,10 @@ def test_an_answer_that_ends_inside_a_character_gives_what_the_tokenizer_gives()
 def test_a_cancelled_stream_keeps_what_it_gave_and_frees_its_cache(byte_model):
     engine = Engine(byte_model, byte_tokenizer(), policy="off")
     stream = engine.stream("grafting", max_new_tokens=100)
-    iterator = iter(stream)
-    first = next(iterator)
+    first = next(stream)
     caches = [weakref.ref(o) for o in gc.get_objects() if type(o).__name__ == "TreeCache"]
     stream.cancel()
-    assert list(iterator) == []
+    assert list(stream) == []
     assert stream.result.text.startswith(first) and stream.result.finish_reason is None
     gc.collect()
     assert all(cache() is None for cache in caches)
@@ -166,6 +192,19 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
         ([3] * 256, {"max_new_tokens": 1}, "shorten the prompt"),
         ([3] * 250, {"max_new_tokens": 10}, "at most 6 new tokens"),
         ([{"role": "user"}], {}, "'role' and 'content'"),
+        ({"role": "user", "content": "hi"}, {}, "put a single message into a list"),
+        (byte_tokenizer()("hi"), {}, "input_ids"),
+        (b"hi", {}, "not bytes"),
+        (3, {}, "not int"),
+        ([3, True], {}, "True"),
+        ([3, 4.0], {}, "4.0"),
+        (np.array([3.0, 4.0]), {}, "3.0"),
+        (torch.tensor([True, False]), {}, "True"),
+        ([[3, 4], [5]], {}, "generate_batch"),
+        (["hi", "ho"], {}, "generate_batch"),
+        (torch.tensor([[3, 4], [5, 6]]), {}, "generate_batch"),
+        (np.array([[3, 4], [5, 6]]), {}, "generate_batch"),
+        (torch.tensor(3), {}, "not one row"),
         ("a\ud800b", {}, "half a character"),
         ("x", {"unknown_option": 1}, "unknown setting 'unknown_option'"),
     ],
@@ -173,6 +212,40 @@ def test_a_batch_may_mix_prompts_that_end_at_different_times(byte_model):
 def test_bad_prompts_and_options_say_what_to_do(byte_model, prompt, options, words):
     with pytest.raises(GraftError, match=words):
         Engine(byte_model, byte_tokenizer()).generate(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        (3, 4, 5),
+        range(3, 6),
+        torch.tensor([3, 4, 5]),
+        torch.tensor([[3, 4, 5]], dtype=torch.int32),
+        np.array([3, 4, 5], dtype=np.uint16),
+        np.array([[3, 4, 5]]),
+        [np.int64(3), torch.tensor(4), 5],
+    ],
+)
+def test_token_ids_may_come_in_any_shape_of_one_row(byte_model, prompt):
+    ids = Engine(byte_model).encode(prompt)
+    assert ids == [3, 4, 5] and {type(token) for token in ids} == {int}
+
+
+def test_a_tokenizer_of_another_model_is_noticed():
+    with pytest.raises(GraftError, match="no token id of this model"):
+        Engine(tiny_model(), byte_tokenizer()).generate("ÿ")
+
+
+@pytest.mark.parametrize("prompts", ["hi", {"role": "user", "content": "hi"}])
+def test_a_batch_is_a_list_of_prompts_not_one(byte_model, prompts):
+    with pytest.raises(GraftError, match="generate_batch takes a list of prompts"):
+        Engine(byte_model, byte_tokenizer()).generate_batch(prompts)
+
+
+def test_a_batch_may_be_the_rows_of_a_tensor(byte_model):
+    engine = Engine(byte_model, policy="off")
+    together = engine.generate_batch(torch.tensor([[3, 4], [5, 6]]), max_new_tokens=4)
+    assert [g.ids for g in together] == [engine.generate(p, max_new_tokens=4).ids for p in ([3, 4], [5, 6])]
 
 
 def test_a_stream_refuses_before_it_starts(byte_model):

@@ -102,6 +102,17 @@ def test_between_rounds_the_model_is_its_owners():
     assert [answer[0].new_ids for answer in answers] == [expected, expected]
 
 
+def test_a_model_in_training_is_decoded_as_in_evaluation_and_goes_on_training():
+    model = tiny_model("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5)
+    expected = transformers_answer(model, PROMPT, 10)
+    model.train()
+    frozen = next(model.base_model.children()).eval()
+    next(model.parameters()).requires_grad_(False)
+    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=10).ids == expected
+    assert [module for module in model.modules() if not module.training] == [*frozen.modules()]
+    assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
+
+
 def test_a_longrope_model_ends_where_its_rotation_would_change():
     """Past the original context transformers turns all positions otherwise; up to there texts are the same."""
     rope = {

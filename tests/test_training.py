@@ -1,12 +1,16 @@
 """Training a head: the unroll is what drafting does, the loss falls, and an interrupted run goes on."""
 
-from dataclasses import replace
+import json
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from graft import Engine, GraftError
+from graft.draft.eagle3 import Eagle3Config, Eagle3Head
 from graft.learn.answers import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
+from graft.learn.recipe import write_card
 from graft.learn.training import (
     Batches,
     TrainSettings,
@@ -142,6 +146,18 @@ def test_a_head_learns(model, answers, tmp_path):
     assert any("held_back_right_0" in record for record in log)
 
 
+def test_training_a_head_leaves_the_model_as_it_was(answers, tmp_path):
+    model = tiny_model(num_hidden_layers=6, attention_dropout=0.5).train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    train(make_head(model), model, answers, replace(SETTINGS, steps=2), tmp_path / "training")
+    assert all(module.training for module in model.modules())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    train(make_head(model), model.eval(), answers, replace(SETTINGS, steps=2), tmp_path / "evaluation")
+    logs = [(tmp_path / mode / "log.jsonl").read_text() for mode in ("training", "evaluation")]
+    assert logs[0] == logs[1], "the head learned from the model without its dropout"
+
+
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answers, tmp_path):
     whole = train(make_head(model), model, answers, SETTINGS, tmp_path / "whole")
 
@@ -155,9 +171,9 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model, answ
     with pytest.raises(Stop):
         train(make_head(model), model, answers, SETTINGS, tmp_path / "parts", stop_late)
     resumed_at = []
-    parts = train(
-        make_head(model, seed=5), model, answers, SETTINGS, tmp_path / "parts", lambda r: resumed_at.append(r["step"])
-    )
+    other = make_head(model, seed=5)  # whose weights must not matter
+    other.set_vocabulary(make_head(model).t2d.nonzero().squeeze(1))
+    parts = train(other, model, answers, SETTINGS, tmp_path / "parts", lambda r: resumed_at.append(r["step"]))
     assert min(resumed_at) >= 8, "it went on from its last state"
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, parts.state_dict()[name]), name
@@ -169,6 +185,32 @@ def test_a_folder_of_another_run_is_refused(model, answers, tmp_path):
     train(make_head(model), model, answers, replace(SETTINGS, steps=4), tmp_path)
     with pytest.raises(GraftError, match="other settings"):
         train(make_head(model), model, answers, replace(SETTINGS, steps=5), tmp_path)
+
+
+@pytest.mark.parametrize("size", [40, 30])
+def test_a_run_with_another_draft_vocabulary_is_refused(model, answers, tmp_path, size):
+    settings = replace(SETTINGS, steps=4)
+    train(make_head(model), model, answers, settings, tmp_path)
+    other = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=size))
+    other.borrow_embedding(model.get_input_embeddings().weight)
+    other.set_vocabulary(torch.arange(size))
+    with pytest.raises(GraftError, match="another draft vocabulary: ask for its 40 tokens"):
+        train(other, model, answers, settings, tmp_path)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_card_shows_the_curves_only_where_they_could_be_drawn(installed, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "work" / "training").mkdir(parents=True)
+    records = [{"step": 0, "loss": 2.0}, {"step": 0, "held_back_right_0": 0.25}]
+    (tmp_path / "work" / "training" / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    facts = {"prompts": 1, "answers": 1, "answer_tokens": 9, "vocabulary_coverage": 1.0}
+    write_card(tmp_path, facts | {"answering": asdict(AnswerSettings()), "training": asdict(SETTINGS)})
+    card = (tmp_path / "README.md").read_text()
+    assert ("(loss.png)" in card) == installed == (tmp_path / "loss.png").exists()
+    assert "| 1 | 0.250 |\n" in card
 
 
 def test_the_draft_vocabulary_is_what_answers_use_most():

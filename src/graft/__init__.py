@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Stream
     from graft.integrations.transformers import decode
     from graft.loading import load
+    from graft.record import RoundRecord
     from graft.sampling import SamplingSettings
 
 __version__ = version("graft-decoding")
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Generation",
     "GraftError",
+    "RoundRecord",
     "SamplingSettings",
     "Stream",
     "__version__",
@@ -36,6 +38,7 @@ _HOMES = {
     "Choice": "graft.engine",
     "Engine": "graft.engine",
     "Generation": "graft.engine",
+    "RoundRecord": "graft.record",
     "SamplingSettings": "graft.sampling",
     "Stream": "graft.engine",
     "decode": "graft.integrations.transformers",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,7 @@ from graft.engine import Engine, Prompt
 from graft.models.quiet import quiet_transformers
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
+from graft.target import evaluating
 
 
 class Answer(NamedTuple):
@@ -106,7 +107,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """What follows `ids` [V], by one plain forward of the model with its own attention and no cache."""
     inputs = torch.tensor([list(ids)], device=model.device)
-    return model(inputs, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    with evaluating(model):
+        return model(inputs, use_cache=False, logits_to_keep=1).logits[0, -1].float()
 
 
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:
@@ -119,8 +121,9 @@ def transformers_answer(engine: Engine, prompt_ids: Sequence[int], max_new_token
     """The new tokens of transformers' own greedy `generate`, ending where the engine's answers end."""
     inputs = torch.tensor([list(prompt_ids)], device=engine.target.device)
     endings = engine.eos_token_ids
-    with quiet_transformers():
-        output = engine.target.model.generate(
+    model: Any = engine.target.model  # whose annotation leaves `generate` out
+    with quiet_transformers(), evaluating(model):
+        output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,

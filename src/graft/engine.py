@@ -7,11 +7,12 @@ round with a tree of one node.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.errors import ContextError, GraftError
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.record import RoundRecord
 from graft.sampling import Sampler, SamplingSettings
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
@@ -28,7 +30,7 @@ from graft.settings import require
 from graft.stats import Clock, Stats
 from graft.target import TargetRunner
 
-Prompt = str | Sequence[int] | Tensor | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Engine:
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
         """Answers several prompts together; each gets exactly the text it would get alone."""
+        several = not isinstance(prompts, str | bytes | Mapping)
+        require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
         batch = [s for prompt in prompts for s in self._sequences(self.encode(prompt), settings)]
         for _ in self.rounds(batch):
@@ -101,29 +105,23 @@ class Engine:
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """Answers one prompt piece by piece, as tokens are accepted."""
+    def stream(self, prompt: Prompt, *, watch: Callable[[RoundRecord], None] | None = None, **options: Any) -> Stream:
+        """Answers one prompt piece by piece, as tokens are accepted. watch: is told of every round."""
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
         sequence = self._sequences(self.encode(prompt), settings)[0]
-        return Stream(self, sequence)
+        return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids, checked. Messages go through the model's chat template."""
-        if isinstance(prompt, Tensor):
-            ids = prompt.flatten().tolist()
-        elif isinstance(prompt, str):
-            ids = _encode(self._tokenizer_for("text"), prompt) if prompt else []
-        elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
-        else:
-            ids = list(cast(Sequence[int], prompt))
+        given: object = prompt
+        if isinstance(prompt, str):
+            given = _encode(self._tokenizer_for("text"), prompt) if prompt else []
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            given = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
+        ids = _token_ids(given, self.target.vocab_size)
         require(bool(ids), "the prompt is empty; give at least one token of text")
-        vocab_size = self.target.vocab_size
-        for token in ids:
-            valid = isinstance(token, int) and 0 <= token < vocab_size
-            require(valid, f"the prompt holds {token!r}, which is no token id of this model (0 to {vocab_size - 1})")
         return ids
 
     # The round and its loop
@@ -239,20 +237,27 @@ class Engine:
         return _encode(tokenizer, text, add_special_tokens=False)
 
 
-class Stream:
-    """An answer on its way: iterate over it for text, `cancel` it, read `result` at any time."""
+class Stream(Iterator[str]):
+    """An answer on its way: an iterator over pieces of text; `cancel` it, read `result` at any time."""
 
-    def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
+    def __init__(
+        self, engine: Engine, sequence: TokenSequence, watch: Callable[[RoundRecord], None] | None = None
+    ) -> None:
         self._sequence = sequence
+        self._watch = watch
+        sequence.is_recorded = watch is not None
         self._rounds = engine.rounds([sequence])
 
-    def __iter__(self) -> Iterator[str]:
+    def __next__(self) -> str:
         text = self._sequence.text
         assert text is not None
         for _ in self._rounds:
+            if self._watch is not None and self._sequence.last_round is not None:
+                self._watch(self._sequence.last_round)
             piece = text.take(final=self._sequence.finish_reason is not None)
             if piece:
-                yield piece
+                return piece
+        raise StopIteration
 
     def cancel(self) -> None:
         """Ends the answer here and frees its cache; what was accepted stays in `result`."""
@@ -261,6 +266,29 @@ class Stream:
     @property
     def result(self) -> Generation:
         return _generation([self._sequence])
+
+
+def _token_ids(prompt: object, vocab_size: int) -> list[int]:
+    """Token ids in any of the shapes that callers have them in, as a list, checked."""
+    if isinstance(prompt, Tensor | np.ndarray):
+        one_row = prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1)
+        shape = list(prompt.shape)
+        require(one_row, f"the prompt's token ids are of shape {shape}, not one row: generate_batch takes several")
+        prompt = prompt.reshape(-1).tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise GraftError(
+            f"a prompt is text, token ids or a list of chat messages, not {type(prompt).__name__}: put a single "
+            "message into a list; of a tokenizer's output give the input_ids"
+        )
+    ids = []
+    for token in prompt:
+        if isinstance(token, Sequence | np.ndarray) or (isinstance(token, Tensor) and token.ndim > 0):
+            raise GraftError(f"the prompt holds {token!r} in place of a token id: generate_batch takes several prompts")
+        value = token.item() if isinstance(token, Tensor | np.generic) else token
+        if type(value) is not int or not 0 <= value < vocab_size:  # True is an int too, and meant otherwise
+            raise GraftError(f"the prompt holds {value!r}, which is no token id of this model (0 to {vocab_size - 1})")
+        ids.append(value)
+    return ids
 
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from graft.record import RoundRecord
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.text import TextStream
-from graft.tree import DraftTree
+from graft.tree import PADDING, DraftTree
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,6 +44,8 @@ class Sequence:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
+        self.is_recorded = False  # whether the last round is kept, for somebody who watches
+        self.last_round: RoundRecord | None = None
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
@@ -57,7 +60,9 @@ class Sequence:
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
+        num_before = self.stats.tokens
         self.stats.rounds += 1
+        self.stats.plain_rounds += row.num_nodes == 0
         self.stats.nodes += row.num_nodes
         self.stats.proposed_by_source.update(row.proposed_by_source())
         for depth, token in enumerate(tokens):
@@ -75,6 +80,9 @@ class Sequence:
                 break
         if self.finish_reason is not None and self.text is not None:
             self.text.finish()
+        if self.is_recorded:
+            num_new = self.stats.tokens - num_before
+            self.last_round = row.record(nodes[:num_new], tokens[:num_new])
 
     def _ending(self, token: int) -> FinishReason | None:
         old_enough = self.stats.tokens >= self.settings.min_tokens
@@ -85,9 +93,10 @@ class Sequence:
 
 
 class TreeRow:
-    """One row of a verified tree, for counting and log-probabilities."""
+    """One row of a verified tree, for counting, log-probabilities and those who watch."""
 
     def __init__(self, tree: DraftTree, logits: Tensor, row: int, source_names: SequenceOf[str]) -> None:
+        self._tree, self._row = tree, row
         self._sources: list[int] = tree.sources[row].tolist()
         self._logits = logits[row]  # [N, V]
         self._names = source_names
@@ -98,6 +107,22 @@ class TreeRow:
 
     def proposed_by_source(self) -> list[str]:
         return [self._names[source] for source in self._sources if source > 0]
+
+    def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
+        """The round in plain lists, without the places that hold no node."""
+        nodes = [node for node, source in enumerate(self._sources) if source != PADDING]
+        place = {node: i for i, node in enumerate(nodes)}
+        tokens, parents, probabilities = (
+            values[self._row].tolist() for values in (self._tree.tokens, self._tree.parents, self._tree.probabilities)
+        )
+        return RoundRecord(
+            tokens=[tokens[node] for node in nodes],
+            parents=[place[parents[node]] for node in nodes],
+            probabilities=[probabilities[node] for node in nodes],
+            sources=[self.source(node) for node in nodes],
+            accepted=[place[node] for node in accepted],
+            new_tokens=list(new_tokens),
+        )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
         logprobs = torch.log_softmax(self._logits[node], dim=0)

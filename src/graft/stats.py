@@ -37,6 +37,7 @@ class Stats:
     """Counts of one answer; the times are those of the whole batch it was decoded in."""
 
     rounds: int = 0
+    plain_rounds: int = 0  # of them, those that verified no tree
     tokens: int = 0  # new tokens, exactly those in the answer
     accepted: int = 0  # of them, those a tree held
     draft_passes: int = 0
@@ -60,6 +61,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         return {
             "rounds": self.rounds,
+            "plain_rounds": self.plain_rounds,
             "tokens": self.tokens,
             "accepted": self.accepted,
             "mean_accepted": self.mean_accepted,

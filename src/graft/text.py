@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from graft.errors import GraftError
+
 _TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
@@ -17,12 +19,15 @@ class TextStream:
         self._ids = list(prompt[-_TAIL:])
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
         self._stop = tuple(stop)
+        self._stop_ids = _special_stops(tokenizer, stop) if stop else frozenset()
         self._num_taken = 0
         self.text = ""  # whole characters only; ends before the stop string, if one came
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Adds one token; True when it completed a stop string (the text is then cut before it)."""
         self._ids.append(token)
+        if may_stop and token in self._stop_ids:
+            return True
         new = self._decode(self._ids[self._decoded_from :])
         if new.endswith(_UNFINISHED):
             return False
@@ -62,3 +67,17 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:
+    """The tokens that end an answer because a stop string spells one: special tokens leave no text to find."""
+    added = tokenizer.added_tokens_decoder.items()
+    ids = {str(token.content): number for number, token in added if token.special}
+    for text in stop:
+        for name in ids:
+            if name in text and text not in ids:
+                raise GraftError(
+                    f"stop string {text!r} holds the special token {name}, which is never part of the text: "
+                    f"give {name!r} alone, or stop_token_ids=[{ids[name]}]"
+                )
+    return frozenset(ids[text] for text in stop if text in ids)

@@ -15,7 +15,8 @@ from graft.data import user_message
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.engine import Choice, Generation
+    from graft.engine import Choice, Engine, Generation, Prompt
+    from graft.sampling import SamplingSettings
     from graft.stats import Stats
 
 ANSWERS: Group = {
@@ -31,6 +32,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what speculation did.")] = False,
+    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw every round's tree on stderr.")] = False,
+    color_by_origin: Annotated[
+        bool, typer.Option("--color-by-origin", help="Colour the text by who proposed it.")
+    ] = False,
     *,
     loading: Given,
     sampling: Given,
@@ -39,6 +44,8 @@ def generate(
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
+    [dim]Example:[/] graft generate "Count to ten, twice." --show-tree --color-by-origin
+
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """
     require(not (raw and system is not None), "--raw has no chat template for --system to go into; drop one")
@@ -46,9 +53,13 @@ def generate(
     text = _read_prompt(prompt)
     require(bool(text), "the prompt is empty")
     settings = sampling_settings(sampling)
+    alone = settings.n == 1 and not as_json
+    require(alone or not (show_tree or color_by_origin), "--show-tree and --color-by-origin take no --json and no --n")
     engine = load_engine(loading)
     put = text if raw else user_message(text, engine.tokenizer, system)
-    if settings.n == 1 and not as_json:
+    if show_tree or color_by_origin:
+        generation = _watched(engine, put, settings, show_tree, color_by_origin)
+    elif alone:
         stream = engine.stream(put, **vars(settings))
         for piece in stream:
             print(piece, end="", flush=True)
@@ -59,6 +70,24 @@ def generate(
         print(json.dumps(_as_json(generation)) if as_json else _numbered(generation.choices))
     if stats:
         _print_stats([choice.stats for choice in generation.choices])
+
+
+def _watched(
+    engine: Engine, prompt: Prompt, settings: SamplingSettings, show_tree: bool, color_by_origin: bool
+) -> Generation:
+    """Prints the answer as it comes, or below its rounds' trees."""
+    from rich.console import Console
+
+    from graft.cli.rounds import Rounds
+
+    ids, screen = engine.encode(prompt), Console()
+    rounds = Rounds(engine.tokenizer, ids, engine.policy.sources, notes() if show_tree else None)
+    stream = engine.stream(ids, watch=rounds.watch, **vars(settings))
+    for piece in ["".join(stream)] if show_tree else stream:
+        print(rounds.paint(piece, screen) if color_by_origin else piece, end="", flush=True)
+    print()
+    notes().print(rounds.legend())
+    return stream.result
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -99,9 +128,15 @@ def _print_stats(answers: list[Stats]) -> None:
     def by_source(stats: Stats) -> str:
         return ", ".join(f"{source} {count}" for source, count in stats.accepted_by_source.items()) or "none"
 
+    def plainly(stats: Stats) -> str:
+        count = "all" if stats.plain_rounds == stats.rounds else f"{stats.plain_rounds} of"
+        return f"{count} {stats.rounds} rounds: no tree was verified"
+
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", *(f"{s.tokens}" for s in answers))
     table.add_row("rounds", *(f"{s.rounds}" for s in answers))
+    if any(s.plain_rounds for s in answers):
+        table.add_row("plain decoding", *map(plainly, answers))
     table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
     table.add_row("accepted by source", *map(by_source, answers))

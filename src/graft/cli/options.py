@@ -39,7 +39,9 @@ MODEL: Group = {
     "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
 }
 LOADING: Group = MODEL | {
-    "draft": _model(str, "--draft", "An EAGLE-3 head: a folder, a hub id or a packaged name.", "auto", metavar="HEAD"),
+    "draft": _model(
+        str, "--draft", "An EAGLE-3 head: a folder, hub id or packaged name; or none.", "auto", metavar="HEAD"
+    ),
     "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
 }

@@ -36,7 +36,8 @@ def load_engine(loading: Given) -> Engine:
 
     from graft.loading import load
 
-    return load(**loading)
+    no_head = {"draft": None} if loading.get("draft") == "none" else {}
+    return load(**loading | no_head)
 
 
 @contextmanager

@@ -113,6 +113,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     evaluations = [record for record in log if "held_back_right_0" in record]
     rights = [(k.rsplit("_", 1)[1], v) for k, v in evaluations[-1].items() if k.startswith("held_back_right_")]
     rows = "\n".join(f"| {int(step) + 1} | {right:.3f} |" for step, right in rights)
+    picture = "\n![loss and right guesses over training](loss.png)\n" if _plot(log, folder / "loss.png") else ""
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "README.md").write_text(
         f"""# An EAGLE-3 draft head, made with `graft train`
@@ -127,18 +128,16 @@ Share of right guesses on held-back answers, by drafted depth (top 1, the tokens
 | depth | right |
 |---|---|
 {rows}
-
-![loss and right guesses over training](loss.png)
-"""
+{picture}"""
     )
-    _plot(log, folder / "loss.png")
 
 
-def _plot(log: list[dict[str, float]], path: Path) -> None:
+def _plot(log: list[dict[str, float]], path: Path) -> bool:
+    """Draws the curves, if matplotlib is there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return  # the card's picture is the one thing that needs it; `graft train` again, with it, adds it
+        return False  # the card's picture is the one thing that needs it; `graft train` again, with it, adds it
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = [record for record in log if "loss" in record]
@@ -151,6 +150,7 @@ def _plot(log: list[dict[str, float]], path: Path) -> None:
     right.set(xlabel="step", title="right guesses on held-back answers")
     right.legend()
     figure.savefig(path, dpi=120)
+    return True
 
 
 def _rope(text_config: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from graft.draft.eagle3.head import Eagle3Head
 from graft.errors import GraftError
 from graft.learn.answers import Answered
 from graft.settings import Settings, require
+from graft.target import evaluating
 
 _ALIGNMENT = 64  # batches have a multiple of this many entries: matrix products over odd lengths take twice the time
 
@@ -152,7 +153,7 @@ def unrolled_losses(
 
     Entry i has the feature of token i and the embedding of token i + 1, and guesses token i + 2.
     """
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         features = torch.cat([states.hidden_states[layer] for layer in head.config.target_layers], dim=-1)
         judged = is_answer[:, 2:].flatten().nonzero().squeeze(1)  # [J] the entries, of all [B * E], that are judged
@@ -230,7 +231,6 @@ def train(
     device = head.fc.weight.device
     folder.mkdir(parents=True, exist_ok=True)
     held_back, training = (Batches(part, settings) for part in _split_by_prompt(answers, settings.held_back))
-    model.requires_grad_(False).eval()
     head.float().train()
     decayed = [p for p in head.parameters() if p.dim() > 1]
     others = [p for p in head.parameters() if p.dim() <= 1]
@@ -340,6 +340,11 @@ def _resume(
     state = torch.load(state_path, map_location=head.fc.weight.device, weights_only=True)
     if state["run"] != {**asdict(settings), "num_answers": num_answers}:
         raise GraftError(f"{state_path.parent} holds a run with other settings or answers: choose another folder")
+    if not torch.equal(state["head"]["d2t"], head.d2t):
+        raise GraftError(
+            f"{state_path.parent} holds a run with another draft vocabulary: ask for its {len(state['head']['d2t'])} "
+            "tokens again, or choose another folder"
+        )
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn

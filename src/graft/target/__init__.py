@@ -1,6 +1,6 @@
 """The target model's runner: its cache, its tree attention, and which models it can run."""
 
 from graft.target.cache import TreeCache
-from graft.target.runner import TargetRunner, Verified
+from graft.target.runner import TargetRunner, Verified, evaluating
 
-__all__ = ["TargetRunner", "TreeCache", "Verified"]
+__all__ = ["TargetRunner", "TreeCache", "Verified", "evaluating"]

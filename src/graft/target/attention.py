@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from graft.errors import GraftError
+from graft.target.cache import Aim
 
 NAME = "graft"
 # Attention arguments that change the result and that this function does not compute.
@@ -22,15 +23,11 @@ _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", 
 class Visibility:
     """Which keys each of a forward's tokens sees: its row's committed tokens and, in the forward, its ancestors."""
 
-    def __init__(
-        self, lengths: Tensor, positions: Tensor, ancestors: Tensor, dtype: torch.dtype, exact_end: bool = True
-    ) -> None:
-        """exact_end: of a single row, no slot behind its last token is read."""
-        self._lengths = lengths  # [B] committed tokens
+    def __init__(self, aim: Aim, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
+        self._aim = aim
         self._positions = positions  # [B, U] of the U tokens behind the committed ones; the forward's W are the last
         self._ancestors = ancestors  # [B, W, U] bool
         self._dtype = dtype
-        self._all_keys_seen = exact_end
         self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
 
     def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
@@ -42,10 +39,10 @@ class Visibility:
 
     def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
         batch, width, num_uncommitted = self._ancestors.shape
-        if self._all_keys_seen and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
+        if self._aim.exact_end and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
             return None
-        slots = torch.arange(num_keys, device=self._lengths.device)
-        place = slots - self._lengths[:, None]  # [B, S] place in the forward, negative for committed keys
+        slots = torch.arange(num_keys, device=self._aim.lengths.device)
+        place = slots - self._aim.lengths[:, None]  # [B, S] place in the forward, negative for committed keys
         in_forward = (place >= 0) & (place < num_uncommitted)
         index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
         seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
@@ -72,13 +69,21 @@ def tree_attention(
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
+    mask = tree.mask(key.shape[2], sliding_window, query.shape[1] // key.shape[1])
+    return attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """What queries [B, heads, W, D] see of keys and values [B, kv_heads, S, D], [B, heads, W, D].
+
+    mask: [B, 1, groups * W, S] with each of the heads / kv_heads groups below the other, since one mask serves many
+    layers; None lets all be seen.
+    """
     batch, heads, width, head_dim = query.shape
-    kv_heads = key.shape[1]
     # Query heads that share keys stand below each other as more queries: no copy of the keys is made for them.
-    query = query.reshape(batch, kv_heads, heads // kv_heads * width, head_dim)
-    mask = tree.mask(key.shape[2], sliding_window, heads // kv_heads)
-    out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
+    folded = query.reshape(batch, key.shape[1], -1, head_dim)
+    out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, width, -1)
 
 
 AttentionInterface.register(NAME, tree_attention)

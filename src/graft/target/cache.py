@@ -7,6 +7,7 @@ of them stay. What is not committed is simply overwritten by the next forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Where a forward's tokens go."""
+
+    lengths: Tensor  # [B] committed tokens of its rows, which they come behind
+    exact_end: bool  # whether no slot is read behind the last token of the longest row
 
 
 class TreeCache(Cache):
@@ -29,33 +38,33 @@ class TreeCache(Cache):
         self._rows = slice(0, num_rows)  # the rows that the current forward runs
         self._slots: Tensor | None = None  # [B, W] where it writes
         self._end = 0  # slots it reads
-        self.exact_end = True  # whether that is no more than the longest row has
 
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
 
-    def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> Tensor:
-        """Readies the rows for a forward of `width` tokens and returns their committed lengths [B].
+    def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> Aim:
+        """Readies the rows for a forward of `width` tokens.
 
         offset: uncommitted tokens of earlier forwards that stay, and that the new ones come behind.
         """
         lengths = self.lengths[rows]
         starts = torch.tensor(lengths, device=device)
-        self._rows, self._end, self.exact_end = rows, max(lengths) + offset + width, True
+        self._rows, self._end = rows, max(lengths) + offset + width
         if self._end > self.num_slots:
             raise GraftError(f"the cache holds {self.num_slots} tokens and {self._end} are needed")
         self._slots = starts[:, None] + offset + torch.arange(width, device=device)
-        return starts
+        return Aim(starts, exact_end=True)
 
-    def aim_on_device(self, starts: Tensor) -> None:
+    def aim_on_device(self, starts: Tensor) -> Aim:
         """Readies all rows for a forward of one token each at `starts` [B], known to the device alone.
 
         Shapes no longer follow the contents (every slot is read, under a mask), so such forwards can be captured
         and replayed; whoever replays them sets `lengths` afterwards.
         """
-        self._rows, self._end, self.exact_end = slice(0, self.num_rows), self.num_slots, False
+        self._rows, self._end = slice(0, self.num_rows), self.num_slots
         self._slots = starts[:, None]
+        return Aim(starts, exact_end=False)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.target import attention
-from graft.target.cache import TreeCache
+from graft.target.cache import Aim, TreeCache
 from graft.target.support import check_supported
 from graft.tree import DraftTree
 
@@ -33,7 +33,7 @@ class TargetRunner:
 
     def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256) -> None:
         check_supported(model)
-        self.model = model.eval()
+        self.model = model
         self.chunk_size = chunk_size
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
@@ -71,15 +71,15 @@ class TargetRunner:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
         for start in range(0, len(tokens), self.chunk_size):
             chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]], device=self.device))
-            lengths = cache.aim(slice(row, row + 1), chunk.width, self.device)
-            verified = self._forward(cache, chunk, lengths)
+            aim = cache.aim(slice(row, row + 1), chunk.width, self.device)
+            verified = self._forward(cache, chunk, aim)
             cache.advance([chunk.width])
             yield verified
 
     def verify(self, cache: TreeCache, tree: DraftTree) -> Verified:
         """Judges every node of every row's tree in one forward. Nothing is committed."""
-        lengths = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
-        return self._forward(cache, tree, lengths)
+        aim = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
+        return self._forward(cache, tree, aim)
 
     def prefill_batch(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> None:
         """Commits a prompt to every row, all rows together and without their logits, a chunk at a time."""
@@ -90,23 +90,22 @@ class TargetRunner:
                 [*prompt[start : start + count], *[0] * (width - count)]
                 for prompt, count in zip(prompts, counts, strict=True)
             ]
-            lengths = cache.aim(slice(0, cache.num_rows), width, self.device)
-            self._forward(cache, DraftTree.chain(torch.tensor(rows, device=self.device)), lengths, num_logits=1)
+            aim = cache.aim(slice(0, cache.num_rows), width, self.device)
+            self._forward(cache, DraftTree.chain(torch.tensor(rows, device=self.device)), aim, num_logits=1)
             cache.advance(counts)
 
     def step(self, cache: TreeCache, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Logits [B, V] after one token a row, tokens and lengths [B] on the device: a step that can be captured."""
-        cache.aim_on_device(lengths)
-        return self._forward(cache, DraftTree.roots(tokens), lengths).logits[:, 0]
+        return self._forward(cache, DraftTree.roots(tokens), cache.aim_on_device(lengths)).logits[:, 0]
 
     @torch.no_grad()
-    def _forward(self, cache: TreeCache, tree: DraftTree, lengths: Tensor, num_logits: int = 0) -> Verified:
-        """One forward over what the cache was aimed at. num_logits: for the last tokens only; 0 is for all."""
-        positions = tree.positions(lengths)
+    def _forward(self, cache: TreeCache, tree: DraftTree, aim: Aim, num_logits: int = 0) -> Verified:
+        """One forward to where the cache was aimed. num_logits: for the last tokens only; 0 is for all."""
+        positions = tree.positions(aim.lengths)
         if self.max_positions is not None:
             # Nodes past the model's last position cannot become text; they only must not break its tables.
             positions = positions.clamp(max=self.max_positions - 1)
-        with self._tree_attention():
+        with self._tree_attention(), evaluating(self.model):
             output = self.model(
                 input_ids=tree.tokens,
                 position_ids=positions,
@@ -114,12 +113,23 @@ class TargetRunner:
                 use_cache=True,
                 logits_to_keep=num_logits,
                 output_hidden_states=bool(self._hidden_layers),
-                tree=attention.Visibility(
-                    lengths, positions, tree.ancestors(), self.model.dtype, exact_end=cache.exact_end
-                ),
+                tree=attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype),
             )
         hidden = tuple(output.hidden_states[layer] for layer in self._hidden_layers)
         return Verified(tree.tokens, output.logits.float(), hidden)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _num_logits(model: PreTrainedModel) -> int:

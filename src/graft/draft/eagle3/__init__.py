@@ -1,14 +1,13 @@
 """EAGLE-3: a one-layer head on the target's hidden states, and the files it comes in."""
 
 from graft.draft.eagle3.checkpoint import Recognised, inspect_head, load_head, save_head
-from graft.draft.eagle3.head import Eagle3Config, Eagle3Head, KeyValue, attend, default_target_layers
+from graft.draft.eagle3.head import Eagle3Config, Eagle3Head, KeyValue, default_target_layers
 
 __all__ = [
     "Eagle3Config",
     "Eagle3Head",
     "KeyValue",
     "Recognised",
-    "attend",
     "default_target_layers",
     "inspect_head",
     "load_head",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from graft.draft.base import Level, TreeSettings
-from graft.draft.eagle3.head import Eagle3Head, attend
+from graft.draft.eagle3.head import Eagle3Head
 from graft.settings import require
 from graft.target import TreeCache, Verified
-from graft.target.attention import Visibility
+from graft.target.attention import Visibility, attend
 
 _MAX_PENDING = 64  # entries of a row that wait for a draft; then they are run without one
 
@@ -43,7 +43,7 @@ class Eagle3Drafter:
     """A head and its way of drafting."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
-        self.head = head.eval()
+        self.head = head
         self.settings = settings or TreeSettings()
         self.hidden_layers = head.config.target_layers
         most = head.config.draft_vocab_size
@@ -143,11 +143,11 @@ class Eagle3Drafter:
         seen: Tensor,  # [B, W, offset + W] which of them each sees
         offset: int,
     ) -> Tensor:
-        lengths = cache.aim(rows, tokens.shape[1], tokens.device, offset)
+        aim = cache.aim(rows, tokens.shape[1], tokens.device, offset)
         query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions[:, offset:])
         key, value = cache.update(key, value, 0)
-        mask = Visibility(lengths, positions, seen, query.dtype).mask(
-            key.shape[2], self.head.config.sliding_window, num_groups=1
+        mask = Visibility(aim, positions, seen, query.dtype).mask(
+            key.shape[2], self.head.config.sliding_window, query.shape[1] // key.shape[1]
         )
         return self.head.finish(attend(query, key, value, mask), hidden)
 

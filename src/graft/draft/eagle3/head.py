@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from graft.errors import GraftError
 from graft.settings import Settings, require
+from graft.target.attention import attend
 
 KeyValue = tuple[Tensor, Tensor]  # each [B, kv_heads, W, head_dim]
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -228,7 +229,8 @@ class Eagle3Head(nn.Module):
             if self.config.sliding_window is not None:
                 seen = seen.triu(num_keys - width - self.config.sliding_window + 1)
             mask = seen.expand(query.shape[0], 1, -1, -1)
-        return self.finish(attend(query, key, value, mask), hidden), (new_key, new_value)
+        folded = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+        return self.finish(attend(query, key, value, folded), hidden), (new_key, new_value)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [..., draft_vocab] of what follows, from what `finish` gave."""
@@ -237,16 +239,6 @@ class Eagle3Head(nn.Module):
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the head's."""
         return draft_ids + self.d2t[draft_ids]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, heads, W, D] of what the queries [B, heads, W, D] see of [B, kv_heads, S, D] under a [B, 1, W, S] mask,
-    all of it without one."""
-    groups = query.shape[1] // key.shape[1]
-    # Query heads that share keys stand below each other as more queries: no copy of the keys is made for them.
-    folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-    folded_mask = None if mask is None else mask.repeat(1, 1, groups, 1)
-    return nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=folded_mask).reshape(query.shape)
 
 
 class _DecoderLayer(nn.Module):

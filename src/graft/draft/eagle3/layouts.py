@@ -125,7 +125,7 @@ def read_config(layout: Layout, config: Json) -> dict[str, Any]:
         facts["sliding_window"] = shape.get("sliding_window")
     for key in _NORMS:
         facts[key] = bool(config.get(key) or _at(config, ("eagle_config", key)))
-    if (layers := _read_layers(layout, config)) is not None:
+    if (layers := _read_layers(config)) is not None:
         facts["target_layers"] = layers
     return facts
 
@@ -141,19 +141,25 @@ def write_config(layout: Layout, head: Eagle3Config) -> dict[str, Any]:
     config |= {"draft_vocab_size": head.draft_vocab_size, **{key: getattr(head, key) for key in _NORMS}}
     if head.target_hidden_size != head.hidden_size:  # a reader may take the key itself for a difference
         config["target_hidden_size"] = head.target_hidden_size
-    _put(config, layout.layers, [layer - layout.numbers_outputs for layer in head.target_layers])
+    for spelling in (layout, LAYOUTS["speculators"]):  # which vLLM looks for first, whatever the layout
+        _put(config, spelling.layers, [layer - spelling.numbers_outputs for layer in head.target_layers])
     for key, value in shape.items():
         _put(config, (*layout.shape, key), value)
     return config
 
 
-def _read_layers(layout: Layout, config: Json) -> tuple[int, ...] | None:
-    for spelling in (layout, *LAYOUTS.values()):  # where the numbers stand says what they count, in any layout
+def _read_layers(config: Json) -> tuple[int, ...] | None:
+    """The layers whose inputs are read. Where the numbers stand says what they count, in any layout."""
+    found: dict[str, tuple[int, ...]] = {}
+    for spelling in LAYOUTS.values():
         if layers := _at(config, spelling.layers):
+            place = ".".join(spelling.layers)
             listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
-            require(listed, f"{'.'.join(spelling.layers)} must be a list of layer numbers, not {layers!r}")
-            return tuple(layer + spelling.numbers_outputs for layer in layers)
-    return None
+            require(listed, f"{place} must be a list of layer numbers, not {layers!r}")
+            found[place] = tuple(layer + spelling.numbers_outputs for layer in layers)
+    said = " but ".join(f"{place} means the inputs of {', '.join(map(str, ids))}" for place, ids in found.items())
+    require(len(set(found.values())) <= 1, f"{said}: delete the one that is wrong")
+    return next(iter(found.values()), None)
 
 
 def _read_rope(shape: Json) -> dict[str, Any]:

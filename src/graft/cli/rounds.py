@@ -1,0 +1,101 @@
+"""The rounds of an answer in the terminal: each one's tree, and the text coloured by who proposed it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+from rich.tree import Tree
+
+from graft.record import MODEL, RoundRecord
+from graft.text import TextStream
+
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+_COLOR_SYSTEM = ColorSystem.STANDARD  # what these need, and what every terminal with colours has
+_MAX_NODES = 24  # of a drawn tree, beside the accepted ones
+
+
+class Rounds:
+    """Watches one answer: draws its trees, if asked to, and remembers who proposed which character."""
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], sources: Sequence[str], draw_on: Console | None = None
+    ) -> None:
+        """sources: the policy's. The model's own tokens have no colour."""
+        self._tokenizer = tokenizer
+        self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sources[1:])}
+        self._draw_on = draw_on
+        self._num_rounds = 0
+        self._num_tokens: Counter[str] = Counter()
+        self._text = TextStream(tokenizer, prompt)  # knows no stop strings: the answer is a beginning of it
+        self._origins: list[str] = []  # of each of its characters
+        self._num_painted = 0
+
+    def watch(self, record: RoundRecord) -> None:
+        self._num_rounds += 1
+        if self._draw_on is not None:
+            self._draw_on.print(drawn(record, f"round {self._num_rounds}", self._colours, self._spell))
+        for token, origin in zip(record.new_tokens, record.origins, strict=True):
+            self._text.push(token)
+            self._origins += [origin] * (len(self._text.text) - len(self._origins))
+            self._num_tokens[origin] += 1
+
+    def paint(self, piece: str, console: Console) -> str:
+        """The answer's next piece, coloured if the console shows colours."""
+        start, self._num_painted = self._num_painted, self._num_painted + len(piece)
+        if console.color_system is None or console.no_color:
+            return piece
+        # An answer that ends inside a character has a last one that no token completed.
+        origins = [*self._origins[start : self._num_painted], *[MODEL] * len(piece)]
+        runs = groupby(zip(piece, origins, strict=False), key=lambda pair: pair[1])
+        return "".join(
+            self._style(origin).render("".join(c for c, _ in run), color_system=_COLOR_SYSTEM) for origin, run in runs
+        )
+
+    def legend(self) -> Text:
+        """Which colour is whose, and how many tokens each brought."""
+        whose = {**{name: name for name in self._colours}, MODEL: "the model's own"}
+        parts = [(f"{whose[name]} {self._num_tokens[name]}", self._style(name)) for name in whose]
+        return Text(", ").join(Text(words, style=style) for words, style in parts)
+
+    def _style(self, origin: str) -> Style:
+        return Style(color=self._colours.get(origin))
+
+    def _spell(self, token: int) -> str:
+        return repr(self._tokenizer.decode([token]))
+
+
+def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Callable[[int], str]) -> Tree:
+    """A round's tree: who proposed each node, how likely it was, and whether it was accepted."""
+    num_nodes, accepted = len(record.tokens) - 1, set(record.accepted)
+    outcome = f"{len(accepted)} of {num_nodes} accepted" if num_nodes else "plain decoding, no tree verified"
+    tree = Tree(Text.assemble((title, "bold"), f" after {spell(record.tokens[0])}: {outcome}"), guide_style="dim")
+    shown = likeliest(record, _MAX_NODES) | accepted
+    branches = {0: tree}
+    for node in sorted(shown):
+        colour, mark = colours[record.sources[node]], " ✓" if node in accepted else ""
+        label = Text.assemble(
+            (spell(record.tokens[node]) + mark, f"bold {colour}" if mark else colour),
+            (f"  {record.probabilities[node]:.2f} {record.sources[node]}", "dim"),
+        )
+        branches[node] = branches[record.parents[node]].add(label)
+    if len(record.new_tokens) > len(record.accepted):
+        last = record.accepted[-1] if record.accepted else 0
+        branches[last].add(Text.assemble((spell(record.new_tokens[-1]), "bold"), ("  the model's own", "dim")))
+    if len(shown) < num_nodes:
+        tree.add(Text(f"and {num_nodes - len(shown)} less likely", style="dim"))
+    return tree
+
+
+def likeliest(record: RoundRecord, count: int) -> set[int]:
+    """The `count` nodes most likely to be accepted; a node's parent is always among them, or the root."""
+    reach = [1.0]
+    for parent, probability in zip(record.parents[1:], record.probabilities[1:], strict=True):
+        reach.append(reach[parent] * probability)
+    return set(sorted(range(1, len(reach)), key=lambda node: (-reach[node], node))[:count])

@@ -1,0 +1,139 @@
+"""What a watched answer tells of its rounds, and how a terminal shows it."""
+
+import re
+
+import pytest
+from rich.console import Console
+
+from graft import Engine, SamplingSettings
+from graft.cli.rounds import Rounds, drawn, likeliest
+from graft.record import MODEL, RoundRecord
+from graft.sequence import TreeRow
+from proposers import Oracle, RandomTrees
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = "grafting"
+COLOURED = Console(force_terminal=True, color_system="standard", no_color=False)
+COLOURS = {"drafted": "green", "suffix": "cyan"}
+RECORD = RoundRecord(
+    tokens=[9, 1, 2, 3, 4],
+    parents=[0, 0, 1, 0, 3],
+    probabilities=[1.0, 0.5, 0.9, 0.2, 0.1],
+    sources=["root", "drafted", "suffix", "drafted", "drafted"],
+    accepted=[3],
+    new_tokens=[3, 7],
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=BYTE_VOCAB)
+
+
+@pytest.fixture(scope="module")
+def free(model):
+    return Engine(model, byte_tokenizer(), policy="off").generate(PROMPT, max_new_tokens=24)
+
+
+def oracle(model, free):
+    return Engine(model, byte_tokenizer(), policy=Oracle(free.ids, len(free.prompt_ids)))
+
+
+def watched(engine, **options):
+    records = []
+    stream = engine.stream(PROMPT, watch=records.append, **options)
+    text = "".join(stream)
+    return records, text, stream.result
+
+
+@pytest.mark.parametrize("limit", [24, 10, 7])
+def test_the_records_of_an_answer_add_up_to_it(model, free, limit):
+    records, _, result = watched(oracle(model, free), max_new_tokens=limit)
+    assert [token for record in records for token in record.new_tokens] == result.ids == free.ids[:limit]
+    assert len(records) == result.stats.rounds
+    assert sum(len(record.tokens) - 1 for record in records) == result.stats.nodes
+    assert sum(len(record.accepted) for record in records) == result.stats.accepted
+    origins = [origin for record in records for origin in record.origins]
+    assert origins.count("oracle") == result.stats.accepted_by_source["oracle"] > 0
+    assert origins.count(MODEL) == limit - result.stats.accepted
+
+
+def test_a_record_is_the_verified_tree_without_padding():
+    engine = Engine(tiny_model(), policy=RandomTrees(40))
+    (sequence,) = engine._sequences([3, 17, 42], SamplingSettings(max_new_tokens=100))
+    sequence.is_recorded = True
+    root, num_nodes, num_accepted = 42, 0, 0
+    for _ in engine.rounds([sequence]):
+        record = sequence.last_round
+        assert record.tokens[0] == root, "the root is the last token before the round"
+        assert record.sources == ["root", *["random"] * (len(record.tokens) - 1)]
+        assert all(parent < node for node, parent in enumerate(record.parents) if node)
+        for parent, node, token in zip([0, *record.accepted], record.accepted, record.new_tokens, strict=False):
+            assert (record.parents[node], record.tokens[node]) == (parent, token)
+        root = record.new_tokens[-1]
+        num_nodes += len(record.tokens) - 1
+        num_accepted += len(record.accepted)
+    assert num_accepted == sequence.stats.accepted > 0
+    assert num_nodes == sequence.stats.nodes < 40 * sequence.stats.rounds, "some places held no node"
+
+
+def test_nothing_is_recorded_unless_somebody_watches(model, monkeypatch):
+    monkeypatch.delattr(TreeRow, "record")
+    engine = Engine(model, byte_tokenizer(), policy=RandomTrees(10, BYTE_VOCAB))
+    assert "".join(engine.stream(PROMPT, max_new_tokens=5)) == engine.generate(PROMPT, max_new_tokens=5).text
+    with pytest.raises(AttributeError):
+        watched(engine, max_new_tokens=5)
+
+
+def lines(tree):
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(tree)
+    return capture.get().splitlines()
+
+
+def test_a_drawn_tree_shows_who_proposed_what_and_what_was_accepted():
+    assert [line.rstrip() for line in lines(drawn(RECORD, "round 2", COLOURS, str))] == [
+        "round 2 after 9: 1 of 4 accepted",
+        "├── 1  0.50 drafted",
+        "│   └── 2  0.90 suffix",
+        "└── 3 ✓  0.20 drafted",
+        "    ├── 4  0.10 drafted",
+        "    └── 7  the model's own",
+    ]
+
+
+def test_a_drawn_tree_is_cut_to_its_likeliest_nodes_and_the_accepted(monkeypatch):
+    monkeypatch.setattr("graft.cli.rounds._MAX_NODES", 2)
+    assert likeliest(RECORD, 2) == {1, 2}, "by the whole path, so no node without its parent"
+    text = "\n".join(lines(drawn(RECORD, "round 2", COLOURS, str)))
+    assert "3 ✓" in text and "4  0.10" not in text and "and 1 less likely" in text
+
+
+def test_a_round_without_a_tree_is_plain_decoding():
+    plain = RoundRecord([9], [0], [1.0], ["root"], [], [7])
+    assert [line.rstrip() for line in lines(drawn(plain, "round 1", COLOURS, str))] == [
+        "round 1 after 9: plain decoding, no tree verified",
+        "└── 7  the model's own",
+    ]
+
+
+def test_text_is_coloured_by_who_proposed_each_token(model, free):
+    engine = oracle(model, free)
+    rounds = Rounds(byte_tokenizer(), free.prompt_ids, ("root", "other", "oracle"))
+    stream = engine.stream(PROMPT, watch=rounds.watch, max_new_tokens=12)
+    painted = "".join(rounds.paint(piece, COLOURED) for piece in stream)
+    assert re.sub(r"\x1b\[[\d;]*m", "", painted) == stream.result.text
+    assert "\x1b[36m" in painted and "\x1b[32m" not in painted, "the second proposer's colour alone"
+    assert rounds.legend().plain == "other 0, oracle 10, the model's own 2"
+
+
+@pytest.mark.parametrize("stop", [(), ("s",), ("\ufffd\ufffd",)])
+def test_colouring_never_changes_the_text(model, stop):
+    for seed in range(4):
+        engine = Engine(model, byte_tokenizer(), policy=RandomTrees(60, BYTE_VOCAB, seed=seed))
+        rounds = Rounds(byte_tokenizer(), engine.encode(PROMPT), engine.policy.sources)
+        options = {"max_new_tokens": 40, "temperature": 1.5, "seed": seed, "stop": stop}
+        stream = engine.stream(PROMPT, watch=rounds.watch, **options)
+        painted = "".join(rounds.paint(piece, COLOURED) for piece in stream)
+        assert re.sub(r"\x1b\[[\d;]*m", "", painted) == stream.result.text
