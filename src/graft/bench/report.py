@@ -36,7 +36,7 @@ def html(results: Results) -> str:
     series = {run.key: place for place, run in enumerate(results.averages)}
     sections = [
         ("Speed against accepted length", _FRONTIER, _frontier(results, series), ""),
-        ("Speedup by task", _BY_TASK, _speedups(results, series), _legend(results.averages, series)),
+        ("Speed by task", _BY_TASK, _speeds(results, series), _legend(results.averages, series)),
         ("Acceptance by depth", _BY_DEPTH, _depths(results, series), _legend(results.averages, series)),
         ("Acceptance by source", _BY_SOURCE, *_stacked(results, _accepted_per_round, "accepted tokens per round")),
         ("Time by phase", _BY_PHASE, *_stacked(results, _milliseconds_per_token, "milliseconds per token")),
@@ -67,14 +67,15 @@ def batch_note(settings: dict[str, Any]) -> str:
 
 
 _FRONTIER = "Large points are averages over tasks, small ones single tasks. Up and to the right is better."
-_BY_TASK = "Tokens per second over plain decoding; whiskers are 95 % intervals over prompts."
+_BY_TASK = "Whiskers are 95 % intervals over prompts."
 _BY_DEPTH = "How often a round accepts at least this many drafted or retrieved tokens."
 _BY_SOURCE = "Tokens accepted in a round, by who proposed them. Each round adds one token of the model's own."
 _BY_PHASE = "Where the time goes, by token of text: shorter is faster."
 _TABLES = (
     "accepted: mean accepted length, tokens per round. passes: draft passes per round. nodes: proposals verified per "
     f"round. modelled: accepted / (1 + {PASS_SHARE:g} × passes). over dense: that against the dense tree's. differ: "
-    "prompts whose text is not that of plain decoding. In brackets 95 % intervals over prompts."
+    "prompts whose text is not that of plain decoding. In brackets 95 % intervals over prompts. Phases and sources are "
+    "per round."
 )
 
 
@@ -100,27 +101,34 @@ def _head(results: Results) -> str:
 
 
 def _frontier(results: Results, series: dict[tuple[str, str], int]) -> str:
-    has_speedup = all(run.speedup is not None for run in results.averages)
+    speed, title = _speed(results)
 
     def point(run: Run, text: str) -> svg.Point:
-        y = run.speedup if has_speedup and run.speedup is not None else run.tokens_per_second
         note = f"{label(run)}, {run.task}: {run.tokens_per_second:.1f} tokens/s, accepted {run.mean_accepted:.2f}"
-        return svg.Point(run.mean_accepted, y, series[run.key], text, note)
+        return svg.Point(run.mean_accepted, getattr(run, speed), series[run.key], text, note)
 
     points = [point(run, "") for run in results.runs] + [point(run, label(run)) for run in results.averages]
-    title = "speedup over plain decoding" if has_speedup else "tokens per second"
     return svg.scatter(points, "mean accepted length (tokens per round)", title)
 
 
-def _speedups(results: Results, series: dict[tuple[str, str], int]) -> str:
+def _speeds(results: Results, series: dict[tuple[str, str], int]) -> str:
+    speed, title = _speed(results)
+
     def bar(run: Run) -> svg.Bar:
-        return svg.Bar(run.speedup or 0.0, series[run.key], f"{label(run)}: {_with_interval(run, 'speedup')}",
-                       run.confidence.get("speedup"))  # fmt: skip
+        note = f"{label(run)}: {_with_interval(run, speed)}"
+        return svg.Bar(getattr(run, speed), series[run.key], note, run.confidence.get(speed))
 
     tasks = list(dict.fromkeys(run.task for run in results.runs))
     groups = [(task, [bar(run) for run in results.runs if run.task == task]) for task in tasks]
     groups.append((AVERAGE, [bar(run) for run in results.averages]))
-    return svg.grouped(groups, "speedup over plain decoding", line_at=1.0)
+    return svg.grouped(groups, title, line_at=1.0 if speed == "speedup" else None)
+
+
+def _speed(results: Results) -> tuple[str, str]:
+    """The rate to draw and its title: without plain decoding there is no speedup."""
+    if all(run.speedup is not None for run in results.averages):
+        return "speedup", "speedup over plain decoding"
+    return "tokens_per_second", "tokens per second"
 
 
 def _depths(results: Results, series: dict[tuple[str, str], int]) -> str:
@@ -142,15 +150,12 @@ def _milliseconds_per_token(run: Run) -> dict[str, float]:
 def _stacked(results: Results, parts: Callable[[Run], dict[str, float]], title: str) -> tuple[str, str]:
     """The plot of each average's parts, and its legend."""
     names = list(dict.fromkeys(name for run in results.averages for name in parts(run)))
-    rows = [
-        (
-            label(run),
-            [svg.Bar(parts(run).get(name, 0.0), n, f"{name}: {parts(run).get(name, 0.0):.2f}")
-             for n, name in enumerate(names)],
-        )
-        for run in results.averages
-    ]  # fmt: skip
-    return svg.stacked(rows, title), _swatches(list(enumerate(names)))
+    colours = {name: place for place, name in enumerate(names, start=1)}  # grey is for plain decoding
+    rows = []
+    for run in results.averages:
+        bars = [svg.Bar(size, colours[name], f"{name}: {size:.2f}") for name, size in parts(run).items()]
+        rows.append((label(run), sorted(bars, key=lambda bar: bar.series)))
+    return svg.stacked(rows, title), _swatches([(place, name) for name, place in colours.items()])
 
 
 def _legend(runs: Sequence[Run], series: dict[tuple[str, str], int]) -> str:
@@ -163,14 +168,24 @@ def _swatches(entries: Sequence[tuple[int, str]]) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("method", *COLUMNS, "ms by phase, per round"))
+    columns = {"method": label, **COLUMNS, "ms by phase": _phases, "accepted of nodes, by source": _sources}
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     rows = []
     for run in runs:
-        phases = ", ".join(f"{phase} {1000 * s / run.rounds:.1f}" for phase, s in run.seconds_by_phase.items())
-        cells = [label(run), *(cell(run) for cell in COLUMNS.values()), phases]
-        mark = ' class="bad"' if run.differ else ""
-        rows.append(f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+        cells = "".join(f"<td>{escape(cell(run))}</td>" for cell in columns.values())
+        rows.append(f'<tr class="bad">{cells}</tr>' if run.differ else f"<tr>{cells}</tr>")
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _phases(run: Run) -> str:
+    return ", ".join(f"{phase} {1000 * spent / run.rounds:.1f}" for phase, spent in run.seconds_by_phase.items())
+
+
+def _sources(run: Run) -> str:
+    return ", ".join(
+        f"{source} {run.accepted_by_source.get(source, 0) / run.rounds:.2f} of {nodes / run.rounds:.1f}"
+        for source, nodes in run.proposed_by_source.items()
+    )
 
 
 def _details(title: str, facts: dict[str, Any]) -> str:
@@ -194,10 +209,11 @@ def _with_interval(run: Run, rate: str) -> str:
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f6f3; --card: #ffffff; --ink: #1d2126; --soft: #626a73; --line: #e3e4e0;
   --bad: #b3261e; --s0: #6b7280; --s1: #0a6ebd; --s2: #d1600a; --s3: #15803d; --s4: #a02c8a; --s5: #8a6d00;
-  --s6: #c01f3f; --s7: #0e7c86; --s8: #6d4bc3; --s9: #87523a; }
+  --s6: #c01f3f; --s7: #0e7c86; --s8: #6d4bc3; --s9: #87523a; --s10: #3f6212; --s11: #be185d; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171a; --card: #1c2024; --ink: #e8eaec; --soft: #9aa3ac;
   --line: #30363c; --bad: #ff8a80; --s0: #9aa3ad; --s1: #5cb0f2; --s2: #f79a4d; --s3: #5fce86; --s4: #e07fcd;
-  --s5: #dcbb3e; --s6: #ff7a90; --s7: #4cc6cf; --s8: #b09af0; --s9: #c99878; } }
+  --s5: #dcbb3e; --s6: #ff7a90; --s7: #4cc6cf; --s8: #b09af0; --s9: #c99878;
+  --s10: #a3c76d; --s11: #f58cc0; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
 main { max-width: 920px; margin: 0 auto; padding: 40px 20px 64px; }
@@ -209,7 +225,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 18px; }
 .tiles b { display: block; font-size: 26px; font-variant-numeric: tabular-nums; } .tiles span { color: var(--soft); }
 .note { color: var(--bad); } figure { margin: 0; } svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .label { fill: var(--ink); }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .label { fill: var(--ink); paint-order: stroke;
+  stroke: var(--card); stroke-width: 3px; }
 svg .grid { stroke: var(--line); } svg .whisker { stroke: var(--ink); stroke-width: 1.2; }
 svg .reference { stroke: var(--soft); stroke-dasharray: 4 4; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 10px 0 0; padding: 0; }
@@ -217,8 +234,8 @@ svg .reference { stroke: var(--soft); stroke-dasharray: 4 4; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; white-space: nowrap; }
 th, td { text-align: right; padding: 5px 9px; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; }
-th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child, th:last-child, td:last-child {
-  text-align: left; } td:first-child { font-weight: 600; } .bad td { color: var(--bad); }
+th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child, th:nth-last-child(-n+2),
+td:nth-last-child(-n+2) { text-align: left; } td:first-child { font-weight: 600; } .bad td { color: var(--bad); }
 .details { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 24px; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 8px 0 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }

@@ -35,6 +35,7 @@ class BenchSettings(Settings):
     def __post_init__(self) -> None:
         for name in ("repeat", "rows"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.sampling(())  # which checks the others
 
     def sampling(self, eos_token_ids: Sequence[int], max_new_tokens: int | None = None) -> SamplingSettings:
         return SamplingSettings(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 760
-NUM_COLOURS = 10
+NUM_COLOURS = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 16, 46
 _CHARACTER = 6.6  # width of one in a label, roughly
 
@@ -35,21 +35,20 @@ def colour(series: int) -> str:
 
 
 def scatter(points: Sequence[Point], x_title: str, y_title: str, height: int = 420) -> str:
-    frame = _Frame.around([p.x for p in points], [p.y for p in points], height)
+    frame = _Frame.around([p.x for p in points], [p.y for p in points], height, from_zero=False)
     parts = [frame.axes(x_title, y_title)]
     for point in (p for p in points if not p.label):
         parts.append(_circle(frame, point, radius=4, opacity=0.35))
-    taken: list[float] = []  # heights of labels, so that none covers another
+    placed: list[tuple[float, float, float]] = []  # labels so far: left, right, height
     for point in sorted((p for p in points if p.label), key=lambda p: -p.y):
+        width = _CHARACTER * len(point.label)
         x, y = frame.x(point.x), frame.y(point.y)
-        level = y
-        while any(abs(level - other) < 15 for other in taken):
-            level += 3
-        taken.append(level)
-        end = x + 12 + _CHARACTER * len(point.label) > WIDTH - 4
-        place, anchor = (x - 12, "end") if end else (x + 12, "start")
+        left = x + 12 if x + 12 + width < WIDTH else x - 12 - width
+        while any(left < end and start < left + width and abs(y - level) < 15 for start, end, level in placed):
+            y += 3
+        placed.append((left, left + width, y))
         parts.append(_circle(frame, point, radius=7, opacity=1))
-        parts.append(_text(place, level + 4, point.label, anchor, "label"))
+        parts.append(_text(left, y + 4, point.label, "start", "label"))
     return _svg(parts, height, f"{y_title} against {x_title}")
 
 
@@ -84,10 +83,12 @@ def stacked(rows: Sequence[tuple[str, Sequence[Bar]]], x_title: str) -> str:
     return _svg(parts, height, x_title)
 
 
-def grouped(groups: Sequence[tuple[str, Sequence[Bar]]], y_title: str, line_at: float, height: int = 340) -> str:
+def grouped(
+    groups: Sequence[tuple[str, Sequence[Bar]]], y_title: str, line_at: float | None = None, height: int = 340
+) -> str:
     """Upright bars side by side, group by group, with a dashed line at one value."""
     values = [v for _, bars in groups for bar in bars for v in (bar.value, *(bar.interval or ()))]
-    frame = _Frame(0, len(groups), 0, max([*values, line_at]) * 1.06 or 1.0, height)
+    frame = _Frame(0, len(groups), 0, max([*values, line_at or 0.0]) * 1.06 or 1.0, height)
     parts = [frame.axes("", y_title, with_x=False)]
     for index, (label, bars) in enumerate(groups):
         left, right = frame.x(index + 0.1), frame.x(index + 0.9)
@@ -101,8 +102,9 @@ def grouped(groups: Sequence[tuple[str, Sequence[Bar]]], y_title: str, line_at: 
                 parts.append(
                     f'<line class="whisker" x1="{middle:.1f}" x2="{middle:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
                 )
-    y = frame.y(line_at)
-    parts.append(f'<line class="reference" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    if line_at is not None:
+        y = frame.y(line_at)
+        parts.append(f'<line class="reference" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     return _svg(parts, height, y_title)
 
 
@@ -118,10 +120,12 @@ class _Frame:
     whole_x: bool = False
 
     @classmethod
-    def around(cls, xs: Sequence[float], ys: Sequence[float], height: int, whole_x: bool = False) -> _Frame:
-        x_room = 0.1 * (max(xs) - min(xs) or 1.0)
-        y_high = max(max(ys) * 1.08, 1e-9)
-        return cls(min(xs) - x_room, max(xs) + x_room, 0.0, y_high, height, whole_x)
+    def around(
+        cls, xs: Sequence[float], ys: Sequence[float], height: int, whole_x: bool = False, from_zero: bool = True
+    ) -> _Frame:
+        x_room, y_room = (0.1 * (max(values) - min(values) or 1.0) for values in (xs, ys))
+        y_low = 0.0 if from_zero else min(ys) - y_room
+        return cls(min(xs) - x_room, max(xs) + x_room, y_low, max(ys) + y_room, height, whole_x)
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - _LEFT - _RIGHT)
@@ -149,7 +153,7 @@ class _Frame:
         return "".join(parts)
 
 
-def ticks(low: float, high: float, whole: bool = False, count: int = 6) -> list[float]:
+def ticks(low: float, high: float, whole: bool = False, count: int = 8) -> list[float]:
     """Round numbers between two values, about `count` of them."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from graft.bench.results import Results, Run
     from graft.bench.tasks import Question
-    from graft.draft.eagle3.drafter import Eagle3Drafter
     from graft.engine import Engine
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
+_learning = functools.partial(option, rich_help_panel="What methods have learned")
 _model = functools.partial(option, rich_help_panel="Model")
 
 DECODING: Group = {
@@ -36,11 +36,18 @@ HEADS: Group = {
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own"),
     "assistant": _model(str, "--assistant", "A small model with the same tokenizer, for hf-assisted.", metavar="MODEL"),
 }
+LEARNING: Group = {
+    "warmup": _learning(Path, "--warmup", "Prompts to learn from before the run.", metavar="FILE"),
+    "warmup_limit": _learning(int, "--warmup-limit", "Take this many of them.", "all"),
+    "state": _learning(
+        list[str], "--state", "cold, warm or persistent; repeatable.", "warm with --warmup, else cold", metavar="STATE"
+    ),
+}
 TRIAL = "Count from one to ten."
 _WIDE = 132  # columns a table with intervals needs
 
 
-@takes(loading=MODEL, heads=HEADS, decoding=DECODING)
+@takes(loading=MODEL, heads=HEADS, learning=LEARNING, decoding=DECODING)
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")],
     data: Annotated[list[Path] | None, typer.Option(help="Prompts; a file is a task; may be repeated.")] = None,
@@ -49,14 +56,10 @@ def bench(
     ] = "off,graft",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each task.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
-    warmup: Annotated[Path | None, typer.Option(help="Prompts to learn from before the run.")] = None,
-    warmup_limit: Annotated[int | None, typer.Option(help="Take this many of them.")] = None,
-    state: Annotated[
-        list[str] | None, typer.Option(help="cold, warm or persistent; may be repeated. [default: warm with --warmup]")
-    ] = None,
     *,
     loading: Given,
     heads: Given,
+    learning: Given,
     decoding: Given,
 ) -> None:
     """Decode the same prompts with several methods in turn, and compare speed and accepted lengths.
@@ -71,48 +74,56 @@ def bench(
     from graft.bench.results import Summary, environment
     from graft.bench.runner import BenchSettings, check_states, contestants, run
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
+    from graft.data import Prompt
+    from graft.loading import load_drafter
 
+    # All that can be wrong is found before anybody waits for a model.
     settings = BenchSettings.of(decoding)
-    settings.sampling(())  # checks them
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    states = state or ["warm" if warmup is not None else "cold"]
+    warmup: Path | None = learning.get("warmup")
+    states = learning.get("state", ["cold" if warmup is None else "warm"])
     check_names(names)
     check_states(states, warmup is not None)
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
-    warm_up_task = read_tasks([warmup], warmup_limit)[0] if warmup is not None else Task("warmup", [])
+    lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     _check_folder(out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
-    drafter = _drafter(heads.get("draft", "auto"), loading.get("model", DEFAULT_MODEL), engine)
+    model_name = loading.get("model", DEFAULT_MODEL)
+    head_name = _head_name(heads.get("draft", "auto"), model_name)
+    drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
     assistant = _assistant(heads.get("assistant"), engine)
     lineup = make_methods(names, engine.target.model, drafter, heads.get("budget"), assistant, settings.rows)
 
     def asked(task: Task) -> list[Question]:
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
 
-    tasks = {task.name: asked(task) for task in read}
+    tasks, lessons, (trial,) = (
+        {t.name: asked(t) for t in read},
+        asked(lesson),
+        asked(Task("trial", [Prompt("0", TRIAL)])),
+    )
     facts = {
-        "model": _public(loading.get("model", DEFAULT_MODEL)),
-        "draft": _public(heads.get("draft", "auto")) if drafter is not None else None,
+        "model": _public(model_name),
+        "draft": _public(head_name) if head_name is not None else None,
         "dtype": str(engine.target.model.dtype).removeprefix("torch."),
         "methods": names,
         "states": states,
-        "tasks": {task: len(asked) for task, asked in tasks.items()},
+        "tasks": {task: len(prompts) for task, prompts in tasks.items()},
         **vars(settings),
         "budget": heads.get("budget"),
         "assistant": _public(heads["assistant"]) if "assistant" in heads else None,
         "warmup": warmup.stem if warmup is not None else None,
-        "warmup_prompts": len(warm_up_task.prompts),
+        "warmup_prompts": len(lessons),
         "max_prompt_tokens": max_prompt_tokens,
     }
-    summary = Summary(settings.sampling(engine.eos_token_ids), settings.rows)
     machine = environment(engine.target.device)
+    summary = Summary(settings.sampling(engine.eos_token_ids), settings.rows)
     with _Display() as display:
         display.say("warming up")
-        trial = questions(Task("trial", [_trial()]), engine, settings.max_new_tokens)[0]
-        field = contestants(lineup, states, asked(warm_up_task), trial, settings, engine.eos_token_ids)
-        for task in run(field, tasks, settings, engine.eos_token_ids, display.progress):
+        ready = contestants(lineup, states, lessons, trial, settings, engine.eos_token_ids)
+        for task in run(ready, tasks, settings, engine.eos_token_ids, display.progress):
             summary.add(task)
             results = summary.results(facts, machine)
             _write(results, out)
@@ -121,12 +132,13 @@ def bench(
     notes().print(f"Results, and report.html to look at, are in {out}", markup=False)
 
 
-def _drafter(draft: str, model_name: str, engine: Engine) -> Eagle3Drafter | None:
-    from graft.loading import load_drafter, packaged_head
+def _head_name(draft: str, model_name: str) -> str | None:
+    """Unlike elsewhere the packaged head is taken on a CPU too: most methods cannot do without one."""
+    from graft.loading import packaged_head
 
     if draft == "auto":
-        draft = model_name if packaged_head(model_name) is not None else "none"
-    return load_drafter(draft, engine.target.model) if draft != "none" else None
+        return model_name if packaged_head(model_name) is not None else None
+    return draft if draft != "none" else None
 
 
 def _assistant(name: str | None, engine: Engine) -> Any | None:
@@ -135,12 +147,6 @@ def _assistant(name: str | None, engine: Engine) -> Any | None:
     from graft.models.load import load_model
 
     return load_model(name, device=str(engine.target.device), dtype=engine.target.model.dtype)[0]
-
-
-def _trial() -> Any:
-    from graft.data import Prompt
-
-    return Prompt("trial", TRIAL)
 
 
 def _public(name: str) -> str:
