@@ -466,6 +466,7 @@ def test_rows_and_states_reach_the_run(graft_tiny: Run, data: list[str], tmp_pat
         (["--state", "warm"], "name the file"),
         (["--data", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
         (["--warmup", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
+        (["--warmup-limit", "3"], "--warmup-limit is of --warmup FILE"),
         (["--rows", "0"], "rows must be at least 1, not 0"),
         (["--repeat", "0"], "repeat must be at least 1, not 0"),
         (["--limit", "0"], "limit must be at least 1, not 0"),

@@ -77,13 +77,14 @@ def bench(
     from graft.data import Prompt
     from graft.loading import load_drafter
 
-    # All that can be wrong is found before anybody waits for a model.
+    # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     warmup: Path | None = learning.get("warmup")
     states = learning.get("state", ["cold" if warmup is None else "warm"])
     check_names(names)
     check_states(states, warmup is not None)
+    require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit is of --warmup FILE: name the file")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
@@ -99,11 +100,9 @@ def bench(
     def asked(task: Task) -> list[Question]:
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
 
-    tasks, lessons, (trial,) = (
-        {t.name: asked(t) for t in read},
-        asked(lesson),
-        asked(Task("trial", [Prompt("0", TRIAL)])),
-    )
+    tasks = {task.name: asked(task) for task in read}
+    lessons = asked(lesson)
+    trial = asked(Task("trial", [Prompt("trial", TRIAL)]))[0]
     facts = {
         "model": _public(model_name),
         "draft": _public(head_name) if head_name is not None else None,
