@@ -43,28 +43,32 @@ def load(
         from graft.models.load import load_model
 
         chosen = pick_device(device)
-        if draft == "auto" and policy != "off" and chosen.type != "cpu" and _packaged_head(model) is not None:
+        if draft == "auto" and policy != "off" and chosen.type != "cpu" and packaged_head(model) is not None:
             draft = model
         model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
     if draft == "auto":
         draft = None
-    # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
-    narrow = policy == DEFAULT_POLICY and model.device.type == "cpu"
-    tree = TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
-    drafter = load_drafter(draft, model, tree) if draft is not None else None
+    drafter = load_drafter(draft, model, tree_settings(policy, model.device)) if draft is not None else None
     return Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
+
+
+def tree_settings(policy: str, device: torch.device) -> TreeSettings:
+    """What a policy should have drafted on that device."""
+    # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
+    narrow = policy == DEFAULT_POLICY and device.type == "cpu"
+    return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
 
 
 def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter:
     """A drafter for this model from a head's folder, hub id or packaged name."""
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
-    path = _packaged_head(draft) or draft
+    path = packaged_head(draft) or draft
     return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding), tree)
 
 
-def _packaged_head(name: str) -> Path | None:
+def packaged_head(name: str) -> Path | None:
     """The folder of the head that comes with the package for the packaged model of that name."""
     folder = Path(__file__).parent / "heads" / name
     return folder if name in PACKAGED_MODELS and folder.is_dir() else None

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from graft import __version__
+from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.check import check
 from graft.cli.demo import demo
@@ -20,7 +21,7 @@ from graft.cli.pull import pull
 from graft.cli.train import train
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, check, train, load_check, pull, env)
+VERBS = (demo, generate, chat, check, bench, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

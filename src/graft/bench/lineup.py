@@ -1,0 +1,57 @@
+"""The line-up: from the names of methods to methods that share one model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from graft.bench.methods import Method, PolicyMethod
+from graft.bench.peers import PEERS, make_peer
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.errors import GraftError
+from graft.loading import tree_settings
+from graft.policy import POLICIES
+from graft.settings import require
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Every name must be known, and stand once."""
+    known = [*POLICIES, *PEERS]
+    require(bool(names), f"no method is named; known: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise GraftError(f"unknown method {name!r}: {hint}")
+        require(names.count(name) == 1, f"method {name!r} is named twice; once is enough")
+
+
+def make_methods(
+    names: Sequence[str],
+    model: PreTrainedModel,
+    drafter: Eagle3Drafter | None = None,
+    budget: int | None = None,
+    assistant: PreTrainedModel | None = None,
+    rows: int = 1,
+) -> list[Method]:
+    """The methods of these names. rows: prompts they are to decode together."""
+    check_names(names)
+    methods: list[Method] = []
+    for name in names:
+        if name in PEERS:
+            methods.append(make_peer(name, model, assistant))
+        else:
+            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), budget))
+    for method in methods:
+        one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
+        require(rows == 1 or method.is_batched, one_by_one)
+    return methods
+
+
+def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None) -> Eagle3Drafter | None:
+    """Under a common budget all draft the same tree; otherwise each what it drafts for users."""
+    if drafter is None or budget is not None:
+        return drafter
+    return Eagle3Drafter(drafter.head, tree_settings(policy, drafter.device))

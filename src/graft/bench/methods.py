@@ -1,0 +1,81 @@
+"""Methods: ways of decoding that are compared. Here Graft's own policies; transformers' are in `peers`.
+
+A method answers prompts given as token ids, and may keep what it learned, which can be taken out and put back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.draft.base import Drafter
+from graft.engine import Engine
+from graft.policy import Policy, make_policy
+from graft.sampling import SamplingSettings
+from graft.stats import Stats
+from graft.target import TargetRunner
+
+PLAIN = "off"  # what speeds and texts are compared with
+DENSE = "dense"  # what modelled speeds are compared with
+
+
+@dataclass(frozen=True)
+class Answer:
+    """New tokens and what it took. The times are those of all prompts that were decoded together."""
+
+    ids: list[int]
+    stats: Stats
+
+
+class Method(ABC):
+    name: str
+    is_batched = True  # can decode several prompts together
+
+    @abstractmethod
+    def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
+        """Decodes the prompts together."""
+
+    def is_exact(self, settings: SamplingSettings) -> bool:
+        """Whether it must give the text of plain decoding under these settings."""
+        return True
+
+    def state(self) -> dict[str, Tensor]:
+        """All that was learned; empty for a method that learns nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most learn nothing
+        """Takes on what `state` once gave."""
+
+
+class PolicyMethod(Method):
+    """A policy in Graft's engine. Its tokens are never made text: that is no part of decoding."""
+
+    def __init__(
+        self, name: str, model: PreTrainedModel, drafter: Drafter | None = None, budget: int | None = None
+    ) -> None:
+        self.name = name
+        self._policy = _make(name, model, drafter, budget)
+        if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
+            # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
+            drafter = None
+            self._policy = _make(name, model, None, budget)
+        self._engine = Engine(model, policy=self._policy, drafter=drafter)
+
+    def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
+        generations = self._engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
+        return [Answer(generation.ids, generation.stats) for generation in generations]
+
+    def state(self) -> dict[str, Tensor]:
+        return self._policy.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._policy.restore(state)
+
+
+def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, budget: int | None) -> Policy:
+    target = TargetRunner(model, drafter.hidden_layers if drafter is not None else ())
+    return make_policy(name, target, drafter, budget)

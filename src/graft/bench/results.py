@@ -1,0 +1,290 @@
+"""Results: from single answers to rates, averages over tasks, and intervals over prompts; and their files.
+
+Rates are ratios of sums over a task's prompts. The average gives every task the same weight.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graft.bench.methods import DENSE, PLAIN
+from graft.bench.runner import Sample, Samples
+from graft.sampling import SamplingSettings
+
+AVERAGE = "average"
+PASS_SHARE = 0.03  # cost of a draft pass, in verifies, that modelled speed assumes
+TIMED = ("tokens_per_second", "speedup")  # rates that are no matter of one prompt where prompts share a batch
+_NUM_DRAWS = 2000
+_SEED = 0
+
+Rates = dict[str, NDArray[np.float64]]  # by name, one value per draw
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one method, in one state, did on one task, or on average."""
+
+    task: str
+    method: str
+    state: str
+    prompts: int
+    tokens: int
+    decode_seconds: float
+    prefill_seconds: float
+    tokens_per_second: float
+    speedup: float | None  # over plain decoding
+    mean_accepted: float
+    rounds: int
+    accepted: int
+    draft_passes_per_round: float
+    nodes_per_round: float
+    modelled_speed: float  # mean accepted / (1 + 0.03 x draft passes): on a device where a verify dwarfs a pass
+    modelled_over_dense: float | None
+    differ: int | None  # prompts whose text is not that of plain decoding; None where it need not be
+    accepted_by_source: dict[str, int]
+    accepted_by_depth: dict[int, int]
+    proposed_by_source: dict[str, int]
+    seconds_by_phase: dict[str, float]
+    confidence: dict[str, tuple[float, float]]  # 95 % intervals over prompts, by rate
+    by_prompt: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.method, self.state
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything a run of the benchmark found, in the shape of results.json."""
+
+    runs: list[Run]
+    averages: list[Run]
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
+        rows = [_flat(run) for run in [*self.runs, *self.averages]]
+        with open(folder / "results.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+class Summary:
+    """Takes in finished tasks and says what they amount to."""
+
+    def __init__(self, sampling: SamplingSettings, rows: int = 1) -> None:
+        self._sampling = sampling
+        self._is_timed_by_prompt = rows == 1
+        self._runs: list[Run] = []
+        self._draws: list[Rates] = []  # of each run
+
+    def add(self, task: Sequence[Samples]) -> None:
+        plain = next((s for s in task if s.contestant.name == PLAIN), None)
+        picks = _draw(_num_prompts(task[0]), task=len({run.task for run in self._runs}))
+        points, draws = self._rates(task, None), self._rates(task, picks)
+        for samples, point, draw in zip(task, points, draws, strict=True):
+            self._runs.append(self._run(samples, point, draw, plain))
+            self._draws.append(draw)
+
+    def results(self, settings: dict[str, Any], environment: dict[str, Any]) -> Results:
+        keys = list(dict.fromkeys(run.key for run in self._runs))
+        return Results(list(self._runs), [self._average(key) for key in keys], settings, environment)
+
+    def _rates(self, task: Sequence[Samples], picks: NDArray[np.int64] | None) -> list[Rates]:
+        """The task's rates for each contestant. picks [draws, prompts]: which prompts count; None takes all, once."""
+        rates = [_own_rates(samples, picks) for samples in task]
+        names = [samples.contestant.name for samples in task]
+        for one in rates:
+            if PLAIN in names:
+                one["speedup"] = one["tokens_per_second"] / rates[names.index(PLAIN)]["tokens_per_second"]
+            if DENSE in names:
+                one["modelled_over_dense"] = one["modelled_speed"] / rates[names.index(DENSE)]["modelled_speed"]
+        return rates
+
+    def _run(self, samples: Samples, point: Rates, draw: Rates, plain: Samples | None) -> Run:
+        all_stats = [sample.answer.stats for sample in samples.samples]
+        exact = plain is not None and samples.contestant.method.is_exact(self._sampling)
+        num_prompts = _num_prompts(samples)
+        return Run(
+            task=samples.task,
+            method=samples.contestant.name,
+            state=samples.contestant.state,
+            prompts=num_prompts,
+            tokens=sum(stats.tokens for stats in all_stats),
+            decode_seconds=sum(sample.decode_seconds for sample in samples.samples),
+            prefill_seconds=sum(sample.prefill_seconds for sample in samples.samples),
+            rounds=sum(stats.rounds for stats in all_stats),
+            accepted=sum(stats.accepted for stats in all_stats),
+            differ=len(_different(samples, plain)) if exact and plain is not None else None,
+            accepted_by_source=_added(stats.accepted_by_source for stats in all_stats),
+            accepted_by_depth=_added(stats.accepted_by_depth for stats in all_stats),
+            proposed_by_source=_added(stats.proposed_by_source for stats in all_stats),
+            seconds_by_phase=_added(sample.seconds_by_phase for sample in samples.samples),
+            confidence=self._intervals(draw) if num_prompts > 1 else {},
+            by_prompt=[_prompt_facts(sample) for sample in samples.samples],
+            **_points(point),
+        )
+
+    def _average(self, key: tuple[str, str]) -> Run:
+        places = [place for place, run in enumerate(self._runs) if run.key == key]
+        runs = [self._runs[place] for place in places]
+        names = self._draws[places[0]]
+        draw = {name: np.mean([self._draws[place][name] for place in places], axis=0) for name in names}
+        point = {name: np.array([np.mean([getattr(run, name) for run in runs])]) for name in names}
+        differ = [run.differ for run in runs if run.differ is not None]
+        return Run(
+            task=AVERAGE,
+            method=key[0],
+            state=key[1],
+            prompts=sum(run.prompts for run in runs),
+            tokens=sum(run.tokens for run in runs),
+            decode_seconds=sum(run.decode_seconds for run in runs),
+            prefill_seconds=sum(run.prefill_seconds for run in runs),
+            rounds=sum(run.rounds for run in runs),
+            accepted=sum(run.accepted for run in runs),
+            differ=sum(differ) if len(differ) == len(runs) else None,
+            accepted_by_source=_added(run.accepted_by_source for run in runs),
+            accepted_by_depth=_added(run.accepted_by_depth for run in runs),
+            proposed_by_source=_added(run.proposed_by_source for run in runs),
+            seconds_by_phase=_added(run.seconds_by_phase for run in runs),
+            confidence=self._intervals(draw) if all(run.confidence for run in runs) else {},
+            **_points(point),
+        )
+
+    def _intervals(self, draw: Rates) -> dict[str, tuple[float, float]]:
+        """Percentiles of the draws. Prompts that share a batch share its time, which then varies by batch only."""
+        names = [name for name in draw if self._is_timed_by_prompt or name not in TIMED]
+        ends = {name: np.percentile(draw[name], [2.5, 97.5]) for name in names}
+        return {name: (float(low), float(high)) for name, (low, high) in ends.items()}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on; nothing of whose machine it is."""
+    packages = {"graft": "graft-decoding", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{label: version(distribution) for label, distribution in packages.items()},
+        },
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _own_rates(samples: Samples, picks: NDArray[np.int64] | None) -> Rates:
+    """Ratios of sums over the picked prompts."""
+    columns = _by_prompt(samples)
+    sums = {name: column.sum(keepdims=True) if picks is None else column[picks].sum(1) for name, column in columns}
+    rounds = sums["rounds"]
+    mean_accepted = 1 + sums["accepted"] / rounds
+    passes = sums["draft_passes"] / rounds
+    return {
+        "tokens_per_second": sums["tokens"] / sums["seconds"],
+        "mean_accepted": mean_accepted,
+        "draft_passes_per_round": passes,
+        "nodes_per_round": sums["nodes"] / rounds,
+        "modelled_speed": mean_accepted / (1 + PASS_SHARE * passes),
+    }
+
+
+def _by_prompt(samples: Samples) -> list[tuple[str, NDArray[np.float64]]]:
+    """What is summed, a value a prompt; its repetitions are added up."""
+    place = {prompt: row for row, prompt in enumerate(dict.fromkeys(s.prompt for s in samples.samples))}
+    names = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
+    table = np.zeros((len(names) + 1, len(place)))
+    for sample in samples.samples:
+        counts = [getattr(sample.answer.stats, name) for name in names]
+        table[:, place[sample.prompt]] += [*counts, sample.decode_seconds]
+    return list(zip((*names, "seconds"), table, strict=True))
+
+
+def _draw(num_prompts: int, task: int) -> NDArray[np.int64]:
+    """Bootstrap: prompts drawn with replacement, the same for all methods, so that ratios are of like with like."""
+    return np.random.default_rng([_SEED, task]).integers(num_prompts, size=(_NUM_DRAWS, num_prompts))
+
+
+def _points(rates: Rates) -> dict[str, Any]:
+    return {"speedup": None, "modelled_over_dense": None, **{name: float(value[0]) for name, value in rates.items()}}
+
+
+def _different(samples: Samples, plain: Samples) -> set[str]:
+    """Prompts for which some answer is not the plain one's first."""
+    expected: dict[str, list[int]] = {}
+    for sample in plain.samples:
+        expected.setdefault(sample.prompt, sample.answer.ids)
+    return {sample.prompt for sample in samples.samples if sample.answer.ids != expected[sample.prompt]}
+
+
+def _prompt_facts(sample: Sample) -> dict[str, Any]:
+    stats = sample.answer.stats
+    return {
+        "id": sample.prompt,
+        "tokens": stats.tokens,
+        "rounds": stats.rounds,
+        "accepted": stats.accepted,
+        "draft_passes": stats.draft_passes,
+        "nodes": stats.nodes,
+        "prefill_seconds": sample.prefill_seconds,
+        "decode_seconds": sample.decode_seconds,
+    }
+
+
+def _num_prompts(samples: Samples) -> int:
+    return len({sample.prompt for sample in samples.samples})
+
+
+def _added(counts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+    total: Counter[Any] = Counter()
+    for count in counts:
+        total.update(count)
+    ordered = sorted(total.items()) if all(isinstance(key, int) for key in total) else total.items()
+    return dict(ordered)
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    """A line of results.csv: the nested facts become columns of their own."""
+    row: dict[str, Any] = {}
+    for name, value in vars(run).items():
+        if name == "confidence":
+            for rate, (low, high) in value.items():
+                row |= {f"{rate}_low": low, f"{rate}_high": high}
+        elif isinstance(value, dict):
+            row |= {f"{name}.{key}": v for key, v in value.items()}
+        elif name != "by_prompt":
+            row[name] = value
+    return row
+
+
+def _replace(path: Path, text: str) -> None:
+    """Never leaves half a file behind: a long run may be stopped at any time."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

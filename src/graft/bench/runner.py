@@ -1,0 +1,172 @@
+"""The run: every method answers every prompt, in turns, each from the state it should be in.
+
+Nothing is counted here but what an answer took; rates, averages and intervals are made in `results`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from graft.bench.methods import Answer, Method
+from graft.bench.tasks import Question
+from graft.sampling import SamplingSettings
+from graft.settings import Settings, require
+
+STATES = ("cold", "warm", "persistent")
+STATELESS = "none"  # the state of a method that learns nothing
+_NUM_TRIAL_TOKENS = 16
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BenchSettings(Settings):
+    """How the prompts are decoded."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    repeat: int = 1  # times each prompt is answered by each method
+    rows: int = 1  # prompts of a task that decode together
+
+    def __post_init__(self) -> None:
+        for name in ("repeat", "rows"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self.sampling(())  # which checks the others
+
+    def sampling(self, eos_token_ids: Sequence[int], max_new_tokens: int | None = None) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=max_new_tokens or self.max_new_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            stop_token_ids=tuple(eos_token_ids),
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer, and this prompt's share of the time its batch took."""
+
+    prompt: str  # its id
+    answer: Answer
+    prefill_seconds: float
+    decode_seconds: float
+    seconds_by_phase: dict[str, float]
+
+
+class Contestant:
+    """A method in one state: what it knows before each prompt."""
+
+    def __init__(self, method: Method, state: str, memory: Mapping[str, Tensor]) -> None:
+        self.method = method
+        self.state = state
+        self.memory = memory
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    def answer(self, questions: Sequence[Question], settings: SamplingSettings) -> list[Sample]:
+        self.method.restore(self.memory)
+        answers = self.method.answer([question.ids for question in questions], settings)
+        if self.state == "persistent":
+            self.memory = self.method.state()
+        return _samples(questions, answers)
+
+
+@dataclass
+class Samples:
+    """All answers of one contestant to one task; a prompt that was repeated has several."""
+
+    task: str
+    contestant: Contestant
+    samples: list[Sample] = field(default_factory=list)
+
+
+Watcher = Callable[[str, int, int], None]  # task, prompts done and prompts in all
+
+
+def contestants(
+    methods: Sequence[Method],
+    states: Sequence[str],
+    warm_up: Sequence[Question],
+    trial: Question,
+    settings: BenchSettings,
+    eos_token_ids: Sequence[int] = (),
+) -> list[Contestant]:
+    """Every method in every state asked for; one that learns nothing once.
+
+    Each first answers `trial`, so that what a process pays once (set-up, measured costs) is paid before the clock
+    runs, and is then made to forget it. Those to be warm go on to answer the prompts of `warm_up`.
+    """
+    result = []
+    for method in methods:
+        cold = method.state()
+        method.answer([trial.ids], settings.sampling(eos_token_ids, _NUM_TRIAL_TOKENS))
+        if not method.state():
+            result.append(Contestant(method, STATELESS, {}))
+            continue
+        warm: Mapping[str, Tensor] = cold
+        if warm_up and any(state != "cold" for state in states):
+            method.restore(cold)
+            for group in _groups(warm_up, settings.rows):
+                method.answer([question.ids for question in group], settings.sampling(eos_token_ids))
+            warm = method.state()
+        result += [Contestant(method, state, cold if state == "cold" else warm) for state in states]
+    return result
+
+
+def run(
+    contestants: Sequence[Contestant],
+    tasks: Mapping[str, Sequence[Question]],
+    settings: BenchSettings,
+    eos_token_ids: Sequence[int] = (),
+    watch: Watcher = lambda task, done, total: None,
+) -> Iterator[list[Samples]]:
+    """Gives, task by task, what each contestant did. The order of contestants rotates from prompt to prompt."""
+    sampling = settings.sampling(eos_token_ids)
+    for task, questions in tasks.items():
+        results = [Samples(task, contestant) for contestant in contestants]
+        memories = [contestant.memory for contestant in contestants]
+        done, total = 0, len(questions) * settings.repeat
+        for repetition in range(settings.repeat):
+            # What was learned from an answer must not help to the same answer again.
+            for contestant, memory in zip(contestants, memories, strict=True):
+                contestant.memory = memory
+            for turn, group in enumerate(_groups(questions, settings.rows), start=repetition):
+                for result in rotated(results, turn):
+                    result.samples += result.contestant.answer(group, sampling)
+                done += len(group)
+                watch(task, done, total)
+        yield results
+
+
+def check_states(states: Sequence[str], has_warm_up: bool) -> None:
+    for state in states:
+        require(state in STATES, f"unknown state {state!r}: known are {', '.join(STATES)}")
+        require(states.count(state) == 1, f"state {state!r} is named twice; once is enough")
+    require(has_warm_up or "warm" not in states, "state 'warm' is what --warmup FILE leaves behind: name the file")
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items, beginning with another one each turn."""
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def _groups(questions: Sequence[Question], size: int) -> list[Sequence[Question]]:
+    return [questions[i : i + size] for i in range(0, len(questions), size)]
+
+
+def _samples(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Sample]:
+    """A batch lasts as long as its longest answer; its time is shared out evenly."""
+    longest = max((answer.stats for answer in answers), key=lambda stats: stats.decode_seconds)
+    share = 1 / len(answers)
+    phases = {phase: seconds * share for phase, seconds in longest.seconds_by_phase.items()}
+    return [
+        Sample(question.id, answer, longest.prefill_seconds * share, longest.decode_seconds * share, phases)
+        for question, answer in zip(questions, answers, strict=True)
+    ]

@@ -1,0 +1,78 @@
+"""Tasks: named lists of prompts, from files or from the set that comes with the package, and their token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from graft.data import Prompt, read_prompts, user_message
+from graft.engine import Engine
+from graft.errors import GraftError
+from graft.settings import require
+
+PROMPTS_FOLDER = Path(__file__).parent / "prompts"
+BUILT_IN = ("code", "math", "summary", "question", "chat", "edit")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as the model reads it."""
+
+    id: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    prompts: list[Prompt]
+
+
+def built_in_tasks(limit: int | None = None) -> list[Task]:
+    """Six tasks of ten prompts, written for this benchmark."""
+    return read_tasks([PROMPTS_FOLDER / f"{name}.jsonl" for name in BUILT_IN], limit)
+
+
+def read_tasks(paths: Sequence[Path], limit: int | None = None) -> list[Task]:
+    """A task a file, called by the file's name."""
+    names = [path.stem for path in paths]
+    for name in names:
+        require(names.count(name) == 1, f"two data files are called {name!r}: results go by that name, so rename one")
+    return [Task(path.stem, read_prompts(path, limit)) for path in paths]
+
+
+def questions(task: Task, engine: Engine, max_new_tokens: int, max_prompt_tokens: int | None = None) -> list[Question]:
+    """The task's prompts in the model's chat template, cut where they are too long, and sure to fit the context."""
+    room = engine.target.max_positions
+    asked = []
+    for prompt in task.prompts:
+        place = f"{task.name}, prompt {prompt.id}"
+        try:
+            ids = engine.encode(user_message(prompt.text, engine.tokenizer))
+        except GraftError as error:
+            raise GraftError(f"{place}: {error}") from error
+        ids = cut(ids, max_prompt_tokens)
+        require(
+            room is None or len(ids) + max_new_tokens <= room,
+            f"{place}: {len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's context of {room}: "
+            "cut long prompts with --max-prompt-tokens",
+        )
+        asked.append(Question(prompt.id, ids))
+    return _numbered(asked)
+
+
+def cut(ids: list[int], most: int | None) -> list[int]:
+    """At most that many tokens, taken out of the middle: the template and the question stand at the ends."""
+    if most is None or len(ids) <= most:
+        return ids
+    tail = most // 2
+    return ids[: most - tail] + ids[len(ids) - tail :]
+
+
+def _numbered(questions: Sequence[Question]) -> list[Question]:
+    """The same with ids that no two share: data files may repeat them."""
+    ids = [question.id for question in questions]
+    if len(set(ids)) == len(ids):
+        return list(questions)
+    return [replace(question, id=f"{number}: {question.id}") for number, question in enumerate(questions, start=1)]
