@@ -10,7 +10,6 @@ from graft.accept import walk
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.draft.eagle3.head import Eagle3Config, Eagle3Head
-from graft.policy.dense import drafted_tree
 from graft.sequence import TreeRow
 from graft.stats import Clock
 from graft.tree import DraftTree
@@ -64,13 +63,19 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
     batch = engine._open(engine._sequences(tokens, _settings(12)), None)
     engine._prefill(batch)
     roots = batch.roots(torch.device("cpu"))
-    tree = drafted_tree(roots, list(islice(engine.policy._drafter.levels(batch.draft, roots), 4)))
-    paths = tree.paths()
-    assert tree.width == 1 + 3 + 3 * 9
-    for node in range(1, tree.width):
-        *above, token = [int(tree.tokens[0, n]) for n in paths[0, node].tolist() if n > 0]
-        expected = plain_draft(head, model, tokens, above)[token]
-        assert float(tree.probabilities[0, node]) == pytest.approx(float(expected), rel=1e-3)
+    for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5)):
+        levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
+        drafted = [(int(roots[0]), 0, 1.0)]
+        for level in levels:
+            columns = (level.tokens[0], level.parents[0], level.probabilities[0])
+            drafted += zip(*(column.tolist() for column in columns), strict=True)
+        assert len(drafted) == width
+        for token, parent, q in drafted[1:]:
+            above = []
+            while parent:
+                above.insert(0, drafted[parent][0])
+                parent = drafted[parent][1]
+            assert q == pytest.approx(float(plain_draft(head, model, tokens, above)[token]), rel=1e-3)
 
 
 def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
@@ -135,7 +140,7 @@ def test_graft_pools_drafts_with_retrieval_and_gives_the_same_text(model):
         pooled = engine.generate_batch(prompts, max_new_tokens=24, **options)
         assert [g.ids for g in pooled] == [g.ids for g in plain]
     proposed = set().union(*(g.stats.proposed_by_source for g in pooled))
-    assert proposed == {"drafted", "suffix", "adjacency"}
+    assert {"drafted", "suffix", "adjacency"} <= proposed
 
 
 def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(model):

@@ -151,6 +151,8 @@ class Engine:
             yield batch.sequences
             unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
             if len(unfinished) < len(batch.sequences):
+                for sequence in (s for s in batch.sequences if s.finish_reason is not None):
+                    self.policy.finish(sequence)
                 batch.keep(unfinished)
 
     @torch.no_grad()

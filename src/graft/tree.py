@@ -6,13 +6,11 @@ pruned and masked on any device. What a tree contains is decided in `policy`; ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from graft.hashing import mix64
 
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
@@ -84,71 +82,20 @@ class DraftTree:
         paths[row, node, depths[row, ancestor]] = ancestor
         return paths
 
-    def merged(self) -> DraftTree:
-        """The same paths with each path once: equal siblings become one node, later copies become padding.
-
-        The node kept is the first of its equals (so it still stands before all children) and takes the highest
-        of their probabilities.
-        """
-        depths = self.depths()
-        step = mix64(self.tokens + mix64(depths))
-        step[:, 0] = 0
-        path_key = self.fold_to_root(step, torch.add)
-        index = torch.arange(self.width, device=path_key.device).expand_as(path_key)
-        path_key = torch.where(self.valid, path_key, index)  # padding equals nothing
-
-        # Stable sort: the first of a run of equal keys is the earliest node with that path.
-        sorted_key, order = path_key.sort(dim=1, stable=True)
-        starts = torch.ones_like(sorted_key, dtype=torch.bool)
-        starts[:, 1:] = sorted_key[:, 1:] != sorted_key[:, :-1]
-        run_start = torch.where(starts, index, 0).cummax(dim=1).values
-        kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run_start))  # [B, N] node -> kept
-
-        best = torch.zeros_like(self.probabilities).scatter_reduce_(1, kept_of, self.probabilities, "amax")
-        copy = kept_of != index
-        return DraftTree(
-            max_depth=self.max_depth,
-            tokens=self.tokens,
-            parents=kept_of.gather(1, self.parents).masked_fill(copy, 0),
-            probabilities=best,
-            sources=self.sources.masked_fill(copy, PADDING),
-            evidence=self.evidence,
-        )
-
-    def ranked(self) -> tuple[DraftTree, Tensor]:
-        """The nodes in the order of how likely they are accepted, and these path probabilities [B, N].
-
-        A path's probability never grows along it and a node stands after its parent, so a stable sort keeps
-        ancestors first: any beginning of the ranked tree is a tree.
-        """
-        probabilities, order = self.path_probabilities().sort(dim=1, descending=True, stable=True)
-        place = torch.empty_like(order).scatter_(
-            1, order, torch.arange(self.width, device=order.device).expand_as(order)
-        )
-        ranked = DraftTree(
-            max_depth=self.max_depth,
-            tokens=self.tokens.gather(1, order),
-            parents=place.gather(1, self.parents.gather(1, order)),
-            probabilities=self.probabilities.gather(1, order),
-            sources=self.sources.gather(1, order),
-            evidence=self.evidence.gather(1, order),
-        )
-        return ranked, probabilities
+    def trimmed(self) -> DraftTree:
+        """Without the places at the end that hold no node in any row."""
+        return self.first(int(self.valid.sum(dim=1).max()))
 
     def first(self, width: int) -> DraftTree:
-        """The first `width` nodes, the root among them."""
+        """The first `width` places."""
         return DraftTree(
-            max_depth=min(self.max_depth, width - 1),
+            max_depth=self.max_depth,
             tokens=self.tokens[:, :width],
             parents=self.parents[:, :width],
             probabilities=self.probabilities[:, :width],
             sources=self.sources[:, :width],
             evidence=self.evidence[:, :width],
         )
-
-    def best(self, budget: int) -> DraftTree:
-        """The root and the `budget` nodes most likely to be accepted, closed under ancestors."""
-        return self.ranked()[0].first(budget + 1)
 
     def fold_to_root(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Combines each node's value with those of all its ancestors, in log2(depth) doublings. values [B, N, ...].
@@ -161,25 +108,3 @@ class DraftTree:
             values = combine(values, values.gather(1, index))
             jump = jump.gather(1, jump)
         return values
-
-
-def join(trees: Sequence[DraftTree]) -> DraftTree:
-    """One tree with the nodes of all, which share their root. Equal paths are not merged yet."""
-    first, *others = trees
-    offset, parents = first.width, [first.parents]
-    for tree in others:
-        below_root = tree.parents[:, 1:]
-        parents.append(torch.where(below_root == 0, 0, below_root + offset - 1))
-        offset += tree.width - 1
-
-    def concatenated(field: str) -> Tensor:
-        return torch.cat([getattr(first, field), *(getattr(tree, field)[:, 1:] for tree in others)], dim=1)
-
-    return DraftTree(
-        max_depth=max(tree.max_depth for tree in trees),
-        tokens=concatenated("tokens"),
-        parents=torch.cat(parents, dim=1),
-        probabilities=concatenated("probabilities"),
-        sources=concatenated("sources"),
-        evidence=concatenated("evidence"),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,10 @@ class Level:
     probabilities: Tensor  # [B, n] the drafter's q(token | parent)
     path_probabilities: Tensor  # [B, n] their product along the path
 
+    def at(self, index: Tensor) -> Level:
+        """Its nodes at `index` [B, m]."""
+        return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
+
 
 class DraftState(Protocol):
     """What a drafter keeps for the rows of one batch."""
@@ -66,8 +70,11 @@ class Drafter(Protocol):
         """Takes in a judged chunk of one row's prompt and the tokens that follow each of its tokens."""
         ...
 
-    def levels(self, state: Any, roots: Tensor) -> Iterator[Level]:
-        """Each `next` is one draft pass and gives the nodes one depth further down; stop when enough."""
+    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
+        """Each `next` is one draft pass and gives the nodes one depth further down; stop when enough.
+
+        keep: only so many of each level, the likeliest first; all of them in any order if None.
+        """
         ...
 
     def learn(

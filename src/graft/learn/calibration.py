@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from graft.tree import ROOT, DraftTree
+from graft.pool import Pool
+from graft.tree import ROOT
 
 _PRIOR_WEIGHT = 16.0  # observations that the prior is worth
 _MEMORY = 256.0  # observations after which old ones begin to fade
@@ -30,28 +31,32 @@ class Calibration:
         prior = torch.ones(len(priors) + 1, num_buckets)
         for source, values in enumerate(priors, start=ROOT + 1):
             prior[source, : len(values)] = values
-        self._tried = torch.full_like(prior, _PRIOR_WEIGHT).to(device)
-        self._fitted = self._tried * prior.to(device)
+        self._prior = prior.to(device)
+        self._tried = torch.full_like(self._prior, _PRIOR_WEIGHT)
+        self._fitted = self._tried * self._prior
 
     def probability(self, sources: Tensor, evidence: Tensor) -> Tensor:
-        """P(accepted | parent accepted); 1 for roots. Padding may get any value."""
-        table = self._fitted / self._tried
-        return table[sources.clamp(min=ROOT), evidence]
+        """P(accepted | parent accepted) of proposals by their source and evidence."""
+        return (self._fitted / self._tried)[sources, evidence]
 
-    def observe(self, pool: DraftTree, emitted: Sequence[Sequence[int]]) -> None:
+    def weigh(self, first: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`probability` for a proposer that numbers its own sources from 0, of which the first is `first` here."""
+        return lambda sources, evidence: self.probability(sources + first, evidence)
+
+    def observe(self, pool: Pool, emitted: Sequence[Sequence[int]]) -> None:
         """Judges every proposal by the tokens that came, whether or not it was verified."""
-        depths = pool.depths()
-        horizon = torch.tensor([len(tokens) for tokens in emitted], device=depths.device)[:, None]
-        longest = max(map(len, emitted))
-        truth = torch.tensor([[*t, *[-1] * (longest - len(t))] for t in emitted], device=depths.device)
-        fits = pool.tokens == truth.gather(1, (depths - 1).clamp(0, longest - 1))
-        fits[:, 0] = True
-        on_path = pool.fold_to_root(fits, torch.logical_and)
-        judged = on_path.gather(1, pool.parents) & (depths <= horizon) & (pool.sources > ROOT)
-
-        cell = (pool.sources[judged], pool.evidence[judged])
+        judged, fitted = pool.judged(emitted)
+        cell = (pool.nodes.sources[judged], pool.nodes.evidence[judged])
         self._tried.index_put_(cell, torch.ones_like(cell[0], dtype=torch.float32), accumulate=True)
-        self._fitted.index_put_(cell, fits[judged].float(), accumulate=True)
+        self._fitted.index_put_(cell, fitted[judged].float(), accumulate=True)
         fade = (_MEMORY / self._tried).clamp(max=1.0)
         self._tried *= fade
         self._fitted *= fade
+
+    def state(self) -> dict[str, Tensor]:
+        return {"tried": self._tried.clone(), "fitted": self._fitted.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes on what `state` once gave; an empty one starts anew."""
+        self._tried.copy_(state.get("tried", torch.full_like(self._prior, _PRIOR_WEIGHT)))
+        self._fitted.copy_(state.get("fitted", _PRIOR_WEIGHT * self._prior))

@@ -1,52 +1,70 @@
-"""Whether another draft pass pays: what passes have brought so far, against what they cost."""
+"""Prospect: what another draft pass should bring, learned from what passes have brought.
+
+A pass is worth more the likelier its beams are reached, and less the more retrieval finds in its place; both are
+in what it added, pass by pass, to the expected tokens of finished pools.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from graft.draft.base import Drafter
-from graft.learn.cost import Plan, VerifyCost
 
-_BLEND = 0.05  # weight of a new observation
+_BLEND = 0.03  # weight of a new observation
+_HOPE = 1.003  # by which the prospect of passes grows, round by round, while none is tried
 
 
 class Prospect:
-    """Running means of a draft pass: its time, what it adds per chance of being reached, and how reach fades."""
+    """Running means by pass: expected tokens it adds per chance that its beams are reached, and how reach fades."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0  # a pass costs nothing until it is known what it costs
-        self._gain = 0.8  # expected tokens that a pass adds, per probability that its beams are reached
-        self._fading = 0.8  # of that probability, from one pass to the next
+    def __init__(self, num_passes: int) -> None:
+        self.seconds = 0.0  # of a pass; nothing until it is known
+        self._gain = [0.6] * num_passes
+        self._fading = [0.8] * num_passes
 
     def measure(self, drafter: Drafter) -> None:
         """Times a few passes on a scratch state; the best counts, as the first ones pay for set-up."""
         state = drafter.open(1, num_slots=8)
-        self._seconds = math.inf
+        self.seconds = math.inf
         for _ in range(3):
             passes = drafter.levels(state, torch.zeros(1, dtype=torch.int64, device=drafter.device))
             float(next(passes).probabilities[0, 0])  # waits for the device; the first runs no beams yet
             start = time.perf_counter()
             float(next(passes).probabilities[0, 0])
-            self._seconds = min(self._seconds, time.perf_counter() - start)
+            self.seconds = min(self.seconds, time.perf_counter() - start)
 
-    def observe(self, seconds: float, gain: float, reach_before: float, reach_after: float) -> None:
-        """Takes in a pass: its time, the expected tokens it added to a row, and the reach before and after it."""
-        self._seconds += _BLEND * (min(seconds, 2 * self._seconds) - self._seconds)
-        self._gain += _BLEND * (gain / max(reach_before, 1e-3) - self._gain)
-        self._fading += _BLEND * (reach_after / max(reach_before, 1e-3) - self._fading)
+    def gains(self, num_done: int, reach: float) -> list[float]:
+        """Expected tokens that one, two, three ... more passes add, when the beams so far are reached with `reach`."""
+        total, totals = 0.0, []
+        for gain, fading in zip(self._gain[num_done:], self._fading[num_done:], strict=True):
+            total += gain * reach
+            totals.append(total)
+            reach *= fading
+        return totals
 
-    def is_worth_a_pass(self, cost: VerifyCost, plan: Plan, num_rows: int, reach: float, num_left: int) -> bool:
-        """Looks up to `num_left` passes ahead: the first alone may not pay where three together do."""
-        gain, seconds = 0.0, 0.0
-        for _ in range(num_left):
-            gain += num_rows * self._gain * reach
-            seconds += self._seconds
-            reach *= self._fading
-            for wider in cost.widened(plan, num_rows):
-                tokens = min(wider.tokens + gain, num_rows * wider.width)
-                if Plan(wider.width, tokens, wider.seconds + seconds).rate > plan.rate:
-                    return True
-        return False
+    def observe(self, reaches: Sequence[float], values: Sequence[float]) -> None:
+        """Takes in a row's round: the reach before each pass, and the pool's worth with 0, 1, 2 ... of them."""
+        for number, reach in enumerate(reaches[: len(values) - 1]):
+            if reach > 1e-3:
+                gain = (values[number + 1] - values[number]) / reach
+                self._gain[number] += _BLEND * (gain - self._gain[number])
+            if number and reaches[number - 1] > 1e-3:
+                self._fading[number - 1] += _BLEND * (reach / reaches[number - 1] - self._fading[number - 1])
+
+    def hope(self) -> None:
+        """A round went by without a pass: what is not tried should not be given up for ever."""
+        self._gain = [min(gain * _HOPE, 1.0) for gain in self._gain]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"gain": torch.tensor(self._gain), "fading": torch.tensor(self._fading)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes on what `state` once gave; an empty one starts anew."""
+        num_passes = len(self._gain)
+        self._gain = state["gain"].tolist() if "gain" in state else [0.6] * num_passes
+        self._fading = state["fading"].tolist() if "fading" in state else [0.8] * num_passes

@@ -6,28 +6,48 @@ import difflib
 
 from graft.draft.base import Drafter
 from graft.errors import GraftError
-from graft.policy.base import MAX_BUDGET, Grown, Policy
-from graft.policy.dense import Dense
+from graft.policy.base import MAX_BUDGET, Grown, Policy, PolicySettings
+from graft.policy.dense import Dense, Prune
 from graft.policy.graft import Graft
+from graft.policy.lookup import Lookup
 from graft.policy.off import Off
-from graft.settings import require
+from graft.policy.paper import Paper, Recycle, Root, Tail
 from graft.target import TargetRunner
 
-POLICIES: dict[str, type[Policy]] = {"off": Off, "dense": Dense, "graft": Graft}
+POLICIES: dict[str, type[Policy]] = {
+    "off": Off,
+    "lookup": Lookup,
+    "recycle": Recycle,
+    "dense": Dense,
+    "prune": Prune,
+    "root": Root,
+    "tail": Tail,
+    "paper": Paper,
+    "graft": Graft,
+}
 DEFAULT_POLICY = "graft"
 
 
-def make_policy(name: str, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> Policy:
+def make_policy(
+    name: str,
+    target: TargetRunner,
+    drafter: Drafter | None = None,
+    budget: int | None = None,
+    pass_cost: float | None = None,
+) -> Policy:
     """The policy of that name for one target, with nothing learned yet.
 
-    budget: how many nodes a round verifies beside the root; None lets measured costs decide.
+    budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
+    pass_cost: what a draft pass costs, in verifies; None measures it.
     """
-    require(budget is None or 1 <= budget <= MAX_BUDGET, f"budget must be between 1 and {MAX_BUDGET}, not {budget}")
+    settings = PolicySettings(budget, pass_cost)
     if name not in POLICIES:
         close = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(POLICIES)}"
         raise GraftError(f"unknown policy {name!r}: {hint}")
-    return POLICIES[name](target, drafter, budget)
+    if POLICIES[name].drafts and drafter is None:
+        raise GraftError(f"policy {name!r} drafts with a head: name one with draft=")
+    return POLICIES[name](target, drafter, settings)
 
 
-__all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Grown", "Policy", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Grown", "Policy", "PolicySettings", "make_policy"]

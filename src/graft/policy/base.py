@@ -1,9 +1,12 @@
-"""The policy contract: grow the round's tree before the target sees it, learn from the round after."""
+"""The policy contract: grow the round's tree before the target sees it, learn from the round after.
+
+What every policy does alike stands here too: it keeps a drafter and retrievers up to date.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,11 +14,28 @@ from torch import Tensor
 from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
+from graft.pool import Pool, before_roots
+from graft.retrieve.base import History, Judged, Retriever
+from graft.settings import Settings, require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
 
 MAX_BUDGET = 127  # nodes a round may verify beside the root
+USUAL_BUDGET = 60  # of the methods that do not choose their own
+
+
+@dataclass(frozen=True)
+class PolicySettings(Settings):
+    """What a user may say about the tree, whatever the policy."""
+
+    budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
+    pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
+
+    def __post_init__(self) -> None:
+        good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
+        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget}")
+        require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,15 @@ class Grown:
 class Policy(ABC):
     """Decides what a round verifies. It never decides what is accepted."""
 
+    drafts = False  # whether it cannot do without a drafter
     sources: tuple[str, ...] = ("root",)  # names by source number
+    drafter: Drafter | None = None
+    retrievers: Sequence[Retriever] = ()
 
     @abstractmethod
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, budget: int | None) -> None: ...
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
-    def prepare(self) -> None:  # noqa: B027 - optional, as are read and learn
+    def prepare(self) -> None:  # noqa: B027 - optional
         """Measures what it needs to know of the machine. Called before every run; does its work once."""
 
     @abstractmethod
@@ -47,19 +70,52 @@ class Policy(ABC):
 
     def open(self, num_rows: int, num_slots: int) -> DraftState | None:
         """What a drafter keeps for a new batch, if there is one."""
-        return None
+        return self.drafter.open(num_rows, num_slots) if self.drafter is not None else None
 
-    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:  # noqa: B027
+    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         """Learns from a judged chunk of a row's prompt; `following` are the tokens that come after each of it."""
+        if self.retrievers:
+            start = batch.cache.lengths[row] - verified.tokens.shape[1]
+            self.learn_judged(Judged.of_chunk(verified, batch.sequences[row].ids[max(start - 2, 0) : start]))
+        if self.drafter is not None:
+            self.drafter.read(batch.draft, row, verified, following)
 
-    def learn(  # noqa: B027
-        self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float
-    ) -> None:
+    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         """Learns from a finished round, whose verify took `seconds`."""
+        if self.retrievers:
+            self.learn_judged(Judged.of_trees(verified, tree, [sequence.ids for sequence in batch.sequences]))
+        if self.drafter is not None:
+            self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
+        self.learn_accepted(tree, accepted, seconds)
+
+    def learn_judged(self, judged: Judged) -> None:
+        """Learns what the target thinks follows each of some tokens."""
+        for retriever in self.retrievers:
+            retriever.learn(judged)
+
+    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:  # noqa: B027 - optional
+        """Learns what became of the round's proposals."""
+
+    def finish(self, history: History) -> None:
+        """Learns from a finished text."""
+        for retriever in self.retrievers:
+            retriever.finish(history)
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all that was learned, by name; empty for a policy that learns nothing."""
-        return {}
+        return {f"{r.names[0]}/{key}": value for r in self.retrievers for key, value in r.state().items()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes on what `state` once gave, on any device; what is missing there starts as new."""
+        for retriever in self.retrievers:
+            retriever.restore(part_of(state, retriever.names[0]))
+
+
+def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """What a state holds under `name`."""
+    return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
+
+
+def new_pool(batch: Batch, roots: Tensor) -> Pool:
+    """A pool with the batch's roots and nothing else."""
+    return Pool(roots, *before_roots([sequence.ids for sequence in batch.sequences], roots.device))

@@ -1,128 +1,204 @@
-"""graft: all proposals in one currency, the probability that the target accepts, and the width that pays best."""
+"""graft: all proposals in one currency, the probability that the target accepts, and the tree that pays best.
+
+Draft while another pass is worth its time (prune), hang what was retrieved wherever it is likeliest to be reached
+(graft), and verify as many of the best nodes as are worth their width.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from graft.accept import Accepted
 from graft.batch import Batch
-from graft.draft.base import Drafter, DraftState, Level
+from graft.draft.base import Drafter
 from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
-from graft.learn.cost import Plan, VerifyCost
+from graft.learn.cost import WIDTHS, VerifyCost
 from graft.learn.prospect import Prospect
-from graft.policy.base import Grown, Policy
-from graft.policy.dense import drafted_tree
-from graft.retrieve import Adjacency, Retriever, SuffixLookup
+from graft.policy.base import Grown, Policy, PolicySettings, new_pool, part_of
+from graft.policy.gates import DRAFTED
+from graft.pool import Pool
+from graft.retrieve import Recall, Retriever, SuffixLookup
 from graft.stats import Clock
-from graft.target import TargetRunner, Verified
-from graft.tree import PADDING, ROOT, DraftTree, join
+from graft.target import TargetRunner
+from graft.tree import DraftTree
 
+_MAX_WIDTH = 64
+_KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _MAX_RESTS = 3
+_BLEND = 0.02  # weight of a round in the usual rate
+_MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 
 
 class Graft(Policy):
-    """Pools what the drafter and every retriever propose, merges it, and keeps the nodes worth their verification."""
+    """Pools what the drafter and every retriever propose, and keeps the nodes worth their verification."""
 
-    def __init__(self, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> None:
-        self._retrievers: list[Retriever] = [SuffixLookup(), Adjacency(target.vocab_size, target.device)]
-        self._drafter = drafter
-        # Ordered by trust: of equal proposals the first is credited.
-        drafted = [("drafted", BUCKET_PROBABILITIES)] if drafter is not None else []
-        names, priors = zip(*drafted, *((r.name, r.prior) for r in self._retrievers), strict=True)
-        self.sources = ("root", *names)
-        self._calibration = Calibration(priors, target.device)
-        self._target = target
-        self._budget = budget
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        self.drafter = drafter
+        self.retrievers: Sequence[Retriever] = self.make_retrievers(target)
+        self._target, self._settings = target, settings
         self._cost = VerifyCost()
-        self._prospect = Prospect()
-        self._pool: DraftTree | None = None  # this round's proposals, judged when the round is over
+        self._prospect = Prospect(drafter.settings.depth + 1 if drafter is not None else 0)
+        # Ordered by trust: the drafter first.
+        names, priors = ["root"], []
+        if drafter is not None:
+            names.append("drafted")
+            priors.append(BUCKET_PROBABILITIES)
+        for retriever in self.retrievers:
+            names.extend(retriever.names)
+            priors.extend(retriever.prior)
+        self.sources = tuple(names)
+        self._calibration = Calibration(priors, target.device)
+        self._pool: Pool | None = None  # this round's proposals, judged when the round is over
+        self._planned_seconds = 0.0
+        self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
 
-    def prepare(self) -> None:
-        if self._budget is None and not self._cost.measured:
-            self._cost.measure(self._target)
-            if self._drafter is not None:
-                self._prospect.measure(self._drafter)
+    def make_retrievers(self, target: TargetRunner) -> list[Retriever]:
+        return [SuffixLookup(), Recall(target.vocab_size, target.device)]
 
-    def open(self, num_rows: int, num_slots: int) -> DraftState | None:
-        return self._drafter.open(num_rows, num_slots) if self._drafter is not None else None
+    def prepare(self) -> None:
+        if self._cost.measured:
+            return
+        budget, pass_cost = self._settings.budget, self._settings.pass_cost
+        if budget is not None and (pass_cost is not None or self.drafter is None):
+            self._cost = VerifyCost.fixed(budget + 1)
+            self._prospect.seconds = pass_cost or 0.0
+        else:
+            self._cost.measure(self._target, WIDTHS if budget is None else (budget + 1,))
+            if self.drafter is not None:
+                self._prospect.measure(self.drafter)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         self._pool = None
+        self._planned_seconds = self._cost.plans([], len(roots))[0].seconds
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
+        pool = new_pool(batch, roots)
         with clock("graft"):
-            pool = join([DraftTree.roots(roots), *self._retrieved(batch, roots)])
-            tree, plan = self._pruned(pool)
-        num_passes = 0
-        if self._drafter is not None:
-            pool, tree, plan, num_passes = self._with_drafts(batch, roots, pool, tree, plan, clock)
+            self._retrieve(pool, batch, self.retrievers[:1])  # the text's own copies cost nothing and may say it all
+        passes: list[int] = [0] * len(roots)
+        reaches: list[list[float]] = []
+        if self.drafter is not None:
+            passes, reaches = self._draft(pool, batch, clock)
+        with clock("graft"):
+            self._retrieve(pool, batch, self.retrievers if any(passes) else self.retrievers[1:])
+            tree, paths = pool.best(max(self._cost.widths) - 1, batch.max_depth)
+            width, seconds = self._best_width(paths)
+            self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
-        self._num_idle_looks = self._num_idle_looks + 1 if plan.width == 1 else 0
+        self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
+        self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
-        self._cost.doubt(used=plan.width)
-        return Grown(tree.first(plan.width), [num_passes] * len(roots))
+        self._cost.doubt(used=width)
+        return Grown(tree.first(width), passes)
 
-    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
-        for retriever in self._retrievers:
-            retriever.learn(verified)
-        if self._drafter is not None:
-            self._drafter.read(batch.draft, row, verified, following)
-
-    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
-        for retriever in self._retrievers:
-            retriever.learn(verified)
-        if self._drafter is not None:
-            self._drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
+    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         if self._pool is not None:
             self._calibration.observe(self._pool, accepted.tokens)
-        if len(accepted) == 1:
+        if len(accepted) == 1 and self._settings.budget is None:
             self._cost.observe(tree.width, seconds)
+        num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
+        self._tokens += _BLEND * (num_tokens - self._tokens) if self._tokens else num_tokens
+        self._seconds += _BLEND * (self._planned_seconds - self._seconds) if self._seconds else self._planned_seconds
 
-    def _retrieved(self, batch: Batch, roots: Tensor) -> list[DraftTree]:
-        first = len(self.sources) - len(self._retrievers)
-        return [
-            self._calibrated(r.propose(batch.sequences, roots, batch.max_depth), source)
-            for source, r in enumerate(self._retrievers, start=first)
-        ]
+    def state(self) -> dict[str, Tensor]:
+        learned = {"calibration": self._calibration.state(), "prospect": self._prospect.state()}
+        return super().state() | {f"{name}/{k}": v for name, part in learned.items() for k, v in part.items()}
 
-    def _with_drafts(
-        self, batch: Batch, roots: Tensor, retrieved: DraftTree, tree: DraftTree, plan: Plan, clock: Clock
-    ) -> tuple[DraftTree, DraftTree, Plan, int]:
-        """Adds draft passes to the retrieved pool for as long as another is worth its time."""
-        assert self._drafter is not None
-        passes = self._drafter.levels(batch.draft, roots)
-        levels: list[Level] = []
-        pool, spent, reach = retrieved, 0.0, 1.0  # reach: probability that the target comes as far as the best beam
-        num_rows, most = len(roots), min(self._drafter.settings.depth + 1, batch.max_depth)
-        while len(levels) < most and (
-            self._budget is not None
-            or self._prospect.is_worth_a_pass(self._cost, plan, num_rows, reach, most - len(levels))
-        ):
-            with clock("draft") as draft_time:
-                levels.append(next(passes))
-                best_path = float(levels[-1].path_probabilities.amax(dim=1).mean())
-            spent += draft_time()
-            with clock("graft"):
-                drafted = drafted_tree(roots, levels)
-                drafted = replace(drafted, evidence=probability_bucket(drafted.probabilities))
-                pool = join([self._calibrated(drafted, ROOT + 1), retrieved])
-                before = plan.tokens
-                tree, plan = self._pruned(pool, spent)
-            self._prospect.observe(draft_time(), (plan.tokens - before) / num_rows, reach, best_path)
-            reach = best_path
-        return pool, tree, plan, len(levels)
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._calibration.restore(part_of(state, "calibration"))
+        self._prospect.restore(part_of(state, "prospect"))
+        self._tokens = self._seconds = 0.0
+        self._num_idle_looks = self._num_rests = 0
 
-    def _pruned(self, pool: DraftTree, spent: float = 0.0) -> tuple[DraftTree, Plan]:
-        """The pool merged and ranked, and how much of it a round should verify."""
-        ranked, probabilities = pool.merged().ranked()
-        gains = probabilities[:, 1:].sum(dim=0)
-        if self._budget is not None:
-            return ranked, Plan(self._budget + 1, 0.0, 1.0)
-        return ranked, self._cost.best_plan(gains, len(probabilities), spent)
+    # Draft and prune
+
+    def _draft(self, pool: Pool, batch: Batch, clock: Clock) -> tuple[list[int], list[list[float]]]:
+        """Adds drafted levels for as long as another is worth its time, row by row.
+
+        Returns how many passes each row took, and by row how likely the target was to come as far as each pass.
+        """
+        assert self.drafter is not None
+        num_rows = len(batch.sequences)
+        passes, reach = [0] * num_rows, [1.0] * num_rows
+        reaches: list[list[float]] = [[] for _ in range(num_rows)]
+        levels = self.drafter.levels(batch.draft, pool.nodes.tokens[:, 0], keep=_KEPT_OF_A_LEVEL)
+        first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
+        for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
+            going = self._goes_on(pool, number, reach, [count == number for count in passes])
+            if not any(going):
+                break
+            with clock("draft"):
+                level = next(levels)
+                evidence = probability_bucket(level.probabilities)
+                probabilities = self._calibration.probability(torch.full_like(evidence, DRAFTED), evidence)
+                wanted = torch.tensor(going, device=evidence.device)[:, None]
+                parents = torch.where(level.parents > 0, level.parents + first, 0)
+                sources = torch.full_like(evidence, DRAFTED)
+                pool.add(level.tokens, parents, probabilities * wanted, sources, evidence, needs=number + 1)
+                beams = pool.nodes.paths[:, -level.tokens.shape[1] :][:, : self.drafter.settings.topk]
+                reached = beams.sum(dim=1).clamp(max=1.0).tolist()
+            for row in (row for row in range(num_rows) if going[row]):
+                passes[row] += 1
+                reaches[row].append(reach[row])
+                reach[row] = reached[row]
+        if not any(passes):
+            self._prospect.hope()
+        return passes, reaches
+
+    def _goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+        """By row: whether some number of further passes would be worth more than stopping here."""
+        rate, num_rows = self._rate(len(going)), len(going)
+        if len(self._cost.widths) == 1 and self._prospect.seconds == 0.0:
+            return going
+        best = pool.nodes.paths[:, 1:].topk(min(_MAX_WIDTH, pool.width - 1), dim=1).values.cumsum(dim=1).tolist()
+        for row in (row for row in range(num_rows) if going[row]):
+            plans = self._cost.plans(best[row])
+            now = max(plan.worth(rate) for plan in plans)
+            going[row] = any(
+                min(plan.tokens + gain, plan.width) - rate * (plan.seconds + count * self._prospect.seconds) > now
+                for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
+                for plan in plans
+            )
+        return going
+
+    def _prospect_from(self, pool: Pool, passes: list[int], reaches: list[list[float]], width: int) -> None:
+        """Tells the prospect what the pool would have been worth with fewer passes."""
+        if not any(passes):
+            return
+        budget = max(width, min(self._cost.widths)) - 1 or _MAX_WIDTH
+        values = pool.values_by_need(max(passes), budget).tolist()
+        for row, count in enumerate(passes):
+            self._prospect.observe(reaches[row], values[row][: count + 1])
+
+    # Graft
+
+    def _retrieve(self, pool: Pool, batch: Batch, retrievers: Sequence[Retriever]) -> None:
+        for retriever in retrievers:
+            first = self.sources.index(retriever.names[0])
+            retriever.propose(pool, batch.sequences, first, self._calibration.weigh(first), batch.max_depth)
+
+    # The width that pays
+
+    def _best_width(self, paths: Tensor) -> tuple[int, float]:
+        """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
+        num_rows = len(paths)
+        plans = self._cost.plans(paths[:, 1:].sum(dim=0).cumsum(0).tolist(), num_rows)
+        rate = num_rows * self._rate(num_rows)
+        best = max(plans[1:], key=lambda plan: plan.worth(rate), default=plans[0])
+        if best.worth(rate) < plans[0].worth(rate) + _MARGIN * num_rows:
+            best = plans[0]
+        return min(best.width, paths.shape[1]), best.seconds
+
+    def _rate(self, num_rows: int) -> float:
+        """Tokens per second of a row's usual round; at least what plain decoding brings."""
+        plain = 1 / self._cost.plans([], num_rows)[0].seconds
+        return max(self._tokens / self._seconds, plain) if self._seconds else plain
 
     def _is_resting(self) -> bool:
         """Looking costs time too: after looks that found nothing worth verifying, a few rounds are left alone."""
@@ -130,10 +206,3 @@ class Graft(Policy):
             return False
         self._num_rests -= 1
         return True
-
-    def _calibrated(self, proposal: DraftTree, source: int) -> DraftTree:
-        """The proposal under its source's number, with probabilities as they have proved to be."""
-        sources = proposal.sources.masked_fill(proposal.sources != PADDING, source)
-        sources[:, 0] = ROOT
-        probabilities = self._calibration.probability(sources, proposal.evidence)
-        return replace(proposal, sources=sources, probabilities=probabilities)

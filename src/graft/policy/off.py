@@ -6,14 +6,14 @@ from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
-from graft.policy.base import Grown, Policy
+from graft.policy.base import Grown, Policy, PolicySettings
 from graft.stats import Clock
 from graft.target import TargetRunner
 from graft.tree import DraftTree
 
 
 class Off(Policy):
-    def __init__(self, target: TargetRunner, drafter: Drafter | None = None, budget: int | None = None) -> None:
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         pass
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:

@@ -1,7 +1,7 @@
 """Retrievers: token trees from what the model has already said and judged, at no draft pass."""
 
-from graft.retrieve.adjacency import Adjacency
-from graft.retrieve.base import Retriever
+from graft.retrieve.base import Judged, Retriever
+from graft.retrieve.recall import Recall
 from graft.retrieve.suffix import SuffixLookup
 
-__all__ = ["Adjacency", "Retriever", "SuffixLookup"]
+__all__ = ["Judged", "Recall", "Retriever", "SuffixLookup"]

@@ -1,34 +1,105 @@
-"""The retriever contract: propose a tree, then learn from what the target said. A new retriever is a new file."""
+"""The retriever contract: hang proposals on the round's pool, then learn what the target said.
+
+A new retriever is a new file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.target import Verified
 from graft.tree import DraftTree
+
+Weigh = Callable[[Tensor, Tensor], Tensor]  # (a retriever's own source, evidence) -> P(accepted | parent)
+NUM_SUCCESSORS = 8  # of each judged token that are remembered: retrieval of 8 was best where it was published
+_BLOCK = 128  # logits of which only the highest are looked at again
 
 
 class History(Protocol):
     """A sequence as retrievers see it: its tokens so far, the root last. Hashable, and gone when it is done."""
 
     ids: list[int]
+    num_prompt_tokens: int
 
     def __hash__(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the target thinks follows each of R tokens: nodes of verified trees, or a chunk of a prompt."""
+
+    tokens: Tensor  # [R]
+    before: Tensor  # [R] the token before each
+    earlier: Tensor  # [R] and the one before that
+    successors: Tensor  # [R, k] likeliest first
+    shares: Tensor  # [R, k] of each among these, as the target sees it
+
+    @classmethod
+    def of_chunk(cls, verified: Verified, preceding: Sequence[int]) -> Judged:
+        """A chunk of one prompt, and at least the two tokens before it, where there are two."""
+        tokens = verified.tokens[0]
+        before = torch.tensor(([NO_TOKEN] * 2 + list(preceding[-2:]))[-2:], device=tokens.device)
+        text = torch.cat([before, tokens])
+        return cls(tokens, text[1:-1], text[:-2], *likeliest(verified.logits[0]))
+
+    @classmethod
+    def of_trees(cls, verified: Verified, tree: DraftTree, histories: Sequence[Sequence[int]]) -> Judged:
+        """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones."""
+        before, earlier = before_roots(histories, tree.tokens.device)
+        text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
+        parents = tree.parents + 2
+        parents[:, 0] = 1
+        above = torch.cat([torch.zeros_like(parents[:, :2]), parents], dim=1).gather(1, parents)
+        fields = (tree.tokens, text.gather(1, parents), text.gather(1, above))
+        tokens, before, earlier = (field.flip(1).flatten() for field in fields)
+        return cls(tokens, before, earlier, *likeliest(verified.logits.flip(1).flatten(0, 1)))
+
+
 class Retriever(Protocol):
-    """A source of nodes."""
+    """A source of nodes, or several."""
 
-    name: str
-    prior: Tensor  # [buckets] P(accepted | parent accepted) of each evidence bucket before any is observed
+    names: tuple[str, ...]  # of its sources, which it numbers from 0
+    prior: Tensor  # [sources, buckets] P(accepted | parent accepted) of each evidence bucket before any is observed
 
-    def propose(self, histories: Sequence[History], roots: Tensor, max_depth: int) -> DraftTree:
-        """Trees under `roots` [B], at most `max_depth` deep, with `evidence` set; the policy adds probabilities."""
+    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
+        """Adds its proposals to the pool, at most `max_depth` deep; its source 0 has the number `first` there."""
         ...
 
-    def learn(self, verified: Verified) -> None:
-        """Takes in the target's judgement of a prompt chunk or of a verified tree, accepted or not."""
+    def learn(self, judged: Judged) -> None:
+        """Takes in the target's judgement of a prompt chunk or of verified trees, accepted or not."""
         ...
+
+    def finish(self, history: History) -> None:
+        """Takes in a finished text."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what was learned."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes on what `state` once gave; an empty one starts anew."""
+        ...
+
+
+def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
+    """The k highest of logits [R, V] and the shares of each among them.
+
+    By blocks: of every block only the highest is ranked, and only the best blocks are looked into.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size % _BLOCK or vocab_size < 2 * k * _BLOCK:
+        values, tokens = logits.topk(min(k, vocab_size), dim=1)
+    else:
+        blocks = logits.view(num_rows, -1, _BLOCK)
+        best = blocks.amax(dim=2).topk(k, dim=1).indices  # [R, k]
+        inside = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+        values, place = inside.topk(k, dim=1)
+        tokens = best.gather(1, place // _BLOCK) * _BLOCK + place % _BLOCK
+    return tokens, values.softmax(dim=1)

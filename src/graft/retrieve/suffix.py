@@ -1,115 +1,231 @@
-"""Suffix lookup: what followed the longest earlier occurrences of the text's own end, in the same context."""
+"""Suffix lookup: what followed the longest earlier occurrences of the text's own end.
+
+It looks in the text itself and in texts that were finished before, at the root and under the likeliest drafted
+nodes: a drafted token may complete an occurrence that the text alone does not have.
+"""
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from graft.retrieve.base import History
-from graft.target import Verified
-from graft.tree import PADDING, ROOT, DraftTree
+from graft.pool import Pool
+from graft.retrieve.base import History, Judged, Weigh
 
 _MIN_MATCH = 2
-_MAX_MATCH = 32
-_MAX_OCCURRENCES = 16  # the most recent ones of a pair of tokens are remembered
-_NUM_BUCKETS = 13  # two per doubling of the match length
+_MAX_MATCH = 24
+_MAX_OCCURRENCES = 12  # the most recent ones of a pair of tokens are looked at
+_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # least lengths of the evidence buckets
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
+
+Continuation = tuple[int, list[int]]  # match length, following tokens
 
 
 class SuffixIndex:
-    """One sequence's tokens, indexed by their last pair. Memory is linear in the context."""
+    """Texts one behind the other, indexed by pairs of tokens; the oldest go when there are too many tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
         self._tokens: list[int] = []
+        self._starts: deque[int] = deque()  # of each text, as places count since the first ever
+        self._dropped = 0  # tokens that are gone
         self._ends: dict[tuple[int, int], deque[int]] = {}  # pair -> places just behind its occurrences
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        places = [start - self._dropped for start in self._starts] + [len(self._tokens)]
+        return [self._tokens[a:b] for a, b in pairwise(places)]
+
+    def begin(self) -> None:
+        """What comes from here on is another text: no match reaches back over it."""
+        self._starts.append(self._dropped + len(self._tokens))
+
     def extend(self, tokens: Sequence[int]) -> None:
+        start = self._starts[-1] - self._dropped
         for token in tokens:
             self._tokens.append(token)
-            if len(self._tokens) >= _MIN_MATCH:
+            if len(self._tokens) - start >= _MIN_MATCH:
                 pair = (self._tokens[-2], token)
-                self._ends.setdefault(pair, deque(maxlen=_MAX_OCCURRENCES)).append(len(self._tokens))
+                ends = self._ends.get(pair)
+                if ends is None:
+                    ends = self._ends[pair] = deque(maxlen=_MAX_OCCURRENCES)
+                ends.append(self._dropped + len(self._tokens))
+        while self._max_tokens is not None and len(self._tokens) > self._max_tokens and len(self._starts) > 1:
+            self._drop_oldest()
 
-    def catch_up(self, tokens: list[int]) -> None:
-        self.extend(tokens[len(self._tokens) :])
+    def continuations(self, suffix: Sequence[int], length: int) -> list[Continuation]:
+        """Of every occurrence of the suffix's last pair: how far back it matches, and up to `length` tokens behind."""
+        if len(suffix) < _MIN_MATCH:
+            return []
+        found = []
+        tokens, stop = self._tokens, len(self._tokens)
+        for absolute in self._ends.get((suffix[-2], suffix[-1]), ()):
+            end = absolute - self._dropped
+            if end >= stop:
+                continue  # the text's own end
+            match, most = _MIN_MATCH, min(end, len(suffix), _MAX_MATCH)
+            while match < most and tokens[end - match - 1] == suffix[-match - 1]:
+                match += 1
+            found.append((match, tokens[end : end + length]))
+        return found
 
-    def continuations(self, count: int, length: int) -> list[tuple[int, list[int]]]:
-        """At most `count` (match length, following tokens), the longest match first, of equals the latest."""
-        end = len(self._tokens)
-        earlier = [e for e in self._ends.get(tuple(self._tokens[-2:]), ()) if e != end]  # type: ignore[arg-type]
-        matches = sorted(((self._match_length(e), e) for e in earlier), reverse=True)
-        return [(match, self._tokens[e : e + length]) for match, e in matches[:count]]
-
-    def _match_length(self, end: int) -> int:
-        tokens, here = self._tokens, len(self._tokens)
-        length = _MIN_MATCH
-        while length < min(end, _MAX_MATCH) and tokens[end - length - 1] == tokens[here - length - 1]:
-            length += 1
-        return length
+    def _drop_oldest(self) -> None:
+        self._starts.popleft()
+        count = self._starts[0] - self._dropped
+        for pair in pairwise(self._tokens[:count]):
+            ends = self._ends.get(pair)
+            while ends and ends[0] <= self._dropped + count:
+                ends.popleft()
+            if ends is not None and not ends:
+                del self._ends[pair]
+        del self._tokens[:count]
+        self._dropped += count
 
 
 class SuffixLookup:
-    """Chains copied from behind earlier occurrences of the current suffix."""
+    """A tree of what followed the longest matches: first of the text itself, then of finished texts."""
 
-    name = "suffix"
-    prior = torch.linspace(0.3, 0.95, _NUM_BUCKETS)
+    names: tuple[str, ...] = ("suffix", "past")
+    # Longer matches are surer, and so are tokens that all occurrences agree on.
+    prior = (
+        (torch.linspace(0.35, 0.95, len(_MATCHES))[:, None] * torch.tensor([0.25, 0.5, 0.75, 1.0]))
+        .flatten()
+        .expand(2, -1)
+        .clone()
+    )
 
-    def __init__(self, num_chains: int = 3, depth: int = 16) -> None:
-        self._num_chains = num_chains
-        self._depth = depth
-        self._indices: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
+    def __init__(
+        self, depth: int = 16, num_nodes: int = 24, num_drafted: int = 6, max_past_tokens: int = 200_000
+    ) -> None:
+        """num_nodes: of the tree at one place. num_drafted: drafted nodes that are looked up beside the root."""
+        self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
+        self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
+        self._max_past_tokens = max_past_tokens
+        self._past = SuffixIndex(max_past_tokens)
 
-    def propose(self, histories: Sequence[History], roots: Tensor, max_depth: int) -> DraftTree:
-        depth = min(self._depth, max_depth)
-        tokens, parents, sources, evidence = [], [], [], []
-        for history in histories:
-            row = _Row(history.ids[-1])
-            for match, chain in self._index(history).continuations(self._num_chains, depth):
-                row.add_chain(match, chain)
-            tokens.append(row.tokens)
-            parents.append(row.parents)
-            sources.append([ROOT] * len(row.tokens))
-            evidence.append(row.evidence)
-        padded = [_padded(rows, fill) for rows, fill in ((tokens, 0), (parents, 0), (sources, PADDING), (evidence, 0))]
-        fields = [torch.tensor(rows, device=roots.device) for rows in padded]
-        return DraftTree(
-            max_depth=min(depth, fields[0].shape[1] - 1),
-            tokens=fields[0],
-            parents=fields[1],
-            probabilities=torch.ones_like(fields[0], dtype=torch.float32),
-            sources=fields[2],
-            evidence=fields[3],
+    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
+        rows = [_Row(pool.width) for _ in histories]
+        for history, row, places in zip(histories, rows, self._places(pool, max_depth), strict=True):
+            own = self._index(history)
+            for place, depth, path in places:
+                suffix = history.ids[-_MAX_MATCH:] + path
+                length = min(self._depth, max_depth - depth)
+                for source, index in enumerate((own, self._past)):
+                    row.add(place, depth, source, index.continuations(suffix, length), self._num_nodes)
+        width = max(len(row.tokens) for row in rows)
+        if width == 0:
+            return
+        columns = zip(*(row.columns(width) for row in rows), strict=True)
+        tokens, parents, depths, sources, evidence, is_node = (
+            torch.tensor(column, device=pool.nodes.tokens.device) for column in columns
         )
+        probabilities = weigh(sources, evidence) * is_node
+        pool.add_chains(tokens, parents, depths, probabilities, sources + first, evidence)
 
-    def learn(self, verified: Verified) -> None:
-        """Nothing to do: a sequence's own tokens are taken from its history."""
+    def learn(self, judged: Judged) -> None:
+        """Nothing to do: texts are taken from their histories."""
+
+    def finish(self, history: History) -> None:
+        self._past.begin()
+        self._past.extend(history.ids)
+
+    def state(self) -> dict[str, Tensor]:
+        texts = self._past.texts
+        return {
+            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._past = SuffixIndex(self._max_past_tokens)
+        if state:
+            tokens = iter(state["tokens"].tolist())
+            for length in state["lengths"].tolist():
+                self._past.begin()
+                self._past.extend(list(islice(tokens, length)))
 
     def _index(self, history: History) -> SuffixIndex:
-        index = self._indices.get(history)
+        index = self._own.get(history)
         if index is None:
-            index = self._indices[history] = SuffixIndex()
-        index.catch_up(history.ids)
+            index = self._own[history] = SuffixIndex()
+            index.begin()
+        index.extend(history.ids[len(index) :])
         return index
+
+    def _places(self, pool: Pool, max_depth: int) -> list[list[tuple[int, int, list[int]]]]:
+        """By row: where to look up, as (node, its depth, the tokens from the root down to it)."""
+        nodes = pool.nodes
+        count = min(self._num_drafted, pool.width - 1)
+        if count == 0:
+            return [[(0, 0, [])] for _ in range(len(nodes.tokens))]
+        best = nodes.paths[:, 1:].topk(count, dim=1).indices + 1
+        columns = (best, nodes.tokens, nodes.parents, nodes.depths, nodes.paths)
+        found = []
+        for chosen, tokens, parents, depths, paths in zip(*(column.tolist() for column in columns), strict=True):
+            places: list[tuple[int, int, list[int]]] = [(0, 0, [])]
+            for node in chosen:
+                if paths[node] <= 0 or depths[node] >= max_depth:
+                    continue
+                path, at = [], node
+                while at:
+                    path.append(tokens[at])
+                    at = parents[at]
+                places.append((node, depths[node], path[::-1]))
+            found.append(places)
+        return found
 
 
 class _Row:
-    """One row's tree while it is put together on the host."""
+    """One row's proposals while they are put together on the host."""
 
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.evidence = [root], [0], [0]
+    def __init__(self, first: int) -> None:
+        self._first = first  # the pool's place of the first of them
+        self.tokens: list[int] = []
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        self._sources: list[int] = []
+        self._evidence: list[int] = []
 
-    def add_chain(self, match: int, chain: list[int]) -> None:
-        for depth, token in enumerate(chain):
-            self.parents.append(0 if depth == 0 else len(self.tokens) - 1)
-            self.tokens.append(token)
-            # A token further down is reached only if the ones before fitted: by then the match is longer.
-            self.evidence.append(min(round(2 * math.log2(match + depth)), _NUM_BUCKETS - 1))
+    def add(self, place: int, depth: int, source: int, found: list[Continuation], num_nodes: int) -> None:
+        """A tree of what was found, below the pool's node `place`: longest matches first, until it is full."""
+        if not found:
+            return
+        longest = max(match for match, _ in found)
+        # Shorter matches than half the longest only spread the same few places thinner.
+        open_branches = [(place, depth, longest, [c for m, c in found if 2 * m > longest])]
+        left = num_nodes
+        while open_branches and left > 0:
+            parent, at, match, branch = open_branches.pop(0)
+            following: dict[int, list[list[int]]] = {}
+            for chain in branch:
+                if len(chain) > at - depth:
+                    following.setdefault(chain[at - depth], []).append(chain)
+            for token, chains in sorted(following.items(), key=lambda item: -len(item[1]))[:left]:
+                open_branches.append((self._first + len(self.tokens), at + 1, match + 1, chains))
+                self.tokens.append(token)
+                self._parents.append(parent)
+                self._depths.append(at + 1)
+                self._sources.append(source)
+                self._evidence.append(_evidence(match, len(chains) / len(branch)))
+                left -= 1
+
+    def columns(self, width: int) -> tuple[list[int], ...]:
+        """All fields, filled up to `width`, and which of them are nodes."""
+        fill = [0] * (width - len(self.tokens))
+        fields = (self.tokens, self._parents, self._depths, self._sources, self._evidence, [1] * len(self.tokens))
+        return tuple(field + fill for field in fields)
 
 
-def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
-    width = max(map(len, rows))
-    return [row + [fill] * (width - len(row)) for row in rows]
+def _evidence(match: int, share: float) -> int:
+    # A token further down is reached only if the ones before fitted: by then the match is longer.
+    length = bisect_right(_MATCHES, match) - 1
+    return length * len(_SHARES) + bisect_right(_SHARES, share) - 1

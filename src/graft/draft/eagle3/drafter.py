@@ -86,7 +86,7 @@ class Eagle3Drafter:
             self._refresh(state)
 
     @torch.no_grad()
-    def levels(self, state: Eagle3State, roots: Tensor) -> Iterator[Level]:
+    def levels(self, state: Eagle3State, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
         self._refresh(state)
         batch, topk, device = len(roots), self.settings.topk, roots.device
         lengths = torch.tensor(state.cache.lengths, device=device)
@@ -99,11 +99,16 @@ class Eagle3Drafter:
         width, depth = 1, 0
         while True:
             level = self._children(hidden, parents, path)
-            yield level
+            num_beams = min(topk, level.tokens.shape[1])
+            count = max(num_beams, min(keep or 0, level.tokens.shape[1]))
+            path, best = level.path_probabilities.topk(count, dim=1)
+            kept = level.at(best) if keep is not None else level
+            yield kept
             # The best of the new nodes are the beams that the next pass expands.
-            path, best = level.path_probabilities.topk(min(topk, level.tokens.shape[1]), dim=1)
-            tokens, parents, origin = level.tokens.gather(1, best), best + width, best // topk
-            width += level.tokens.shape[1]
+            path, best = path[:, :num_beams], best[:, :num_beams]
+            tokens, origin = level.tokens.gather(1, best), best // topk
+            parents = width + (best if keep is None else torch.arange(num_beams, device=device).expand_as(best))
+            width += kept.tokens.shape[1]
             seen = torch.cat([_rows(seen, origin), itself], dim=2)
             positions = torch.cat([positions, (lengths + depth)[:, None].expand_as(tokens)], dim=1)
             hidden = self._forward(

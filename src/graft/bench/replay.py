@@ -1,0 +1,259 @@
+"""Replay: policies on recorded answers, without the target: minutes of a GPU become seconds of a laptop.
+
+A trace holds, for every place of an answer, what the drafter proposed there and what the target said of a whole
+dense tree. A replayed policy grows its own trees; they are judged by the recorded answer. What the target would
+have said of nodes that the recorded tree did not hold is not known, so the tables learn a little less than in life.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graft.accept import Accepted
+from graft.batch import Batch
+from graft.draft.base import Drafter, DraftState, Level, TreeSettings
+from graft.engine import Engine
+from graft.errors import GraftError
+from graft.policy.base import Grown, Policy, new_pool
+from graft.pool import NO_TOKEN
+from graft.retrieve.base import NUM_SUCCESSORS, Judged, likeliest
+from graft.sampling import SamplingSettings
+from graft.sequence import Sequence as TokenSequence
+from graft.sequence import TreeRow
+from graft.settings import require
+from graft.stats import Clock, Stats
+from graft.target import TargetRunner, Verified
+from graft.tree import ROOT, DraftTree
+
+FORMAT = "graft-trace-1"
+_KEPT_OF_A_LEVEL = 24
+_JUDGED = 60  # nodes of the recorded dense tree
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One answer. Sizes: P prompt tokens, A answer tokens, D drafted nodes, J judged nodes (the root first)."""
+
+    prompt: Tensor  # [P]
+    answer: Tensor  # [A]
+    prompt_successors: Tensor  # [P - 1, k] after every prompt token but the last
+    prompt_shares: Tensor  # [P - 1, k]
+    drafted: Tensor  # [A, D] tokens, level by level, before each answer token
+    parents: Tensor  # [A, D]
+    q: Tensor  # [A, D]
+    judged: Tensor  # [A, J] tokens of the recorded tree
+    judged_parents: Tensor  # [A, J]
+    successors: Tensor  # [A, J, k]
+    shares: Tensor  # [A, J, k]
+
+
+class Recorder(Policy):
+    """Drafts the whole tree before every single token and has it judged, but offers none of it."""
+
+    drafts = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._levels: list[Level] = []
+        self.prompts: defaultdict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by sequence, chunk by chunk
+        self.rounds: defaultdict[Any, list[dict[str, Tensor]]] = defaultdict(list)
+
+    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
+        super().read(batch, row, verified, following)
+        self.prompts[batch.sequences[row]].append(likeliest(verified.logits[0]))
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        assert self.drafter is not None
+        levels = self.drafter.levels(batch.draft, roots, keep=_KEPT_OF_A_LEVEL)
+        self._levels = list(islice(levels, self.drafter.settings.depth + 1))
+        pool = new_pool(batch, roots)
+        for level in self._levels:
+            zeros = torch.zeros_like(level.tokens)
+            pool.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
+        tree, _ = pool.best(_JUDGED, len(self._levels))
+        # Nodes of source 0 are judged like others and never accepted: every round goes on by one token.
+        hidden = DraftTree(
+            tree.max_depth, tree.tokens, tree.parents, tree.probabilities, torch.zeros_like(tree.sources), tree.evidence
+        )
+        return Grown(hidden, [len(self._levels)] * len(roots))
+
+    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
+        super().learn(batch, tree, verified, accepted, seconds)
+        num_rows, width = tree.tokens.shape
+        successors, shares = likeliest(verified.logits.flatten(0, 1))
+        fields = {
+            "drafted": torch.cat([level.tokens for level in self._levels], dim=1),
+            "parents": torch.cat([level.parents for level in self._levels], dim=1),
+            "q": torch.cat([level.probabilities for level in self._levels], dim=1),
+            "judged": tree.tokens,
+            "judged_parents": tree.parents,
+            "successors": successors.view(num_rows, width, -1),
+            "shares": shares.view(num_rows, width, -1),
+        }
+        host = {name: value.cpu() for name, value in fields.items()}
+        for row, sequence in enumerate(batch.sequences):
+            self.rounds[sequence].append({name: value[row] for name, value in host.items()})
+
+
+def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Trace]:
+    """Decodes the prompts together, greedily, and records every place. The engine's policy must be a `Recorder`."""
+    recorder = engine.policy
+    assert isinstance(recorder, Recorder)
+    settings = SamplingSettings(max_new_tokens=max_new_tokens)
+    sequences = [TokenSequence(prompt, settings, engine.eos_token_ids) for prompt in prompts]
+    for _ in engine.rounds(sequences):
+        pass
+    traces = []
+    for sequence in sequences:
+        rounds, chunks = recorder.rounds.pop(sequence), recorder.prompts.pop(sequence, [])
+        columns = {name: torch.stack([r[name] for r in rounds]) for name in rounds[0]}
+        k = NUM_SUCCESSORS
+        successors = torch.cat([c[0] for c in chunks]).cpu() if chunks else torch.zeros(0, k, dtype=torch.int64)
+        shares = torch.cat([c[1] for c in chunks]).cpu() if chunks else torch.zeros(0, k)
+        traces.append(
+            Trace(
+                prompt=torch.tensor(sequence.ids[: sequence.num_prompt_tokens]),
+                answer=torch.tensor(sequence.new_ids),
+                prompt_successors=successors,
+                prompt_shares=shares,
+                **columns,
+            )
+        )
+    return traces
+
+
+def save_traces(path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str) -> None:
+    """All traces of a task, in one file."""
+    tensors = {
+        f"{i}/{name}": _small(value).contiguous()
+        for i, trace in enumerate(traces)
+        for name, value in vars(trace).items()
+    }
+    about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"about": json.dumps(about)})
+    partial.replace(path)
+
+
+def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
+    """The traces of a file, and what it says about them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            require(about.get("format") == FORMAT, f"{path} holds no traces that this version reads; record them anew")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise GraftError(f"{path} cannot be read as traces: {error}") from error
+    count = 1 + max(int(name.split("/")[0]) for name in tensors)
+    fields = Trace.__dataclass_fields__
+    return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
+
+
+class ReplayedDrafter:
+    """Proposes what was recorded at a place. Its state is that place."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, settings: TreeSettings) -> None:
+        self.settings = settings
+        self.device = torch.device("cpu")
+
+    def open(self, num_rows: int, num_slots: int) -> DraftState:
+        raise NotImplementedError("a replay makes its own state")
+
+    def read(self, state: Any, row: int, verified: Verified, following: Sequence[int]) -> None: ...
+
+    def learn(self, state: Any, verified: Verified, nodes: Any, tokens: Any) -> None: ...
+
+    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
+        trace, place = state.trace, state.place
+        parents, q = trace.parents[place], trace.q[place]
+        start, first_parent, paths = 0, 0, torch.ones(1)
+        topk = self.settings.topk
+        for depth in range(self.settings.depth + 1):
+            end = start + (topk if depth == 0 else min(_KEPT_OF_A_LEVEL, topk * topk))
+            own, at = q[start:end], parents[start:end]
+            path = paths[at - first_parent] * own
+            yield Level(trace.drafted[place, start:end][None], at[None], own[None], path[None])
+            paths, first_parent, start = path, 1 + start, end
+
+
+def replay(policy: Policy, trace: Trace) -> Stats:
+    """The rounds that the policy would have taken over a recorded answer."""
+    policy.prepare()
+    settings = SamplingSettings(max_new_tokens=len(trace.answer))
+    sequence = TokenSequence(trace.prompt.tolist(), settings)
+    state = SimpleNamespace(trace=trace, place=0)
+    batch = Batch([sequence], cast(Any, None), cast(Any, None), state)
+    if len(trace.prompt) > 1:
+        text = torch.cat([torch.full((2,), NO_TOKEN), trace.prompt])
+        said = (trace.prompt_successors, trace.prompt_shares)
+        policy.learn_judged(Judged(trace.prompt[:-1], text[1:-2], text[:-3], *said))
+    answer, clock = trace.answer.tolist(), Clock()
+    with torch.no_grad():
+        while sequence.finish_reason is None:
+            place = state.place = sequence.stats.tokens
+            grown = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
+            nodes = _accepted(grown.tree, answer[place:])
+            tokens = answer[place : place + len(nodes) + 1]
+            nodes = nodes[: len(tokens)]
+            policy.learn_judged(_judged(trace, place, sequence.ids))
+            policy.learn_accepted(grown.tree, Accepted([nodes], [tokens]), seconds=1.0)
+            sequence.stats.draft_passes += grown.passes[0]
+            sequence.extend(tokens, nodes, TreeRow(grown.tree, torch.zeros(1, 1, 1), 0, policy.sources))
+    policy.finish(sequence)
+    return sequence.stats
+
+
+def replayed_target(about: dict[str, Any]) -> TargetRunner:
+    """What a policy asks of its target when it is made: the vocabulary's size and a device."""
+    return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], device=torch.device("cpu")))
+
+
+def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
+    tokens, parents, sources = (field[0].tolist() for field in (tree.tokens, tree.parents, tree.sources))
+    children = {(p, t): n for n, (p, t, s) in enumerate(zip(parents, tokens, sources, strict=True)) if s > ROOT}
+    path: list[int] = []
+    for token in following:
+        node = children.get((path[-1] if path else 0, token))
+        if node is None:
+            break
+        path.append(node)
+    return path
+
+
+def _judged(trace: Trace, place: int, history: Sequence[int]) -> Judged:
+    """What the recorded round says, under the text so far."""
+    tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
+    zeros = torch.zeros_like(tokens)
+    tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
+    empty = Verified(tokens, torch.zeros(1, tokens.shape[1], NUM_SUCCESSORS), ())
+    about = Judged.of_trees(empty, tree, [history])
+    return Judged(
+        about.tokens, about.before, about.earlier, trace.successors[place].flip(0), trace.shares[place].flip(0)
+    )
+
+
+def _small(values: Tensor) -> Tensor:
+    """Token ids and places in two bytes, where they fit, and shares in two."""
+    if values.dtype.is_floating_point:
+        return values.half()
+    fits = values.numel() == 0 or int(values.max()) < 2**16
+    return values.to(torch.uint16 if fits else torch.int32)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype == torch.float16 else values.to(torch.int64)

@@ -1,0 +1,67 @@
+"""Gates: drafting pass by pass, stopped in each row where the drafter's best path is no longer likely enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graft.batch import Batch
+from graft.draft.base import Drafter
+from graft.pool import Pool
+from graft.stats import Clock
+from graft.tree import ROOT
+
+DRAFTED = ROOT + 1
+GATES = (0, 1, 5)  # the passes after which drafting may stop
+PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
+NEVER = len(GATES)  # the stop of a row that passed all gates
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafting came to, row by row."""
+
+    passes: list[int]
+    stops: list[int]  # the gate that stopped the row, or NEVER
+    confidences: Tensor  # [B, gates] of the likeliest path when each gate was reached; 0 where it was not
+
+
+def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: Tensor | None, clock: Clock) -> Drafted:
+    """Adds drafted nodes to the pool, by their own q, until the gates stop every row; without thresholds none does."""
+    num_rows = len(batch.sequences)
+    most = min(drafter.settings.depth + 1, batch.max_depth)
+    passes, stops = [0] * num_rows, [NEVER] * num_rows
+    confidences = torch.zeros(num_rows, len(GATES))
+    with clock("draft"):
+        levels = drafter.levels(batch.draft, pool.nodes.tokens[:, 0])
+        for number in range(most):
+            level = next(levels)
+            going = torch.tensor([[stop == NEVER] for stop in stops], device=level.tokens.device)
+            pool.add(
+                level.tokens,
+                level.parents,
+                level.probabilities * going,
+                torch.full_like(level.tokens, DRAFTED),
+                torch.zeros_like(level.tokens),
+            )
+            passes = [count + (stop == NEVER) for count, stop in zip(passes, stops, strict=True)]
+            if number in GATES:
+                gate = GATES.index(number)
+                best = level.path_probabilities.amax(dim=1).tolist()
+                for row in (row for row, stop in enumerate(stops) if stop == NEVER):
+                    confidences[row, gate] = best[row]
+                    if thresholds is not None and best[row] <= float(thresholds[gate]):
+                        stops[row] = gate
+                if all(stop != NEVER for stop in stops):
+                    break
+    return Drafted(passes, stops, confidences)
+
+
+def keep_best_drafted(pool: Pool, counts: list[int]) -> None:
+    """Of each row's drafted nodes only the `counts[row]` likeliest stay."""
+    paths = pool.nodes.paths
+    rank = paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
+    limit = torch.tensor(counts, device=paths.device)[:, None]
+    paths.masked_fill_(rank > limit, 0.0)

@@ -1,0 +1,125 @@
+"""paper: the published prune-and-graft, its gates, splits and widths as they stand; and two of its ablations.
+
+What was not published is decided here: cold rows of the matrix give no node, a token that was both drafted and
+retrieved is one node (its place stays empty), the root does not count in the budget, and the rank paths are those
+of `template`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from graft.batch import Batch
+from graft.draft.base import Drafter
+from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings, new_pool
+from graft.policy.gates import DRAFTED, NEVER, PUBLISHED, draft_through_gates, keep_best_drafted
+from graft.policy.template import ENVELOPE, Template, fill, make_template, scaled
+from graft.pool import Pool
+from graft.retrieve.matrix import AdjacencyMatrix
+from graft.retrieve.table import COLD
+from graft.stats import Clock
+from graft.target import TargetRunner
+
+_KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped the drafting
+_WIDTHS = (
+    (8, 10, 8, 6, 5, 4, 4, 4, 3),
+    (6, 7, 5, 4, 4, 3, 3, 2, 2),
+    (4, 3, 3, 2, 2, 2, 2, 1, 1),
+)  # retrieved, by depth
+_ADJACENCY = DRAFTED + 1
+
+
+class Recycle(Policy):
+    """The adjacency matrix alone."""
+
+    sources = ("root", "adjacency")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        self._matrix = AdjacencyMatrix(target.vocab_size, target.device)
+        self.retrievers = [self._matrix]
+        self._budget = settings.budget or USUAL_BUDGET
+        self._template = make_template(scaled(ENVELOPE, self._budget))
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        with clock("graft"):
+            pool = new_pool(batch, roots)
+            fill(
+                pool,
+                [self._template] * len(roots),
+                self._matrix.table,
+                self.sources.index("adjacency"),
+                batch.max_depth,
+            )
+            return Grown.without_drafts(pool.best(self._budget, batch.max_depth)[0].trimmed())
+
+
+class Paper(Policy):
+    """Gates at d0, d1 and d5; by where drafting stopped, so much of it is kept and so much retrieved."""
+
+    drafts = True
+    sources = ("root", "drafted", "adjacency")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        assert drafter is not None
+        self.drafter = drafter
+        self._matrix = AdjacencyMatrix(target.vocab_size, target.device)
+        self.retrievers = [self._matrix]
+        self._budget = settings.budget or USUAL_BUDGET
+        self._kept = [round(kept * self._budget / 60) for kept in _KEPT]
+        self._templates: list[Template | None] = [
+            make_template(scaled(widths, self._budget - kept))
+            for widths, kept in zip(_WIDTHS, self._kept, strict=False)
+        ]
+        self._templates.append(None)
+        self.thresholds = torch.tensor(PUBLISHED)
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        assert self.drafter is not None
+        pool = new_pool(batch, roots)
+        drafted = draft_through_gates(self.drafter, batch, pool, self.thresholds, clock)
+        with clock("graft"):
+            keep_best_drafted(pool, [self._kept[stop] for stop in drafted.stops])
+            fill(pool, [self._templates[s] for s in drafted.stops], self._matrix.table, _ADJACENCY, batch.max_depth)
+            return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | {"gates/thresholds": self.thresholds.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.thresholds = state.get("gates/thresholds", torch.tensor(PUBLISHED)).clone()
+
+
+class Root(Paper):
+    """Retrieval at the root beside the whole drafted tree: no pruning, so both share the budget."""
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        assert self.drafter is not None
+        pool = new_pool(batch, roots)
+        drafted = draft_through_gates(self.drafter, batch, pool, None, clock)
+        with clock("graft"):
+            keep_best_drafted(pool, [self._kept[NEVER - 1]] * len(roots))
+            self._retrieve(pool, batch.max_depth)
+            return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+
+    def _retrieve(self, pool: Pool, max_depth: int) -> None:
+        fill(pool, [self._templates[NEVER - 1]] * len(pool.nodes.tokens), self._matrix.table, _ADJACENCY, max_depth)
+
+
+class Tail(Root):
+    """Retrieval at the other end: the likeliest leaves of the drafted tree go on by their first two successors."""
+
+    def _retrieve(self, pool: Pool, max_depth: int) -> None:
+        nodes = pool.nodes
+        is_leaf = torch.ones_like(nodes.paths).scatter_reduce_(1, nodes.parents, (nodes.paths <= 0).float(), "amin")
+        count = (self._budget - self._kept[NEVER - 1]) // 2
+        reachable = nodes.paths * is_leaf * (nodes.depths < max_depth)
+        paths, leaves = reachable.topk(min(count, pool.width), dim=1)
+        successors, shares = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3)
+        known = (successors[:, :, :2] != COLD) & (paths > 0)[:, :, None]
+        tokens = successors[:, :, :2].clamp(min=0).flatten(1)
+        sources, zeros = torch.full_like(tokens, _ADJACENCY), torch.zeros_like(tokens)
+        pool.add(tokens, leaves.repeat_interleave(2, dim=1), (shares[:, :, :2] * known).flatten(1), sources, zeros)

@@ -1,0 +1,186 @@
+"""Pool: everything that was proposed for a round, in one currency, while the round's tree is put together.
+
+A node carries what its path amounts to (probability, key, last tokens), worked out from its parent when it is
+added: nothing is folded over the tree afterwards. Equal paths, whoever proposed them, have equal keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from graft.hashing import mix64
+from graft.tree import PADDING, ROOT, DraftTree
+
+NO_TOKEN = -1  # stands where a text has no earlier token
+_DEPTH_KEYS = mix64(torch.arange(1024))  # a token's part of its path's key depends on its depth
+_SURE = 0.999  # a node is always a little less likely than its parent, so it never ranks before it
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """B rows of N nodes. The first is the root; a node stands after its parent."""
+
+    tokens: Tensor  # [B, N]
+    parents: Tensor  # [B, N]
+    paths: Tensor  # [B, N] P(the target accepts the node); 0 is padding
+    depths: Tensor  # [B, N]
+    keys: Tensor  # [B, N] names the path from the root: a sum of one number a step
+    before: Tensor  # [B, N] the token before the node's
+    earlier: Tensor  # [B, N] and the one before that
+    sources: Tensor  # [B, N]
+    evidence: Tensor  # [B, N]
+    needs: Tensor  # [B, N] draft passes without which the node would not be here
+
+
+class Pool:
+    """Proposals for `roots` [B], with the two tokens before each."""
+
+    def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor) -> None:
+        root = roots[:, None]
+        zeros = torch.zeros_like(root)
+        ones = torch.ones_like(root, dtype=torch.float32)
+        self.nodes = Nodes(root, zeros, ones, zeros, zeros, before[:, None], earlier[:, None], zeros, zeros, zeros)
+        self._depth_keys = _DEPTH_KEYS.to(roots.device)
+
+    @property
+    def width(self) -> int:
+        return self.nodes.tokens.shape[1]
+
+    def add(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        probabilities: Tensor,
+        sources: Tensor,
+        evidence: Tensor,
+        needs: int | None = None,
+    ) -> None:
+        """Adds nodes [B, n] under nodes that are there; probability 0 adds padding. needs: their parents' if None."""
+        old = self.nodes
+        depths = old.depths.gather(1, parents) + 1
+        self._append(
+            tokens=tokens,
+            parents=parents,
+            paths=old.paths.gather(1, parents) * probabilities.clamp(max=_SURE),
+            depths=depths,
+            keys=old.keys.gather(1, parents) + self._steps(tokens, depths),
+            before=old.tokens.gather(1, parents),
+            earlier=old.before.gather(1, parents),
+            sources=sources,
+            evidence=evidence,
+            needs=old.needs.gather(1, parents) if needs is None else torch.full_like(parents, needs),
+        )
+
+    def add_chains(
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, probabilities: Tensor, sources: Tensor, evidence: Tensor
+    ) -> None:
+        """Adds nodes [B, n] that may hang below each other: parents count on from the nodes that are there."""
+        old, width = self.nodes, self.width
+        ends = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
+        jump = torch.cat([ends, parents], dim=1)
+        paths = torch.cat([torch.ones_like(old.paths), probabilities.clamp(max=_SURE)], dim=1)
+        keys = torch.cat([torch.zeros_like(old.keys), self._steps(tokens, depths)], dim=1)
+        for _ in range(int(depths.max()).bit_length()):  # doublings: no chain is longer than it is deep
+            paths, keys = paths * paths.gather(1, jump), keys + keys.gather(1, jump)
+            jump = jump.gather(1, jump)
+        anchors = jump[:, width:]  # the old node that each hangs under
+        all_tokens = torch.cat([old.tokens, tokens], dim=1)
+        before = all_tokens.gather(1, parents)
+        all_before = torch.cat([old.before, before], dim=1)
+        self._append(
+            tokens=tokens,
+            parents=parents,
+            paths=paths[:, width:] * old.paths.gather(1, anchors),
+            depths=depths,
+            keys=keys[:, width:] + old.keys.gather(1, anchors),
+            before=before,
+            earlier=all_before.gather(1, parents),
+            sources=sources,
+            evidence=evidence,
+            needs=old.needs.gather(1, anchors),
+        )
+
+    def _append(self, **new: Tensor) -> None:
+        self.nodes = Nodes(**{f.name: torch.cat([getattr(self.nodes, f.name), new[f.name]], 1) for f in fields(Nodes)})
+
+    def _steps(self, tokens: Tensor, depths: Tensor) -> Tensor:
+        return mix64(tokens + self._depth_keys[depths])
+
+    def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
+
+        A path's probability falls along it, so the best are closed under ancestors. Of equal paths the likeliest
+        stands for all. No node is deeper than `max_depth`.
+        """
+        pool = self.nodes
+        index = torch.arange(self.width, device=pool.paths.device).expand_as(pool.parents)
+        order, starts = self._by_path_key()
+        run = torch.where(starts, index, 0).cummax(dim=1).values
+        kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
+
+        paths = torch.where(kept_of == index, pool.paths, 0.0)
+        paths, chosen = paths.topk(min(budget + 1, self.width), dim=1)  # the root has 1, all others less
+        place = torch.zeros_like(order).scatter_(1, chosen, index[:, : chosen.shape[1]])
+        parents = place.gather(1, kept_of.gather(1, pool.parents.gather(1, chosen)))
+        padding = paths <= 0
+        tree = DraftTree(
+            max_depth=max_depth,
+            tokens=pool.tokens.gather(1, chosen),
+            parents=parents.masked_fill(padding, 0),
+            probabilities=paths / paths.gather(1, parents).clamp(min=1e-30),
+            sources=pool.sources.gather(1, chosen).masked_fill(padding, PADDING),
+            evidence=pool.evidence.gather(1, chosen),
+        )
+        return tree, paths
+
+    def values_by_need(self, max_passes: int, budget: int) -> Tensor:
+        """[B, max_passes + 1]: expected tokens of the `budget` best nodes, had there been 0, 1, 2 ... passes."""
+        order, starts = self._by_path_key()
+        paths, needs = self.nodes.paths.gather(1, order), self.nodes.needs.gather(1, order)
+        # A copy counts unless a likelier copy of its path is there with as few passes: the least need among those
+        # before it, which numbers that fall from run to run keep apart.
+        apart = (max_passes + 2) * starts.cumsum(dim=1)
+        least = (needs - apart).cummin(dim=1).values + apart
+        before = torch.where(starts, max_passes + 1, least.roll(1, dims=1))
+        budget = min(budget, self.width - 1)
+        values = []
+        for passes in range(max_passes + 1):
+            counts = (needs <= passes) & (passes < before)
+            values.append((paths * counts).topk(budget + 1, dim=1).values.sum(dim=1) - 1)  # the root is sure
+        return torch.stack(values, dim=1)
+
+    def _by_path_key(self) -> tuple[Tensor, Tensor]:
+        """An order [B, N] with equal paths side by side, the likeliest first, and where such a run starts."""
+        by_path = self.nodes.paths.argsort(dim=1, descending=True, stable=True)
+        keys, by_key = self.nodes.keys.gather(1, by_path).sort(dim=1, stable=True)
+        starts = torch.ones_like(keys, dtype=torch.bool)
+        starts[:, 1:] = keys[:, 1:] != keys[:, :-1]
+        return by_path.gather(1, by_key), starts
+
+    def judged(self, emitted: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Which proposals were put to the test by the tokens that came, and which of them fitted: both [B, N] bool.
+
+        A proposal is tested when its parent's path came true, whether or not it was verified.
+        """
+        pool = self.nodes
+        longest = max(map(len, emitted))
+        truth = torch.tensor([[*t, *[NO_TOKEN] * (longest - len(t))] for t in emitted], device=pool.keys.device)
+        depths = torch.arange(1, longest + 1, device=pool.keys.device).expand_as(truth)
+        true_keys = nn.functional.pad(self._steps(truth, depths).cumsum(dim=1), (1, 0))  # [B, longest + 1]
+        is_true = pool.keys[:, :, None] == true_keys[:, None, :]  # [B, N, longest + 1]
+        fitted = is_true[:, :, 1:].any(dim=2)
+        ended = torch.tensor([len(t) for t in emitted], device=pool.keys.device)[:, None]
+        goes_on = torch.arange(longest + 1, device=pool.keys.device) < ended  # [B, longest + 1]
+        followed = (is_true & goes_on[:, None]).any(dim=2)  # came true, and was not the last to come
+        return followed.gather(1, pool.parents) & (pool.sources > ROOT) & (pool.paths > 0), fitted
+
+
+def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The token before each text's last, and the one before that, both [B]."""
+    rows = [([NO_TOKEN] * 2 + list(ids[-3:-1]))[-2:] for ids in histories]
+    both = torch.tensor(rows, device=device)
+    return both[:, 1], both[:, 0]

@@ -1,0 +1,134 @@
+"""Every policy gives the text of plain decoding, builds the tree it says, and can hand over what it learned."""
+
+import pytest
+import torch
+
+from graft import Engine, GraftError
+from graft.batch import Batch
+from graft.draft.base import TreeSettings
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.policy import POLICIES, make_policy
+from graft.policy.paper import _KEPT, _WIDTHS
+from graft.policy.template import ENVELOPE, make_template, scaled
+from graft.target import TargetRunner
+from test_drafter import make_head
+from tiny import tiny_model
+
+PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [11]]
+GREEDY = {"max_new_tokens": 40}
+SAMPLED = {"max_new_tokens": 30, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
+
+
+def engine_for(name, budget=20, **tree):
+    model = tiny_model()
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(**({"depth": 6, "topk": 4, "total_token": 20} | tree)))
+    target = TargetRunner(model, drafter.hidden_layers)
+    policy = make_policy(name, target, drafter, budget, pass_cost=0.03)
+    return Engine(model, policy=policy, drafter=drafter)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_gives_the_text_of_plain_decoding(name, options):
+    plain = [g.ids for g in engine_for("off").generate_batch(PROMPTS, **options)]
+    engine = engine_for(name)
+    assert [g.ids for g in engine.generate_batch(PROMPTS, **options)] == plain
+    assert [engine.generate(prompt, **options).ids for prompt in PROMPTS] == plain  # with what it has learned by now
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "off"])
+def test_policy_verifies_no_more_than_its_budget(name):
+    stats = engine_for(name, budget=9).generate(PROMPTS[0], **GREEDY).stats
+    assert 0 < stats.nodes <= 9 * stats.rounds
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.drafts])
+def test_policy_that_drafts_asks_for_a_head(name):
+    with pytest.raises(GraftError, match="head"):
+        make_policy(name, TargetRunner(tiny_model()))
+
+
+@pytest.mark.parametrize("name", ["recycle", "paper", "graft"])
+def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
+    taught, other = engine_for(name), engine_for(name)
+    for prompt in PROMPTS:
+        taught.generate(prompt, **GREEDY)
+    state = taught.policy.state()
+    other.policy.restore(state)
+    taught.policy.restore(state)
+    seen = [engine.generate([8, 5, 9, 5, 9], **GREEDY).stats.as_dict() for engine in (taught, other)]
+    for stats in seen:
+        del stats["prefill_seconds"], stats["decode_seconds"], stats["seconds_by_phase"], stats["tokens_per_second"]
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_restored_from_nothing_is_as_new(name):
+    new, used = engine_for(name), engine_for(name)
+    used.generate(PROMPTS[1], **GREEDY)
+    used.policy.restore({})
+    answers = [engine.generate(PROMPTS[0], **GREEDY) for engine in (new, used)]
+    assert answers[0].stats.accepted_by_source == answers[1].stats.accepted_by_source
+    assert answers[0].stats.rounds == answers[1].stats.rounds
+
+
+def test_rows_of_a_batch_draft_as_deep_as_each_would_alone(monkeypatch):
+    monkeypatch.setattr(Batch, "max_depth", 9)  # else the last rounds of a row depend on what the others have left
+    alone = [engine_for("prune").generate(prompt, **GREEDY).stats for prompt in PROMPTS]
+    together = [g.stats for g in engine_for("prune").generate_batch(PROMPTS, **GREEDY)]
+    assert [s.draft_passes for s in together] == [s.draft_passes for s in alone]
+    assert [s.rounds for s in together] == [s.rounds for s in alone]
+
+
+def test_pruned_policies_draft_less_than_dense():
+    passes = {name: engine_for(name).generate(PROMPTS[1], **GREEDY).stats for name in ("dense", "prune", "paper")}
+    per_round = {name: stats.draft_passes / stats.rounds for name, stats in passes.items()}
+    assert per_round["prune"] < per_round["dense"] and per_round["paper"] < per_round["dense"]
+
+
+def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the_way_down():
+    for widths, kept in zip(_WIDTHS, _KEPT, strict=False):
+        template = make_template(widths)
+        assert tuple(map(len, template.ranks)) == widths
+        assert template.num_nodes == 60 - kept
+        assert all(
+            0 in ranks and parents[ranks.index(0)] == 0
+            for ranks, parents in zip(template.ranks, template.parents, strict=True)
+        )
+    assert sum(ENVELOPE) == 80 and sum(scaled(ENVELOPE, 60)) == 60
+
+
+def test_a_dear_pass_is_not_taken_and_a_free_one_always_is():
+    model = tiny_model()
+    counts = {}
+    for cost in (0.0, 5.0):
+        drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=6, topk=4, total_token=20))
+        policy = make_policy("graft", TargetRunner(model, drafter.hidden_layers), drafter, 20, pass_cost=cost)
+        stats = Engine(model, policy=policy, drafter=drafter).generate(PROMPTS[1], **GREEDY).stats
+        counts[cost] = stats.draft_passes / stats.rounds
+    assert counts[5.0] < 1 < counts[0.0]
+
+
+def test_grafts_hang_under_drafted_nodes_too():
+    """With a drafter whose tokens the text has seen, some accepted path goes from a drafted node to a retrieved one."""
+    engine = engine_for("graft")
+    sources = set()
+    grow = engine.policy.grow
+
+    def watched(batch, roots, clock):
+        grown = grow(batch, roots, clock)
+        tree = grown.tree
+        above = tree.sources.gather(1, tree.parents)
+        sources.update(zip(above[0].tolist(), tree.sources[0].tolist(), strict=True))
+        return grown
+
+    engine.policy.grow = watched
+    engine.generate(PROMPTS[0], **GREEDY)
+    drafted = engine.policy.sources.index("drafted")
+    assert any(above == drafted and below > drafted for above, below in sources)
+
+
+def test_state_holds_tensors_only():
+    engine = engine_for("graft")
+    engine.generate(PROMPTS[0], **GREEDY)
+    assert all(isinstance(value, torch.Tensor) for value in engine.policy.state().values())
