@@ -104,7 +104,7 @@ class SuffixLookup:
     )
 
     def __init__(
-        self, depth: int = 16, num_nodes: int = 24, num_drafted: int = 6, max_past_tokens: int = 200_000
+        self, depth: int = 32, num_nodes: int = 40, num_drafted: int = 10, max_past_tokens: int = 200_000
     ) -> None:
         """num_nodes: of the tree at one place. num_drafted: drafted nodes that are looked up beside the root."""
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
