@@ -2,6 +2,7 @@
 
 from graft.retrieve.adjacency import Adjacency
 from graft.retrieve.base import Retriever
+from graft.retrieve.datastore import DatastoreLookup
 from graft.retrieve.suffix import SuffixLookup
 
-__all__ = ["Adjacency", "Retriever", "SuffixLookup"]
+__all__ = ["Adjacency", "DatastoreLookup", "Retriever", "SuffixLookup"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from graft.retrieve.base import History
+from graft.retrieve.rows import TreeRow, stacked
 from graft.target import Verified
-from graft.tree import PADDING, ROOT, DraftTree
+from graft.tree import DraftTree
 
 _MIN_MATCH = 2
 _MAX_MATCH = 32
@@ -65,25 +66,13 @@ class SuffixLookup:
 
     def propose(self, histories: Sequence[History], roots: Tensor, max_depth: int) -> DraftTree:
         depth = min(self._depth, max_depth)
-        tokens, parents, sources, evidence = [], [], [], []
+        rows = []
         for history in histories:
-            row = _Row(history.ids[-1])
+            row = TreeRow(history.ids[-1])
             for match, chain in self._index(history).continuations(self._num_chains, depth):
-                row.add_chain(match, chain)
-            tokens.append(row.tokens)
-            parents.append(row.parents)
-            sources.append([ROOT] * len(row.tokens))
-            evidence.append(row.evidence)
-        padded = [_padded(rows, fill) for rows, fill in ((tokens, 0), (parents, 0), (sources, PADDING), (evidence, 0))]
-        fields = [torch.tensor(rows, device=roots.device) for rows in padded]
-        return DraftTree(
-            max_depth=min(depth, fields[0].shape[1] - 1),
-            tokens=fields[0],
-            parents=fields[1],
-            probabilities=torch.ones_like(fields[0], dtype=torch.float32),
-            sources=fields[2],
-            evidence=fields[3],
-        )
+                row.add_chain(chain, [_bucket(match + i) for i in range(len(chain))])
+            rows.append(row)
+        return stacked(rows, depth, roots.device)
 
     def learn(self, verified: Verified) -> None:
         """Nothing to do: a sequence's own tokens are taken from its history."""
@@ -96,20 +85,6 @@ class SuffixLookup:
         return index
 
 
-class _Row:
-    """One row's tree while it is put together on the host."""
-
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.evidence = [root], [0], [0]
-
-    def add_chain(self, match: int, chain: list[int]) -> None:
-        for depth, token in enumerate(chain):
-            self.parents.append(0 if depth == 0 else len(self.tokens) - 1)
-            self.tokens.append(token)
-            # A token further down is reached only if the ones before fitted: by then the match is longer.
-            self.evidence.append(min(round(2 * math.log2(match + depth)), _NUM_BUCKETS - 1))
-
-
-def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
-    width = max(map(len, rows))
-    return [row + [fill] * (width - len(row)) for row in rows]
+def _bucket(match: int) -> int:
+    """A token further down is reached only if the ones before fitted: by then the match is longer."""
+    return min(round(2 * math.log2(match)), _NUM_BUCKETS - 1)
