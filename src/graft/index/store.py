@@ -9,7 +9,6 @@ import heapq
 import mmap
 import struct
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +29,11 @@ from graft.index.layout import (
 
 MIN_MATCH = 2
 MAX_MATCH = 32
-_MAX_SAMPLE = 64  # occurrences that are read; a share is then known to a few percent
+_MAX_SAMPLE = 32  # occurrences that are read; the share of a continuation is then known to a tenth
 
 _CODES = {2: "H", 4: "I"}  # of struct, by the bytes of a token
 
-Row = tuple[int, ...]  # what followed one occurrence
+Row = tuple[int, ...]  # what followed one occurrence, as it is stored: ids are one higher
 
 
 class Continuation(NamedTuple):
@@ -68,6 +67,7 @@ class Datastore:
                 f"{folder} was built with another tokenizer, so its ids mean other text: build one for this model"
             )
         check_parts(self.folder, self.header)
+        self._code = _CODES[self.header.token_bytes]
         self._shards = [_Shard(self.folder, self.header, number) for number in range(len(self.header.shards))]
 
     def __len__(self) -> int:
@@ -81,29 +81,32 @@ class Datastore:
         document does. Of very many occurrences, an even sample is read.
         """
         context = self._packed(suffix)
-        width = self.header.token_bytes
-        lengths = [shard.longest_match(context) for shard in self._shards]
-        longest = max(lengths)
+        found = [(shard, *shard.longest_match(context)) for shard in self._shards]
+        longest = max(match for _, match, _, _ in found)
         if longest < MIN_MATCH:
             return NO_MATCH
-        prefix = context[: longest * width]
-        ranges = [
-            (shard, *shard.range_of(prefix)) for shard, n in zip(self._shards, lengths, strict=True) if n == longest
-        ]
+        ranges = [(shard, left, right) for shard, match, left, right in found if match == longest]
         total = sum(right - left for _, left, right in ranges)
         rows: list[Row] = []
         for shard, left, right in ranges:
             # Every shard is read by its share of the occurrences, and at least once.
             num_read = min(right - left, max(_MAX_SAMPLE * (right - left) // total, 1))
             rows += shard.following(left, right, num_read, length)
-        return Match(longest, total, len(rows), _most_frequent(rows, count))
+        chains = [self._unpacked(row, counts) for row, counts in _heaviest_paths(rows, count)]
+        return Match(longest, total, len(rows), chains)
 
     def _packed(self, suffix: Sequence[int]) -> bytes:
         """The context's end, backwards, as the index stores it; it stops at an id the index cannot hold."""
         tokens = suffix[-MAX_MATCH:][::-1]
         vocab_size = self.header.vocab_size
-        stop = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens))
-        return struct.pack(f">{stop}{_CODES[self.header.token_bytes]}", *[token + 1 for token in tokens[:stop]])
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)]
+        return struct.pack(f">{len(tokens)}{self._code}", *[token + 1 for token in tokens])
+
+    def _unpacked(self, row: Row, counts: list[int]) -> Continuation:
+        if row and max(row) > self.header.vocab_size:  # damage that opening did not see
+            row = row[: next(i for i, token in enumerate(row) if token > self.header.vocab_size)]
+        return Continuation([token - 1 for token in row], counts[: len(row)])
 
 
 class _Shard:
@@ -112,36 +115,37 @@ class _Shard:
     def __init__(self, folder: Path, header: Header, number: int) -> None:
         self._width = header.token_bytes
         self._code = _CODES[header.token_bytes]
-        self._vocab_size = header.vocab_size
         self._tokens = _mapped(part_path(folder, number, "tokens"))
         # A cast view gives plain ints, which is several times faster than scalars of a numpy array.
         self._suffixes = memoryview(_mapped(part_path(folder, number, "suffixes"))).cast("I")
         self._fences = np.frombuffer(_mapped(part_path(folder, number, "fences")), dtype=f"S{FENCE_BYTES}")
 
-    def longest_match(self, context: bytes) -> int:
-        """Tokens in common with the suffix most like the context: one of the two it would stand between."""
+    def longest_match(self, context: bytes) -> tuple[int, int, int]:
+        """Its length in tokens, and from where to where the suffixes stand that begin so."""
+        low, high = self._bounds(context)
         read = self._reader(len(context))
-        place = bisect_left(self._suffixes, context, *self._bounds(context), key=read)
-        return max(self._common(context, read(i)) for i in self._suffixes[max(place - 1, 0) : place + 1])
-
-    def range_of(self, prefix: bytes) -> tuple[int, int]:
-        """The suffixes that begin with `prefix`."""
-        low, high = self._bounds(prefix)
+        place = bisect_left(self._suffixes, context, low, high, key=read)
+        # The suffix most like the context is one of the two that it would stand between.
+        length = max(self._common(context, read(i)) for i in self._suffixes[max(place - 1, 0) : place + 1])
+        if length < MIN_MATCH:
+            return 0, 0, 0
+        prefix = context[: length * self._width]
+        if len(prefix) < FENCE_BYTES:
+            low, high = self._bounds(prefix)
         read = self._reader(len(prefix))
-        left = bisect_left(self._suffixes, prefix, low, high, key=read)
-        return left, bisect_right(self._suffixes, prefix, left, high, key=read)
+        left = bisect_left(self._suffixes, prefix, low, place, key=read)
+        return length, left, bisect_right(self._suffixes, prefix, place, high, key=read)
 
     def following(self, left: int, right: int, num_read: int, length: int) -> list[Row]:
         """What follows `num_read` of the suffixes from `left` to `right`, evenly spread."""
-        return [self._row(self._suffixes[left + i * (right - left) // num_read], length) for i in range(num_read)]
-
-    def _row(self, place: int, length: int) -> Row:
-        first = max(place - length, 0)
-        row = struct.unpack(f">{place - first}{self._code}", self._tokens[first * self._width : place * self._width])
-        tokens = [token - 1 for token in reversed(row)]
-        # A document ends at -1; past the vocabulary is only damage that opening did not see.
-        end = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
-        return tuple(tokens[:end])
+        tokens, width, size = self._tokens, self._width, length * self._width
+        unpack = struct.Struct(f">{length}{self._code}").unpack
+        rows = []
+        for i in range(num_read):
+            end = self._suffixes[left + i * (right - left) // num_read] * width
+            row = unpack(tokens[max(end - size, 0) : end].rjust(size, b"\0"))[::-1]
+            rows.append(row[: row.index(0)] if 0 in row else row)  # its document ends there
+        return rows
 
     def _bounds(self, prefix: bytes) -> tuple[int, int]:
         """Between which fences `prefix` and all that begins with it lies: a few steps remain to be searched."""
@@ -160,39 +164,44 @@ class _Shard:
         return (8 * size - differing.bit_length()) // (8 * self._width)
 
 
-def _most_frequent(rows: list[Row], count: int) -> list[Continuation]:
-    """The `count` heaviest paths through the tree of the rows: at each fork the commonest token is followed first."""
-    found: list[Continuation] = []
-    whole = list(Counter(rows).items())
-    # Branches not taken yet: weight, a number to break ties, the path into it, the rows that go that way.
-    branches: list[tuple[int, int, Continuation, list[tuple[Row, int]]]] = [(0, 0, Continuation([], []), whole)]
+def _heaviest_paths(rows: list[Row], count: int) -> list[tuple[Row, list[int]]]:
+    """The `count` heaviest paths through the tree of the rows: at each fork the commonest token is followed first.
+
+    With each token comes the number of rows that agree up to and with it.
+    """
+    rows.sort()  # so that the rows of any path stand together, and the first and the last tell what all share
+    found: list[tuple[Row, list[int]]] = []
+    # Branches not taken yet: weight, a number to break ties, the counts on the way there, the range of its rows.
+    branches: list[tuple[int, int, list[int], int, int]] = [(-len(rows), 0, [], 0, len(rows))]
     num_branches = 1
     while branches and len(found) < count:
-        _, _, path, through = heapq.heappop(branches)
-        tokens, counts = path
-        while len(through) > 1 and (forks := _forks(through, len(tokens))):
-            for weight, token, rest in forks[1:count]:
-                branch = Continuation([*tokens, token], [*counts, weight])
-                heapq.heappush(branches, (-weight, num_branches, branch, rest))
-                num_branches += 1
-            weight, token, through = forks[0]
-            tokens, counts = [*tokens, token], [*counts, weight]
-        if len(through) == 1:
-            row, times = through[0]
-            rest_of_row = row[len(tokens) :]
-            tokens, counts = [*tokens, *rest_of_row], [*counts, *[times] * len(rest_of_row)]
-        found.append(Continuation(tokens, counts))
+        _, _, counts, start, stop = heapq.heappop(branches)
+        while (row := rows[start]) != (last := rows[stop - 1]):
+            depth = len(counts)
+            if depth == len(row):
+                start += 1  # this one ends on the way of the others
+            elif row[depth] == last[depth]:
+                counts.append(stop - start)
+            else:
+                heaviest, *others = _ways_on(rows, depth, start, stop)
+                for weight, begin, end in others[: count - 1]:
+                    heapq.heappush(branches, (weight, num_branches, [*counts, -weight], begin, end))
+                    num_branches += 1
+                weight, start, stop = heaviest
+                counts.append(-weight)
+        found.append((row, counts + [stop - start] * (len(row) - len(counts))))
     return found
 
 
-def _forks(through: list[tuple[Row, int]], depth: int) -> list[tuple[int, int, list[tuple[Row, int]]]]:
-    """The ways on: weight, token and rows of each, the heaviest first. Rows that end here go none."""
-    ways: dict[int, list[tuple[Row, int]]] = {}
-    for item in through:
-        if len(item[0]) > depth:
-            ways.setdefault(item[0][depth], []).append(item)
-    weighed = [(sum(times for _, times in rows), token, rows) for token, rows in ways.items()]
-    return sorted(weighed, key=lambda way: -way[0])
+def _ways_on(rows: list[Row], depth: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Ranges of rows with the same token at `depth`, the largest first, each after its size as a negative number."""
+    ways = []
+    token, begin = rows[start][depth], start
+    for place in range(start, stop):
+        if (other := rows[place][depth]) != token:
+            ways.append((begin - place, begin, place))
+            token, begin = other, place
+    return sorted([*ways, (begin - stop, begin, stop)])
 
 
 def _mapped(path: Path) -> mmap.mmap:
