@@ -56,7 +56,7 @@ def main() -> None:
     random.Random(0).shuffle(sources)
     held_out = [source for source in sources if is_held_out(source.path)]
     indexed = [source for source in sources if not is_held_out(source.path)]
-    contexts = draw_contexts(Corpus(held_out), tokenizer, options.lookups)
+    contexts, truths = draw_contexts(Corpus(held_out), tokenizer, options.lookups)
 
     with tempfile.TemporaryDirectory() as scratch:
         for size in options.tokens or [1e6]:
@@ -66,14 +66,15 @@ def main() -> None:
                 if num_bytes < size * BYTES_PER_TOKEN:
                     chosen.append(source)
                     num_bytes += source.num_bytes
-            measure(Corpus(chosen), tokenizer, folder, contexts)
+            measure(Corpus(chosen), tokenizer, folder, contexts, truths)
 
 
 def is_held_out(path: Path) -> bool:
     return zlib.crc32(path.name.encode()) % 50 == 0
 
 
-def draw_contexts(corpus: Corpus, tokenizer: object, count: int) -> list[list[int]]:
+def draw_contexts(corpus: Corpus, tokenizer: object, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Contexts of 64 tokens, and what followed each."""
     draw = random.Random(0)
     documents: list[list[int]] = []
     for document, _ in corpus.documents():
@@ -82,11 +83,13 @@ def draw_contexts(corpus: Corpus, tokenizer: object, count: int) -> list[list[in
             documents.append(ids)
         if len(documents) == 300:
             break
-    ends = ((ids, draw.randrange(64, len(ids))) for ids in draw.choices(documents, k=count))
-    return [ids[end - 64 : end] for ids, end in ends]
+    ends = [(ids, draw.randrange(64, len(ids) - LENGTH)) for ids in draw.choices(documents, k=count)]
+    return [ids[end - 64 : end] for ids, end in ends], [ids[end : end + LENGTH] for ids, end in ends]
 
 
-def measure(corpus: Corpus, tokenizer: object, folder: Path, contexts: list[list[int]]) -> None:
+def measure(
+    corpus: Corpus, tokenizer: object, folder: Path, contexts: list[list[int]], truths: list[list[int]]
+) -> None:
     sorting = []
 
     def report(stage: Report) -> None:
@@ -124,6 +127,25 @@ def measure(corpus: Corpus, tokenizer: object, folder: Path, contexts: list[list
     found = [match for match in matches if match.continuations]
     print(f"  matched {len(found) / len(matches):.1%}, ", end="")
     print(f"length {median(m.length for m in found)}, occurrences {median(m.num_occurrences for m in found)} (medians)")
+    show_fit(lookup, contexts, truths)
+
+
+def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[list[int]]) -> None:
+    """How often a proposed token fitted the held-out text, if those before it did: what `prior` is made of."""
+    tried, fitted = torch.zeros(len(lookup.prior)), torch.zeros(len(lookup.prior))
+    for context, truth in zip(contexts, truths, strict=True):
+        tree = lookup.propose([History(context)], torch.tensor(context[-1:]), LENGTH)
+        depths, reached = tree.depths()[0].tolist(), {0}
+        nodes = zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.evidence[0].tolist(), strict=True)
+        for node, (token, parent, bucket) in enumerate(nodes):
+            if node > 0 and parent in reached:
+                tried[bucket] += 1
+                if token == truth[depths[node] - 1]:
+                    fitted[bucket] += 1
+                    reached.add(node)
+    print("  fitted, by match length (rows) and share (columns)")
+    for row, counts in zip((fitted / tried).reshape(5, 5).tolist(), tried.reshape(5, 5).tolist(), strict=True):
+        print("   ", "  ".join(f"{rate:.2f} of {count:6.0f}" for rate, count in zip(row, counts, strict=True)))
 
 
 def look_up(store: Datastore, context: list[int]) -> Match:

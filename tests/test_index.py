@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -271,14 +272,17 @@ def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
         Datastore(tmp_path)
 
 
-def test_damage_that_opening_does_not_see_gives_no_foreign_ids(tmp_path: Path) -> None:
-    store = build(tmp_path, ["abcd" * 20_000])
-    path = part_path(tmp_path / "index", 0, "tokens")
-    with path.open("r+b") as file:
-        file.seek(0)
-        file.write(b"\xff" * path.stat().st_size)
-    match = store.continuations(ids("abcd"), 3, 8)
-    assert all(0 <= token < 26 for chain in match.continuations for token in chain.tokens)
+@pytest.mark.parametrize("part", PARTS)
+def test_damage_that_opening_does_not_see_stops_no_lookup_and_gives_no_foreign_ids(tmp_path: Path, part: str) -> None:
+    draw = random.Random(0)
+    store = build(tmp_path, ["".join(draw.choices("abcd", k=5000))])
+    path = part_path(tmp_path / "index", 0, part)
+    for _ in range(20):
+        with path.open("r+b") as file:  # what is mapped changes with the file
+            file.write(draw.randbytes(path.stat().st_size))
+        for _ in range(50):
+            match = store.continuations(draw.choices(range(26), k=4), 3, 8)
+            assert all(0 <= token < 26 for chain in match.continuations for token in chain.tokens)
 
 
 # How it is written
@@ -318,6 +322,12 @@ def test_an_index_is_replaced_only_by_force_and_other_folders_never(tmp_path: Pa
     with pytest.raises(GraftError, match="no index"):
         build_index(corpus, LetterTokenizer(), tmp_path, force=True)
     assert build(tmp_path, ["wxyz"]).continuations(ids("wx"), 1, 1).length == 2
+
+
+def test_what_a_killed_build_left_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".index.scratch-killed").mkdir()
+    build(tmp_path, ["abcd"])
+    assert visible(tmp_path) == ["index", "rows.jsonl"]
 
 
 def test_a_second_build_of_the_same_index_is_refused_while_one_runs(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ class Datastore:
         context = self._packed(suffix)
         found = [(shard, *shard.longest_match(context)) for shard in self._shards]
         longest = max(match for _, match, _, _ in found)
-        if longest < MIN_MATCH:
+        ranges = [(shard, left, right) for shard, match, left, right in found if match == longest and left < right]
+        if not ranges:
             return NO_MATCH
-        ranges = [(shard, left, right) for shard, match, left, right in found if match == longest]
         total = sum(right - left for _, left, right in ranges)
         rows: list[Row] = []
         for shard, left, right in ranges:
