@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -61,5 +62,5 @@ def _evidence(match: int, num_read: int, chain: Continuation) -> list[int]:
         length = min((match + depth).bit_length() - 2, _NUM_LENGTHS - 1)
         # One more counts as going elsewhere: of one occurrence little is known, of sixty much.
         share = agree / (reached + 1)
-        buckets.append(length * (len(_SHARES) + 1) + sum(share >= limit for limit in _SHARES))
+        buckets.append(length * (len(_SHARES) + 1) + bisect_right(_SHARES, share))
     return buckets

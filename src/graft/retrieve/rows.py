@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from graft.tree import PADDING, ROOT, DraftTree
@@ -39,7 +40,8 @@ def stacked(rows: Sequence[TreeRow], max_depth: int, device: torch.device) -> Dr
             (lambda row: row.evidence, 0),
         )
     ]
-    tokens, parents, sources, evidence = torch.tensor(fields).to(device)  # one transfer
+    # One array and one transfer: from nested lists, torch takes ten times as long as numpy.
+    tokens, parents, sources, evidence = torch.from_numpy(np.array(fields)).to(device)
     return DraftTree(
         max_depth=min(max_depth, width - 1),
         tokens=tokens,
