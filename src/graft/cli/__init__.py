@@ -16,6 +16,7 @@ from graft.cli.check import check
 from graft.cli.demo import demo
 from graft.cli.env import env
 from graft.cli.generate import generate
+from graft.cli.index import index
 from graft.cli.load_check import load_check
 from graft.cli.pull import pull
 from graft.cli.train import train
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 for verb in VERBS:
     app.command()(verb)
+app.add_typer(index)
 
 
 def _print_version(wanted: bool) -> None:

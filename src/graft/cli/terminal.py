@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
@@ -15,6 +15,7 @@ from graft.models.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from graft.engine import Engine
+    from graft.report import Report
 
 
 def notes() -> Console:
@@ -48,3 +49,41 @@ def utf8_stdin() -> Iterator[TextIO]:
         yield sys.stdin
     except UnicodeDecodeError as error:
         raise GraftError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+class ProgressBars:
+    """A bar a stage on a terminal, with time left; in a pipe a line for every twentieth."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = notes()
+        self._bars = Progress(
+            TextColumn("{task.fields[stage]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._shown: dict[str, int] = {}
+
+    def __enter__(self) -> ProgressBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def show(self, report: Report) -> None:
+        if not self._console.is_terminal:
+            part = 20 * report.done // report.total
+            if part != self._shown.get(report.stage):
+                self._shown[report.stage] = part
+                self._console.print(f"{report.stage} {report.done}/{report.total}: {report.words}", markup=False)
+            return
+        if report.stage not in self._tasks:
+            self._tasks[report.stage] = self._bars.add_task("", total=report.total, stage=report.stage, words="")
+        self._bars.update(self._tasks[report.stage], completed=report.done, words=report.words)

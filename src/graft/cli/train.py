@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import load_engine, notes
+from graft.cli.terminal import ProgressBars, load_engine, notes
 from graft.data import read_prompts
-
-if TYPE_CHECKING:
-    from graft.learn.recipe import Report
 
 _answering = functools.partial(option, rich_help_panel="Answering")
 _training = functools.partial(option, rich_help_panel="Training")
@@ -65,44 +62,6 @@ def train(
     answer_settings, train_settings = AnswerSettings.of(answering), TrainSettings.of(training)
     texts = [prompt.text for path in prompts for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
-    with _Progress() as progress:
+    with ProgressBars() as progress:
         train_head(engine, texts, out, draft_vocab_size, answer_settings, train_settings, progress.show)
     notes().print(f"The head is in {out}", markup=False)
-
-
-class _Progress:
-    """A bar a stage on a terminal, with time left; in a pipe a line for every twentieth."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._console = notes()
-        self._bars = Progress(
-            TextColumn("{task.fields[stage]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[words]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._tasks: dict[str, Any] = {}
-        self._shown: dict[str, int] = {}
-
-    def __enter__(self) -> _Progress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def show(self, report: Report) -> None:
-        if not self._console.is_terminal:
-            part = 20 * report.done // report.total
-            if part != self._shown.get(report.stage):
-                self._shown[report.stage] = part
-                self._console.print(f"{report.stage} {report.done}/{report.total}: {report.words}", markup=False)
-            return
-        if report.stage not in self._tasks:
-            self._tasks[report.stage] = self._bars.add_task("", total=report.total, stage=report.stage, words="")
-        self._bars.update(self._tasks[report.stage], completed=report.done, words=report.words)

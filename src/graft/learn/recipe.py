@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,10 @@ from graft.draft.eagle3.head import Eagle3Config, Eagle3Head
 from graft.engine import Engine
 from graft.learn.answers import AnswerSettings, read_answers, write_answers
 from graft.learn.training import TrainSettings, draft_vocabulary, start_from_target, train
+from graft.report import Report
 from graft.settings import require
 
 WORK = "work"  # answers, log and state, below the head's folder; may be deleted when the head is done
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a stage tells whoever watches: how far it is, of how much, and a few words."""
-
-    stage: str
-    done: int
-    total: int
-    words: str
 
 
 def train_head(

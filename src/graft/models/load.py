@@ -62,6 +62,17 @@ def load_model(
     return model, tokenizer
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model called `name`, without its weights."""
+    source = _source(name)
+    try:
+        with quiet_transformers() if isinstance(source, Path) else nullcontext():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot load the tokenizer of {name}: {_reason(source, error)}") from error
+    return tokenizer
+
+
 def _source(name: str) -> Path | str:
     """Where transformers finds the model: a folder, or a hub id as it stands."""
     if name in PACKAGED_MODELS:

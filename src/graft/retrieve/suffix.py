@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graft.pool import Pool
 from graft.retrieve.base import History, Judged, Weigh
+from graft.retrieve.rows import Place, Row, add_rows, likeliest_places
 
 _MIN_MATCH = 2
 _MAX_MATCH = 24
@@ -113,23 +114,37 @@ class SuffixLookup:
         self._past = SuffixIndex(max_past_tokens)
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
-        rows = [_Row(pool.width) for _ in histories]
-        for history, row, places in zip(histories, rows, self._places(pool, max_depth), strict=True):
-            own = self._index(history)
-            for place, depth, path in places:
-                suffix = history.ids[-_MAX_MATCH:] + path
-                length = min(self._depth, max_depth - depth)
-                for source, index in enumerate((own, self._past)):
-                    row.add(place, depth, source, index.continuations(suffix, length), self._num_nodes)
-        width = max(len(row.tokens) for row in rows)
-        if width == 0:
+        rows = [Row(pool) for _ in histories]
+        places = likeliest_places(pool, self._num_drafted, max_depth)
+        for history, row, its_places in zip(histories, rows, places, strict=True):
+            indices = (self._index(history), self._past)
+            for place in its_places:
+                suffix = history.ids[-_MAX_MATCH:] + place.path
+                length = min(self._depth, max_depth - place.depth)
+                for source, index in enumerate(indices):
+                    self._add(row, place, source, index.continuations(suffix, length))
+        add_rows(pool, rows, first, weigh)
+
+    def _add(self, row: Row, place: Place, source: int, found: list[Continuation]) -> None:
+        """A tree of what was found, below a place, breadth first until it is full."""
+        if not found:
             return
-        columns = zip(*(row.columns(width) for row in rows), strict=True)
-        tokens, parents, depths, sources, evidence, is_node = (
-            torch.tensor(column, device=pool.nodes.tokens.device) for column in columns
-        )
-        probabilities = weigh(sources, evidence) * is_node
-        pool.add_chains(tokens, parents, depths, probabilities, sources + first, evidence)
+        longest = max(match for match, _ in found)
+        # Shorter matches than half the longest only spread the same few places thinner.
+        branches = deque([(place.node, place.depth, [chain for match, chain in found if 2 * match > longest])])
+        left = self._num_nodes
+        while branches and left > 0:
+            parent, depth, branch = branches.popleft()
+            # A token further down is reached only if the ones before fitted: by then the match is longer.
+            match = longest + depth - place.depth
+            following: dict[int, list[list[int]]] = {}
+            for chain in branch:
+                if len(chain) > depth - place.depth:
+                    following.setdefault(chain[depth - place.depth], []).append(chain)
+            for token, chains in sorted(following.items(), key=lambda item: -len(item[1]))[:left]:
+                evidence = _evidence(match, len(chains) / len(branch))
+                branches.append((row.add(parent, token, depth + 1, source, evidence), depth + 1, chains))
+                left -= 1
 
     def learn(self, judged: Judged) -> None:
         """Nothing to do: texts are taken from their histories."""
@@ -161,71 +176,7 @@ class SuffixLookup:
         index.extend(history.ids[len(index) :])
         return index
 
-    def _places(self, pool: Pool, max_depth: int) -> list[list[tuple[int, int, list[int]]]]:
-        """By row: where to look up, as (node, its depth, the tokens from the root down to it)."""
-        nodes = pool.nodes
-        count = min(self._num_drafted, pool.width - 1)
-        if count == 0:
-            return [[(0, 0, [])] for _ in range(len(nodes.tokens))]
-        best = nodes.paths[:, 1:].topk(count, dim=1).indices + 1
-        columns = (best, nodes.tokens, nodes.parents, nodes.depths, nodes.paths)
-        found = []
-        for chosen, tokens, parents, depths, paths in zip(*(column.tolist() for column in columns), strict=True):
-            places: list[tuple[int, int, list[int]]] = [(0, 0, [])]
-            for node in chosen:
-                if paths[node] <= 0 or depths[node] >= max_depth:
-                    continue
-                path, at = [], node
-                while at:
-                    path.append(tokens[at])
-                    at = parents[at]
-                places.append((node, depths[node], path[::-1]))
-            found.append(places)
-        return found
-
-
-class _Row:
-    """One row's proposals while they are put together on the host."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first  # the pool's place of the first of them
-        self.tokens: list[int] = []
-        self._parents: list[int] = []
-        self._depths: list[int] = []
-        self._sources: list[int] = []
-        self._evidence: list[int] = []
-
-    def add(self, place: int, depth: int, source: int, found: list[Continuation], num_nodes: int) -> None:
-        """A tree of what was found, below the pool's node `place`: longest matches first, until it is full."""
-        if not found:
-            return
-        longest = max(match for match, _ in found)
-        # Shorter matches than half the longest only spread the same few places thinner.
-        open_branches = [(place, depth, longest, [c for m, c in found if 2 * m > longest])]
-        left = num_nodes
-        while open_branches and left > 0:
-            parent, at, match, branch = open_branches.pop(0)
-            following: dict[int, list[list[int]]] = {}
-            for chain in branch:
-                if len(chain) > at - depth:
-                    following.setdefault(chain[at - depth], []).append(chain)
-            for token, chains in sorted(following.items(), key=lambda item: -len(item[1]))[:left]:
-                open_branches.append((self._first + len(self.tokens), at + 1, match + 1, chains))
-                self.tokens.append(token)
-                self._parents.append(parent)
-                self._depths.append(at + 1)
-                self._sources.append(source)
-                self._evidence.append(_evidence(match, len(chains) / len(branch)))
-                left -= 1
-
-    def columns(self, width: int) -> tuple[list[int], ...]:
-        """All fields, filled up to `width`, and which of them are nodes."""
-        fill = [0] * (width - len(self.tokens))
-        fields = (self.tokens, self._parents, self._depths, self._sources, self._evidence, [1] * len(self.tokens))
-        return tuple(field + fill for field in fields)
-
 
 def _evidence(match: int, share: float) -> int:
-    # A token further down is reached only if the ones before fitted: by then the match is longer.
     length = bisect_right(_MATCHES, match) - 1
     return length * len(_SHARES) + bisect_right(_SHARES, share) - 1

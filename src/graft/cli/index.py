@@ -1,0 +1,106 @@
+"""`graft index`: makes a datastore of the user's own text, and tells what is in one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graft.cli.terminal import ProgressBars, aside, notes
+from graft.index.layout import SHARD_TOKENS
+from graft.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from graft.index.corpus import Corpus
+    from graft.index.layout import Header
+
+index = typer.Typer(
+    name="index",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Index text on disk, so that what it says can be proposed from it.",
+)
+
+
+@index.command()
+def build(
+    paths: Annotated[list[Path], typer.Argument(help="Text, .jsonl, or folders of text and source code.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new index.")],
+    model: Annotated[
+        str, typer.Option(help="Whose tokenizer: a packaged model, a folder or a hub id.")
+    ] = DEFAULT_MODEL,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at once; fewer take less memory.")] = SHARD_TOKENS,
+    force: Annotated[bool, typer.Option("--force", help="Replace an index that is there.")] = False,
+) -> None:
+    """Index files and folders for a model, and print the index's folder.
+
+    A row of a .jsonl file is {"text"}, {"prompt"}, {"prompt", "answer"} or {"turns"}; any other file is plain text.
+
+    Hidden folders and whatever is not text are skipped. The index appears when it is complete.
+
+    [dim]Example:[/] graft index build ~/notes src/ answers.jsonl --out my-index
+    """
+    from graft.index.build import build_index
+    from graft.index.corpus import Corpus
+
+    corpus = Corpus.under(paths)
+    aside(f"Loading the tokenizer of {model} ...")
+
+    from graft.models.load import load_tokenizer
+
+    options = {"model": model, "sources": [str(path) for path in paths]}
+    with ProgressBars() as progress:
+        header = build_index(
+            corpus,
+            load_tokenizer(model),
+            out,
+            shard_tokens=shard_tokens,
+            options=options,
+            force=force,
+            report=progress.show,
+        )
+    _print_skipped(corpus)
+    notes().print(f"{header.tokens:,} tokens of {header.documents:,} documents", markup=False)
+    print(out)
+
+
+@index.command()
+def info(
+    folder: Annotated[Path, typer.Argument(help="An index.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and check every byte.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what an index holds and how it was built; refuse it if it is damaged.
+
+    [dim]Example:[/] graft index info my-index
+    """
+    from graft.index.layout import check_parts, read_header
+
+    header = read_header(folder)
+    check_parts(folder, header, whole=verify)
+    facts = _facts(header)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        shown = ", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else value
+        print(f"{name:<{max(map(len, facts))}}  {f'{shown:,}' if isinstance(shown, int) else shown}")
+
+
+def _facts(header: Header) -> dict[str, Any]:
+    return {
+        "tokens": header.tokens,
+        "documents": header.documents,
+        "bytes": header.bytes,
+        "shards": len(header.shards),
+        "vocab_size": header.vocab_size,
+        "tokenizer": header.tokenizer,
+        **header.options,
+    }
+
+
+def _print_skipped(corpus: Corpus) -> None:
+    for reason, skipped in sorted(corpus.skipped.items()):
+        notes().print(f"skipped {skipped.count} {reason}, such as {skipped.first}", markup=False, soft_wrap=True)
