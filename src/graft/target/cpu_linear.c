@@ -7,12 +7,12 @@
 
 #if defined(__AVX__)
 #define LANES 8
-#define WIDE_ROWS 4 /* 16 registers: 4 rows x 2 vectors of sums */
 #else
 #define LANES 4
-#define WIDE_ROWS 8 /* 32 registers: 8 rows x 2 vectors of sums */
 #endif
+/* 8 vectors of sums hide the latency of an addition, and fit into 16 registers beside what they are made of. */
 #define BLOCK_ROWS 8
+#define WIDE_ROWS 4
 #define UNROLL _Pragma("GCC unroll 8")
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -32,7 +32,7 @@ typedef float four __attribute__((vector_size(16), aligned(4)));
             four a[R];                                                                                                \
             UNROLL for (int r = 0; r < R; r++) a[r] = *(const four *)(w + r * k + i);                                 \
             /* The next rows lie behind these: fetched in one stream, which the hardware does not see in R. */        \
-            UNROLL for (int p = 0; p < R; p += 4) __builtin_prefetch(w + R * k + R * i + 4 * p);                      \
+            UNROLL for (int p = 0; p < R; p += 4) __builtin_prefetch(w + R * k + R * i + 4 * p, 0, 2);                \
             UNROLL for (int l = 0; l < 4; l++) {                                                                      \
                 UNROLL for (int v = 0; v < VECTORS; v++) {                                                            \
                     vec b = *(const vec *)(xt + (i + l) * WIDTH + v * LANES);                                         \
@@ -69,9 +69,12 @@ int graft_linear(const float *w, const float *x, float *y, long n, long k, long 
     float *xt = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64); /* [groups][k][width] */
     if (xt == NULL) return 1;
     for (long g = 0; g < groups; g++) {
-        for (long t = 0; t < width; t++) {
-            const long row = g * width + t;
-            for (long i = 0; i < k; i++) xt[(g * k + i) * width + t] = row < m ? x[row * k + i] : 0;
+        const float *from = x + g * width * k;
+        const long count = m - g * width < width ? m - g * width : width;
+        for (long i = 0; i < k; i++) {
+            float *to = xt + (g * k + i) * width;
+            for (long t = 0; t < count; t++) to[t] = from[t * k + i];
+            for (long t = count; t < width; t++) to[t] = 0;
         }
     }
     const long step = wide ? WIDE_ROWS : BLOCK_ROWS;
