@@ -25,6 +25,7 @@ from graft.errors import ModelError
 from graft.models.pull import pull
 from graft.models.quiet import quiet_transformers
 from graft.models.registry import PACKAGED_MODELS, suggestion
+from graft.target.cpu import speed_up
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -59,6 +60,7 @@ def load_model(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
         )
+    speed_up(model)
     return model, tokenizer
 
 

@@ -1,0 +1,138 @@
+"""The CPU kernel for few tokens: torch's results, the model's own parameters, and no harm where it cannot be had."""
+
+import copy
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from graft.target import cpu
+from tiny import tiny_model
+
+needs_kernel = pytest.mark.skipif(cpu._kernel() is None, reason="no C compiler that can build the kernel")
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    monkeypatch.setattr(cpu, "_kernel", lambda: None)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Shapes of the inputs that reached the kernel."""
+    shapes, real = [], cpu.few_tokens_linear
+    monkeypatch.setattr(cpu, "few_tokens_linear", lambda *args: (shapes.append(tuple(args[0].shape)), real(*args))[1])
+    return shapes
+
+
+@pytest.fixture
+def always_faster(monkeypatch):
+    monkeypatch.setattr(cpu, "_is_faster", lambda layers: True)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (7, 5), (8, 4), (33, 19), (192, 576), (65, 1537)])
+def test_kernel_equals_torch_for_odd_shapes_and_1_to_64_tokens(num_outputs, num_inputs):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+    for num_tokens in range(1, 65):
+        x = torch.randn(num_tokens, num_inputs)
+        exact = linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(
+            cpu.few_tokens_linear(x, weight, bias).double(), exact, rtol=1e-5, atol=2e-5 * num_inputs**0.5
+        )
+
+
+@needs_kernel
+def test_a_token_gets_the_same_bits_among_any_number_of_others():
+    x, weight = torch.randn(32, 577), torch.randn(31, 577)
+    together = cpu.few_tokens_linear(x, weight)
+    for num_tokens in (1, 2, 4, 5, 8, 9, 31):
+        assert torch.equal(cpu.few_tokens_linear(x[:num_tokens], weight), together[:num_tokens])
+
+
+@needs_kernel
+def test_kernel_takes_strided_input_of_any_rank():
+    x, weight = torch.randn(3, 12, 2).transpose(1, 2), torch.randn(5, 12)
+    torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight))
+
+
+@needs_kernel
+@torch.no_grad()
+def test_layer_sends_only_2_to_32_tokens_to_the_kernel(calls):
+    layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
+    for num_tokens in (0, 1, 2, 32, 33):
+        x = torch.randn(1, num_tokens, 6)
+        torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+    assert calls == [(1, 2, 6), (1, 32, 6)]
+
+
+@needs_kernel
+def test_layer_leaves_gradients_and_other_dtypes_to_torch(calls):
+    layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
+    layer(torch.randn(3, 6)).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        assert layer.bfloat16()(torch.randn(3, 6).bfloat16()).dtype is torch.bfloat16
+    assert calls == []
+
+
+@needs_kernel
+@torch.no_grad()
+def test_model_keeps_parameters_ties_and_results(always_faster, calls):
+    model = tiny_model(tie_word_embeddings=True)
+    before = copy.deepcopy(model)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert cpu.speed_up(model)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.state_dict().keys() == before.state_dict().keys()
+    tokens = torch.randint(0, model.config.vocab_size, (1, 7))
+    torch.testing.assert_close(model(tokens).logits, before(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert calls
+
+
+def test_model_stays_as_it_is_without_a_kernel(no_kernel, always_faster):
+    model = tiny_model()
+    assert not cpu.speed_up(model)
+    assert not any(isinstance(module, cpu.FewTokensLinear) for module in model.modules())
+
+
+@needs_kernel
+def test_model_stays_as_it_is_where_the_kernel_is_slower(monkeypatch):
+    monkeypatch.setattr(cpu, "_WORTH_IT", 0.0)
+    assert not cpu.speed_up(tiny_model())
+
+
+def test_model_in_another_dtype_stays_as_it_is(always_faster):
+    assert not cpu.speed_up(tiny_model().bfloat16())
+
+
+def test_layer_works_where_there_is_no_kernel(no_kernel):
+    layer = cpu.FewTokensLinear.sharing(nn.Linear(6, 4))
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "compiler fails", "no place"])
+def test_no_kernel_is_no_error(monkeypatch, tmp_path, trouble):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    if trouble == "no compiler":
+        monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    elif trouble == "compiler fails":
+        monkeypatch.setattr(cpu, "_FLAGS", ("--no-such-flag",))
+    else:
+        (tmp_path / "home").write_text("a file where the folder should be")
+    assert cpu._kernel.__wrapped__() is None
+
+
+@needs_kernel
+def test_kernel_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    library = cpu._library()
+    monkeypatch.setattr(subprocess, "run", None)
+    assert cpu._library() == library
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
