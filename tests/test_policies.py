@@ -19,11 +19,11 @@ GREEDY = {"max_new_tokens": 40}
 SAMPLED = {"max_new_tokens": 30, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
 
 
-def engine_for(name, budget=20, **tree):
+def engine_for(name, budget=20, isolated=False, **tree):
     model = tiny_model()
     drafter = Eagle3Drafter(make_head(model), TreeSettings(**({"depth": 6, "topk": 4, "total_token": 20} | tree)))
     target = TargetRunner(model, drafter.hidden_layers)
-    policy = make_policy(name, target, drafter, budget, pass_cost=0.03)
+    policy = make_policy(name, target, drafter, budget, pass_cost=0.03, isolated=isolated)
     return Engine(model, policy=policy, drafter=drafter)
 
 
@@ -132,3 +132,23 @@ def test_state_holds_tensors_only():
     engine = engine_for("graft")
     engine.generate(PROMPTS[0], **GREEDY)
     assert all(isinstance(value, torch.Tensor) for value in engine.policy.state().values())
+
+
+@pytest.mark.parametrize("name", ["recycle", "paper", "root", "tail"])
+def test_isolated_rows_of_a_batch_do_what_each_would_alone(name, monkeypatch):
+    monkeypatch.setattr(Batch, "max_depth", 9)
+    alone = [engine_for(name, isolated=True).generate(prompt, **GREEDY).stats for prompt in PROMPTS]
+    together = [g.stats for g in engine_for(name, isolated=True).generate_batch(PROMPTS, **GREEDY)]
+    assert [s.rounds for s in together] == [s.rounds for s in alone]
+    assert [s.accepted_by_source for s in together] == [s.accepted_by_source for s in alone]
+
+
+def test_isolated_texts_learn_nothing_from_each_other():
+    engine = engine_for("graft", isolated=True)
+    for prompt in PROMPTS:
+        engine.generate(prompt, **GREEDY)
+    again = engine.generate(PROMPTS[0], **GREEDY).stats
+    assert "past" not in again.proposed_by_source
+    shared = engine_for("graft")
+    shared.generate(PROMPTS[0], **GREEDY)
+    assert "past" in shared.generate(PROMPTS[0], **GREEDY).stats.proposed_by_source

@@ -39,11 +39,13 @@ class Nodes:
 class Pool:
     """Proposals for `roots` [B], with the two tokens before each."""
 
-    def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor) -> None:
+    def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> None:
+        """salts [B]: whose tables each row uses, if not everybody's (see `Judged`)."""
         root = roots[:, None]
         zeros = torch.zeros_like(root)
         ones = torch.ones_like(root, dtype=torch.float32)
         self.nodes = Nodes(root, zeros, ones, zeros, zeros, before[:, None], earlier[:, None], zeros, zeros, zeros)
+        self.salts = torch.zeros_like(roots) if salts is None else salts
         self._depth_keys = _DEPTH_KEYS.to(roots.device)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from graft.text import TextStream
 from graft.tree import PADDING, DraftTree
 
 FinishReason = Literal["stop", "length"]
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Sequence:
         eos_token_ids: SequenceOf[int] = (),
         tokenizer: Any | None = None,
     ) -> None:
+        self.number = next(_NUMBERS)
         self.ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.settings = settings

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState, Level, TreeSettings
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.policy.base import Grown, Policy, new_pool
+from graft.policy.base import Grown, Policy
 from graft.pool import NO_TOKEN
 from graft.retrieve.base import NUM_SUCCESSORS, Judged, likeliest
 from graft.sampling import SamplingSettings
@@ -78,7 +78,7 @@ class Recorder(Policy):
         assert self.drafter is not None
         levels = self.drafter.levels(batch.draft, roots, keep=_KEPT_OF_A_LEVEL)
         self._levels = list(islice(levels, self.drafter.settings.depth + 1))
-        pool = new_pool(batch, roots)
+        pool = self.new_pool(batch, roots)
         for level in self._levels:
             zeros = torch.zeros_like(level.tokens)
             pool.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
@@ -201,7 +201,8 @@ def replay(policy: Policy, trace: Trace) -> Stats:
     if len(trace.prompt) > 1:
         text = torch.cat([torch.full((2,), NO_TOKEN), trace.prompt])
         said = (trace.prompt_successors, trace.prompt_shares)
-        policy.learn_judged(Judged(trace.prompt[:-1], text[1:-2], text[:-3], *said))
+        salts = torch.full_like(trace.prompt[:-1], policy.salt_of(sequence))
+        policy.learn_judged(Judged(trace.prompt[:-1], text[1:-2], text[:-3], *said, salts))
     answer, clock = trace.answer.tolist(), Clock()
     with torch.no_grad():
         while sequence.finish_reason is None:
@@ -210,7 +211,7 @@ def replay(policy: Policy, trace: Trace) -> Stats:
             nodes = _accepted(grown.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
-            policy.learn_judged(_judged(trace, place, sequence.ids))
+            policy.learn_judged(_judged(trace, place, sequence.ids, policy.salt_of(sequence)))
             policy.learn_accepted(grown.tree, Accepted([nodes], [tokens]), seconds=1.0)
             sequence.stats.draft_passes += grown.passes[0]
             sequence.extend(tokens, nodes, TreeRow(grown.tree, torch.zeros(1, 1, 1), 0, policy.sources))
@@ -235,16 +236,14 @@ def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
     return path
 
 
-def _judged(trace: Trace, place: int, history: Sequence[int]) -> Judged:
+def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> Judged:
     """What the recorded round says, under the text so far."""
     tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
     zeros = torch.zeros_like(tokens)
     tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
     empty = Verified(tokens, torch.zeros(1, tokens.shape[1], NUM_SUCCESSORS), ())
-    about = Judged.of_trees(empty, tree, [history])
-    return Judged(
-        about.tokens, about.before, about.earlier, trace.successors[place].flip(0), trace.shares[place].flip(0)
-    )
+    judged = Judged.of_trees(empty, tree, [history], torch.tensor([salt]))
+    return replace(judged, successors=trace.successors[place].flip(0), shares=trace.shares[place].flip(0))
 
 
 def _small(values: Tensor) -> Tensor:

@@ -34,13 +34,15 @@ def make_policy(
     drafter: Drafter | None = None,
     budget: int | None = None,
     pass_cost: float | None = None,
+    isolated: bool = False,
 ) -> Policy:
     """The policy of that name for one target, with nothing learned yet.
 
     budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
     pass_cost: what a draft pass costs, in verifies; None measures it.
+    isolated: texts do not learn from each other, only from themselves.
     """
-    settings = PolicySettings(budget, pass_cost)
+    settings = PolicySettings(budget, pass_cost, isolated)
     if name not in POLICIES:
         close = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(POLICIES)}"

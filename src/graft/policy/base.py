@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from graft.accept import Accepted
@@ -31,6 +32,7 @@ class PolicySettings(Settings):
 
     budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
+    isolated: bool = False  # whether texts must not learn from each other
 
     def __post_init__(self) -> None:
         good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
@@ -57,6 +59,7 @@ class Policy(ABC):
     sources: tuple[str, ...] = ("root",)  # names by source number
     drafter: Drafter | None = None
     retrievers: Sequence[Retriever] = ()
+    isolated = False
 
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
@@ -76,14 +79,17 @@ class Policy(ABC):
         """Learns from a judged chunk of a row's prompt; `following` are the tokens that come after each of it."""
         if self.retrievers:
             start = batch.cache.lengths[row] - verified.tokens.shape[1]
-            self.learn_judged(Judged.of_chunk(verified, batch.sequences[row].ids[max(start - 2, 0) : start]))
+            sequence = batch.sequences[row]
+            preceding = sequence.ids[max(start - 2, 0) : start]
+            self.learn_judged(Judged.of_chunk(verified, preceding, self.salt_of(sequence)))
         if self.drafter is not None:
             self.drafter.read(batch.draft, row, verified, following)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         """Learns from a finished round, whose verify took `seconds`."""
         if self.retrievers:
-            self.learn_judged(Judged.of_trees(verified, tree, [sequence.ids for sequence in batch.sequences]))
+            histories = [sequence.ids for sequence in batch.sequences]
+            self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch, tree.tokens.device)))
         if self.drafter is not None:
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         self.learn_accepted(tree, accepted, seconds)
@@ -110,12 +116,22 @@ class Policy(ABC):
         for retriever in self.retrievers:
             retriever.restore(part_of(state, retriever.names[0]))
 
+    def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
+        """A pool with the batch's roots and nothing else."""
+        before, earlier = before_roots([sequence.ids for sequence in batch.sequences], roots.device)
+        return Pool(roots, before, earlier, self._salts(batch, roots.device))
+
+    def _salts(self, batch: Batch, device: torch.device) -> Tensor | None:
+        """[B] whose tables each row uses; None if all share them."""
+        if not self.isolated:
+            return None
+        return torch.tensor([self.salt_of(sequence) for sequence in batch.sequences], device=device)
+
+    def salt_of(self, history: History) -> int:
+        """Whose tables a text uses: its own, or everybody's."""
+        return history.number if self.isolated else 0
+
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """What a state holds under `name`."""
     return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
-
-
-def new_pool(batch: Batch, roots: Tensor) -> Pool:
-    """A pool with the batch's roots and nothing else."""
-    return Pool(roots, *before_roots([sequence.ids for sequence in batch.sequences], roots.device))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
-from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings, new_pool
+from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
 from graft.policy.gates import PUBLISHED, draft_through_gates
 from graft.stats import Clock
 from graft.target import TargetRunner
@@ -27,7 +27,7 @@ class Dense(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
-        pool = new_pool(batch, roots)
+        pool = self.new_pool(batch, roots)
         drafted = draft_through_gates(self.drafter, batch, pool, self.thresholds, clock)
         with clock("graft"):
             return Grown(pool.best(self._budget, max(drafted.passes))[0], drafted.passes)

@@ -17,7 +17,7 @@ from graft.draft.base import Drafter
 from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
 from graft.learn.cost import WIDTHS, VerifyCost
 from graft.learn.prospect import Prospect
-from graft.policy.base import Grown, Policy, PolicySettings, new_pool, part_of
+from graft.policy.base import Grown, Policy, PolicySettings, part_of
 from graft.policy.gates import DRAFTED
 from graft.pool import Pool
 from graft.retrieve import Recall, Retriever, SuffixLookup
@@ -37,8 +37,9 @@ class Graft(Policy):
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter = drafter
-        self.retrievers: Sequence[Retriever] = self.make_retrievers(target)
+        self.retrievers: Sequence[Retriever] = self.make_retrievers(target, settings)
         self._target, self._settings = target, settings
+        self.isolated = settings.isolated
         self._cost = VerifyCost()
         self._prospect = Prospect(drafter.settings.depth + 1 if drafter is not None else 0)
         # Ordered by trust: the drafter first.
@@ -57,8 +58,11 @@ class Graft(Policy):
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
 
-    def make_retrievers(self, target: TargetRunner) -> list[Retriever]:
-        return [SuffixLookup(), Recall(target.vocab_size, target.device)]
+    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
+        return [
+            SuffixLookup(keep_past=not settings.isolated),
+            Recall(target.vocab_size, target.device, isolated=settings.isolated),
+        ]
 
     def prepare(self) -> None:
         if self._cost.measured:
@@ -77,7 +81,7 @@ class Graft(Policy):
         self._planned_seconds = self._cost.plans([], len(roots))[0].seconds
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
-        pool = new_pool(batch, roots)
+        pool = self.new_pool(batch, roots)
         with clock("graft"):
             self._retrieve(pool, batch, self.retrievers[:1])  # the text's own copies cost nothing and may say it all
         passes: list[int] = [0] * len(roots)

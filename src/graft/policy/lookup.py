@@ -7,7 +7,7 @@ from torch import Tensor
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings, new_pool
+from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
 from graft.retrieve import SuffixLookup
 from graft.stats import Clock
 from graft.target import TargetRunner
@@ -20,13 +20,13 @@ class Lookup(Policy):
     sources = ("root", *SuffixLookup.names)
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self._suffix = SuffixLookup(max_past_tokens=0)
+        self._suffix = SuffixLookup(keep_past=False)
         self._prior = Calibration(list(self._suffix.prior), target.device)
         self._budget = settings.budget or USUAL_BUDGET
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         with clock("graft"):
-            pool = new_pool(batch, roots)
+            pool = self.new_pool(batch, roots)
             first = ROOT + 1
             self._suffix.propose(pool, batch.sequences, first, self._prior.weigh(first), batch.max_depth)
             return Grown.without_drafts(pool.best(self._budget, batch.max_depth)[0].trimmed())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
-from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings, new_pool
+from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED, NEVER, PUBLISHED, draft_through_gates, keep_best_drafted
 from graft.policy.template import ENVELOPE, Template, fill, make_template, scaled
 from graft.pool import Pool
@@ -38,14 +38,15 @@ class Recycle(Policy):
     sources = ("root", "adjacency")
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self._matrix = AdjacencyMatrix(target.vocab_size, target.device)
+        self._matrix = AdjacencyMatrix(target.vocab_size, target.device, settings.isolated)
         self.retrievers = [self._matrix]
+        self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET
         self._template = make_template(scaled(ENVELOPE, self._budget))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         with clock("graft"):
-            pool = new_pool(batch, roots)
+            pool = self.new_pool(batch, roots)
             fill(
                 pool,
                 [self._template] * len(roots),
@@ -65,8 +66,9 @@ class Paper(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         assert drafter is not None
         self.drafter = drafter
-        self._matrix = AdjacencyMatrix(target.vocab_size, target.device)
+        self._matrix = AdjacencyMatrix(target.vocab_size, target.device, settings.isolated)
         self.retrievers = [self._matrix]
+        self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET
         self._kept = [round(kept * self._budget / 60) for kept in _KEPT]
         self._templates: list[Template | None] = [
@@ -78,7 +80,7 @@ class Paper(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
-        pool = new_pool(batch, roots)
+        pool = self.new_pool(batch, roots)
         drafted = draft_through_gates(self.drafter, batch, pool, self.thresholds, clock)
         with clock("graft"):
             keep_best_drafted(pool, [self._kept[stop] for stop in drafted.stops])
@@ -98,7 +100,7 @@ class Root(Paper):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
-        pool = new_pool(batch, roots)
+        pool = self.new_pool(batch, roots)
         drafted = draft_through_gates(self.drafter, batch, pool, None, clock)
         with clock("graft"):
             keep_best_drafted(pool, [self._kept[NEVER - 1]] * len(roots))
@@ -118,7 +120,7 @@ class Tail(Root):
         count = (self._budget - self._kept[NEVER - 1]) // 2
         reachable = nodes.paths * is_leaf * (nodes.depths < max_depth)
         paths, leaves = reachable.topk(min(count, pool.width), dim=1)
-        successors, shares = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3)
+        successors, shares = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3, pool.salts[:, None])
         known = (successors[:, :, :2] != COLD) & (paths > 0)[:, :, None]
         tokens = successors[:, :, :2].clamp(min=0).flatten(1)
         sources, zeros = torch.full_like(tokens, _ADJACENCY), torch.zeros_like(tokens)

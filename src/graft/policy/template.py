@@ -74,7 +74,7 @@ def fill(pool: Pool, templates: list[Template | None], table: SuccessorTable, so
         )
         places = above.gather(1, parents)
         nodes = pool.nodes
-        tokens = _successors(table, nodes.tokens.gather(1, places), ranks)
+        tokens = _successors(table, nodes.tokens.gather(1, places), ranks, pool.salts)
         first = pool.width
         known = (tokens != COLD) & real.bool()
         sources = torch.full_like(tokens, source)
@@ -83,7 +83,7 @@ def fill(pool: Pool, templates: list[Template | None], table: SuccessorTable, so
         depth += 1
 
 
-def _successors(table: SuccessorTable, tokens: Tensor, ranks: Tensor) -> Tensor:
+def _successors(table: SuccessorTable, tokens: Tensor, ranks: Tensor, salts: Tensor) -> Tensor:
     """The successor of each token [B, n] at its rank [B, n]."""
-    successors, _ = table.lookup(tokens, tokens, tokens)  # of order 1: what came before does not matter
+    successors, _ = table.lookup(tokens, tokens, tokens, salts[:, None])  # of order 1: what came before is not read
     return successors.gather(2, ranks[:, :, None]).squeeze(2)

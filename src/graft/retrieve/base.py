@@ -25,7 +25,7 @@ class History(Protocol):
     """A sequence as retrievers see it: its tokens so far, the root last. Hashable, and gone when it is done."""
 
     ids: list[int]
-    num_prompt_tokens: int
+    number: int  # its own; no other text has it or will have it
 
     def __hash__(self) -> int: ...
 
@@ -39,26 +39,33 @@ class Judged:
     earlier: Tensor  # [R] and the one before that
     successors: Tensor  # [R, k] likeliest first
     shares: Tensor  # [R, k] of each among these, as the target sees it
+    salts: Tensor  # [R] whose text each is part of, or 0: rows of tables under one salt are of no use under another
 
     @classmethod
-    def of_chunk(cls, verified: Verified, preceding: Sequence[int]) -> Judged:
+    def of_chunk(cls, verified: Verified, preceding: Sequence[int], salt: int = 0) -> Judged:
         """A chunk of one prompt, and at least the two tokens before it, where there are two."""
         tokens = verified.tokens[0]
         before = torch.tensor(([NO_TOKEN] * 2 + list(preceding[-2:]))[-2:], device=tokens.device)
         text = torch.cat([before, tokens])
-        return cls(tokens, text[1:-1], text[:-2], *likeliest(verified.logits[0]))
+        return cls(tokens, text[1:-1], text[:-2], *likeliest(verified.logits[0]), torch.full_like(tokens, salt))
 
     @classmethod
-    def of_trees(cls, verified: Verified, tree: DraftTree, histories: Sequence[Sequence[int]]) -> Judged:
+    def of_trees(
+        cls, verified: Verified, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None = None
+    ) -> Judged:
         """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones."""
         before, earlier = before_roots(histories, tree.tokens.device)
         text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
         parents = tree.parents + 2
         parents[:, 0] = 1
         above = torch.cat([torch.zeros_like(parents[:, :2]), parents], dim=1).gather(1, parents)
-        fields = (tree.tokens, text.gather(1, parents), text.gather(1, above))
-        tokens, before, earlier = (field.flip(1).flatten() for field in fields)
-        return cls(tokens, before, earlier, *likeliest(verified.logits.flip(1).flatten(0, 1)))
+        whose = (torch.zeros_like(before) if salts is None else salts)[:, None].expand_as(tree.tokens)
+        fields = (tree.tokens, text.gather(1, parents), text.gather(1, above), whose)
+        # Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.
+        tokens, before, earlier, whose = (
+            torch.where(tree.valid, field, field[:, :1]).flip(1).flatten() for field in fields
+        )
+        return cls(tokens, before, earlier, *likeliest(verified.logits.flip(1).flatten(0, 1)), whose)
 
 
 class Retriever(Protocol):

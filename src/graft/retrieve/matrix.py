@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graft.pool import Pool
 from graft.retrieve.base import History, Judged, Weigh
-from graft.retrieve.table import SuccessorTable
+from graft.retrieve.table import adjacency_table
 
 
 class AdjacencyMatrix:
@@ -18,8 +18,8 @@ class AdjacencyMatrix:
     names: tuple[str, ...] = ("adjacency",)
     prior = torch.zeros(1, 1)  # a template asks for no probability
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.table = SuccessorTable(1, vocab_size, device)
+    def __init__(self, vocab_size: int, device: torch.device, isolated: bool = False) -> None:
+        self.table = adjacency_table(vocab_size, device, isolated)
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
         """Nothing of its own accord."""

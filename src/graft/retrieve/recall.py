@@ -14,7 +14,7 @@ from torch import Tensor
 from graft.learn.calibration import BUCKET_PROBABILITIES, probability_bucket
 from graft.pool import Pool
 from graft.retrieve.base import History, Judged, Weigh
-from graft.retrieve.table import COLD, SuccessorTable
+from graft.retrieve.table import COLD, ISOLATED_ROWS, SuccessorTable, adjacency_table
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
 # What an old opinion, in a context that is now another, is worth of its face: the more of the context is the same,
@@ -33,9 +33,15 @@ class Recall:
         num_rows: int = 1 << 18,  # of each hashed table
         waves: int = 5,
         beam: int = 12,  # nodes looked up in a wave
+        isolated: bool = False,  # texts do not learn from each other
     ) -> None:
         """orders: longest first."""
-        self._tables = [SuccessorTable(order, vocab_size if order == 1 else num_rows, device) for order in orders]
+        self._tables = [
+            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, device)
+            if order > 1
+            else adjacency_table(vocab_size, device, isolated)
+            for order in orders
+        ]
         self.names = tuple(_NAMES[order] for order in orders)
         self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
         self._waves = waves
@@ -48,7 +54,10 @@ class Recall:
             open_paths = nodes.paths.masked_fill(done | (nodes.depths >= max_depth), 0.0)
             best = open_paths.topk(min(self._beam, pool.width), dim=1).indices  # [B, F]
             looked_up, evidence, sources = self._successors(
-                nodes.tokens.gather(1, best), nodes.before.gather(1, best), nodes.earlier.gather(1, best)
+                nodes.tokens.gather(1, best),
+                nodes.before.gather(1, best),
+                nodes.earlier.gather(1, best),
+                pool.salts[:, None],
             )
             probabilities = (
                 weigh(sources, evidence) * (looked_up != COLD) * (open_paths.gather(1, best) > 0)[:, :, None]
@@ -62,12 +71,14 @@ class Recall:
             )
             done = torch.cat([done.scatter(1, best, True), torch.zeros_like(looked_up.flatten(1), dtype=torch.bool)], 1)
 
-    def _successors(self, tokens: Tensor, before: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _successors(
+        self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, evidence and source [B, F, k] of the longest n-gram known at each node [B, F]."""
-        found, shares = self._tables[-1].lookup(tokens, before, earlier)
+        found, shares = self._tables[-1].lookup(tokens, before, earlier, salts)
         sources = torch.full_like(found, len(self._tables) - 1)
         for source in range(len(self._tables) - 2, -1, -1):
-            longer, its_shares = self._tables[source].lookup(tokens, before, earlier)
+            longer, its_shares = self._tables[source].lookup(tokens, before, earlier, salts)
             known = longer[..., :1] != COLD
             found, shares = torch.where(known, longer, found), torch.where(known, its_shares, shares)
             sources = torch.where(known, source, sources)

@@ -105,13 +105,18 @@ class SuffixLookup:
     )
 
     def __init__(
-        self, depth: int = 32, num_nodes: int = 40, num_drafted: int = 10, max_past_tokens: int = 200_000
+        self,
+        depth: int = 32,
+        num_nodes: int = 40,  # of the tree at one place
+        num_drafted: int = 10,  # drafted nodes that are looked up beside the root
+        max_past_tokens: int = 200_000,
+        keep_past: bool = True,  # finished texts help later ones
     ) -> None:
-        """num_nodes: of the tree at one place. num_drafted: drafted nodes that are looked up beside the root."""
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._max_past_tokens = max_past_tokens
         self._past = SuffixIndex(max_past_tokens)
+        self._keeps_past = keep_past
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
         rows = [Row(pool) for _ in histories]
@@ -150,8 +155,9 @@ class SuffixLookup:
         """Nothing to do: texts are taken from their histories."""
 
     def finish(self, history: History) -> None:
-        self._past.begin()
-        self._past.extend(history.ids)
+        if self._keeps_past:
+            self._past.begin()
+            self._past.extend(history.ids)
 
     def state(self) -> dict[str, Tensor]:
         texts = self._past.texts

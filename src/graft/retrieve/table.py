@@ -1,7 +1,8 @@
 """SuccessorTable: what the target found likeliest after a token, or after an n-gram, when it last judged it.
 
 Order 1 is the adjacency matrix, a row a token. Higher orders are hashed: a row is named by its n-gram's hash and
-carries a tag, so that another n-gram on the same row is told apart. Memory is fixed.
+carries a tag, so that another n-gram on the same row is told apart. Where texts must not learn from each other, order
+1 is hashed too, and every text has a salt that goes into its hashes. Memory is fixed.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ from torch import Tensor
 from graft.hashing import mix64
 from graft.retrieve.base import NUM_SUCCESSORS, Judged
 
+ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
 COLD = -1  # stands for the successor of an n-gram that was never judged
 
 
 class SuccessorTable:
     """M[rows, k] of token ids, likeliest first, with their shares."""
 
-    def __init__(self, order: int, num_rows: int, device: torch.device, k: int = NUM_SUCCESSORS) -> None:
-        """num_rows: the vocabulary's size for order 1, else a power of two."""
+    def __init__(
+        self, order: int, num_rows: int, device: torch.device, hashed: bool = True, k: int = NUM_SUCCESSORS
+    ) -> None:
+        """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size."""
         self.order = order
+        self._is_hashed = hashed
         self._successors = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
         self._shares = torch.zeros(num_rows, k, device=device)
-        self._tags = torch.zeros(num_rows if order > 1 else 0, dtype=torch.int64, device=device)
+        self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64, device=device)
 
-    def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor]:
         """Successors and shares [..., k] after n-grams whose last tokens are given; `COLD` and 0 where unknown."""
-        rows, tags = self._place(tokens, before, earlier)
+        rows, tags = self._place(tokens, before, earlier, salts)
         successors, shares = self._successors[rows].long(), self._shares[rows]
         if tags is not None:
             other = (self._tags[rows] != tags)[..., None]
@@ -38,7 +43,7 @@ class SuccessorTable:
 
     def learn(self, judged: Judged) -> None:
         """Of several judgements of one row the last stays."""
-        rows, tags = self._place(judged.tokens, judged.before, judged.earlier)
+        rows, tags = self._place(judged.tokens, judged.before, judged.earlier, judged.salts)
         again = (rows[:, None] == rows).triu(1).any(dim=1)  # [R] judged once more, later
         # Every judgement of a row writes what the last one says, so the order of writing does not matter.
         index = torch.arange(len(rows), device=rows.device)
@@ -54,7 +59,7 @@ class SuccessorTable:
         """The rows that were judged: a few thousand of many."""
         rows = (self._successors[:, 0] != COLD).nonzero().squeeze(1)
         held = {"rows": rows, "successors": self._successors[rows], "shares": self._shares[rows].half()}
-        return held | ({"tags": self._tags[rows]} if self.order > 1 else {})
+        return held | ({"tags": self._tags[rows]} if self._is_hashed else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self._successors.fill_(COLD)
@@ -65,14 +70,19 @@ class SuccessorTable:
         rows = state["rows"].to(self._shares.device)
         self._successors[rows] = state["successors"].to(self._successors)
         self._shares[rows] = state["shares"].to(self._shares)
-        if self.order > 1:
+        if self._is_hashed:
             self._tags[rows] = state["tags"].to(self._tags)
 
-    def _place(self, tokens: Tensor, before: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.order == 1:
+    def _place(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self._is_hashed:
             return tokens, None
-        key = mix64(before + 1)
-        if self.order == 3:
-            key = mix64(key + earlier)
+        key = mix64(salts)
+        for part in (earlier, before)[3 - self.order :]:
+            key = mix64(key + part)
         key = mix64(key + tokens)
         return key & (len(self._shares) - 1), key
+
+
+def adjacency_table(vocab_size: int, device: torch.device, isolated: bool) -> SuccessorTable:
+    """The matrix of all texts, or rows of it for each."""
+    return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, device, hashed=isolated)
