@@ -7,7 +7,7 @@ added: nothing is folded over the tree afterwards. Equal paths, whoever proposed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,26 @@ from graft.hashing import mix64
 from graft.tree import PADDING, ROOT, DraftTree
 
 NO_TOKEN = -1  # stands where a text has no earlier token
-_DEPTH_KEYS = mix64(torch.arange(1024))  # a token's part of its path's key depends on its depth
+# A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
+# rare as equal random numbers.
+_DEPTH_FACTORS = mix64(torch.arange(1024)) | 1
 _SURE = 0.999  # a node is always a little less likely than its parent, so it never ranks before it
+_INHERITED = 5  # the first fields below are what a node's own follow from, one gather for all
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """B rows of N nodes. The first is the root; a node stands after its parent."""
+class Nodes(NamedTuple):
+    """B rows of N nodes, each field [B, N]. The first is the root; a node stands after its parent."""
 
-    tokens: Tensor  # [B, N]
-    parents: Tensor  # [B, N]
-    paths: Tensor  # [B, N] P(the target accepts the node); 0 is padding
-    depths: Tensor  # [B, N]
-    keys: Tensor  # [B, N] names the path from the root: a sum of one number a step
-    before: Tensor  # [B, N] the token before the node's
-    earlier: Tensor  # [B, N] and the one before that
-    sources: Tensor  # [B, N]
-    evidence: Tensor  # [B, N]
-    needs: Tensor  # [B, N] draft passes without which the node would not be here
+    tokens: Tensor
+    before: Tensor  # the token before the node's
+    depths: Tensor
+    keys: Tensor  # names the path from the root
+    needs: Tensor  # draft passes without which the node would not be here
+    parents: Tensor
+    earlier: Tensor  # the token before `before`
+    sources: Tensor
+    evidence: Tensor
+    paths: Tensor  # P(the target accepts the node); 0 is padding
 
 
 class Pool:
@@ -41,16 +43,20 @@ class Pool:
 
     def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> None:
         """salts [B]: whose tables each row uses, if not everybody's (see `Judged`)."""
-        root = roots[:, None]
-        zeros = torch.zeros_like(root)
-        ones = torch.ones_like(root, dtype=torch.float32)
-        self.nodes = Nodes(root, zeros, ones, zeros, zeros, before[:, None], earlier[:, None], zeros, zeros, zeros)
-        self.salts = torch.zeros_like(roots) if salts is None else salts
-        self._depth_keys = _DEPTH_KEYS.to(roots.device)
+        zeros = torch.zeros_like(roots)
+        fields = (roots, before, zeros, zeros, zeros, zeros, earlier, zeros + ROOT, zeros)
+        self._fields = torch.stack(fields)[:, :, None]  # [fields, B, N], all but the paths
+        self._paths = torch.ones_like(roots, dtype=torch.float32)[:, None]  # [B, N]
+        self.salts = zeros if salts is None else salts
+        self._factors = _DEPTH_FACTORS.to(roots.device)
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes._make((*self._fields.unbind(), self._paths))
 
     @property
     def width(self) -> int:
-        return self.nodes.tokens.shape[1]
+        return self._paths.shape[1]
 
     def add(
         self,
@@ -62,19 +68,14 @@ class Pool:
         needs: int | None = None,
     ) -> None:
         """Adds nodes [B, n] under nodes that are there; probability 0 adds padding. needs: their parents' if None."""
-        old = self.nodes
-        depths = old.depths.gather(1, parents) + 1
+        above = self._fields[:_INHERITED].gather(2, parents.expand(_INHERITED, -1, -1))
+        before, earlier, depths, keys, inherited = above.unbind()
+        depths = depths + 1
+        keys = keys + (tokens + 1) * self._factors[depths]
+        own_needs = inherited if needs is None else torch.full_like(parents, needs)
         self._append(
-            tokens=tokens,
-            parents=parents,
-            paths=old.paths.gather(1, parents) * probabilities.clamp(max=_SURE),
-            depths=depths,
-            keys=old.keys.gather(1, parents) + self._steps(tokens, depths),
-            before=old.tokens.gather(1, parents),
-            earlier=old.before.gather(1, parents),
-            sources=sources,
-            evidence=evidence,
-            needs=old.needs.gather(1, parents) if needs is None else torch.full_like(parents, needs),
+            (tokens, before, depths, keys, own_needs, parents, earlier, sources, evidence),
+            self._paths.gather(1, parents) * probabilities.clamp(max=_SURE),
         )
 
     def add_chains(
@@ -82,35 +83,25 @@ class Pool:
     ) -> None:
         """Adds nodes [B, n] that may hang below each other: parents count on from the nodes that are there."""
         old, width = self.nodes, self.width
-        ends = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
-        jump = torch.cat([ends, parents], dim=1)
+        jump = torch.cat([torch.arange(width, device=tokens.device).expand(len(tokens), -1), parents], dim=1)
         paths = torch.cat([torch.ones_like(old.paths), probabilities.clamp(max=_SURE)], dim=1)
-        keys = torch.cat([torch.zeros_like(old.keys), self._steps(tokens, depths)], dim=1)
+        keys = torch.cat([torch.zeros_like(old.keys), (tokens + 1) * self._factors[depths]], dim=1)
         for _ in range(int(depths.max()).bit_length()):  # doublings: no chain is longer than it is deep
             paths, keys = paths * paths.gather(1, jump), keys + keys.gather(1, jump)
             jump = jump.gather(1, jump)
         anchors = jump[:, width:]  # the old node that each hangs under
-        all_tokens = torch.cat([old.tokens, tokens], dim=1)
-        before = all_tokens.gather(1, parents)
-        all_before = torch.cat([old.before, before], dim=1)
+        before = torch.cat([old.tokens, tokens], dim=1).gather(1, parents)
+        earlier = torch.cat([old.before, before], dim=1).gather(1, parents)
+        keys = keys[:, width:] + old.keys.gather(1, anchors)
+        needs = old.needs.gather(1, anchors)
         self._append(
-            tokens=tokens,
-            parents=parents,
-            paths=paths[:, width:] * old.paths.gather(1, anchors),
-            depths=depths,
-            keys=keys[:, width:] + old.keys.gather(1, anchors),
-            before=before,
-            earlier=all_before.gather(1, parents),
-            sources=sources,
-            evidence=evidence,
-            needs=old.needs.gather(1, anchors),
+            (tokens, before, depths, keys, needs, parents, earlier, sources, evidence),
+            paths[:, width:] * old.paths.gather(1, anchors),
         )
 
-    def _append(self, **new: Tensor) -> None:
-        self.nodes = Nodes(**{f.name: torch.cat([getattr(self.nodes, f.name), new[f.name]], 1) for f in fields(Nodes)})
-
-    def _steps(self, tokens: Tensor, depths: Tensor) -> Tensor:
-        return mix64(tokens + self._depth_keys[depths])
+    def _append(self, fields: tuple[Tensor, ...], paths: Tensor) -> None:
+        self._fields = torch.cat([self._fields, torch.stack(fields)], dim=2)
+        self._paths = torch.cat([self._paths, paths], dim=1)
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
@@ -172,7 +163,8 @@ class Pool:
         longest = max(map(len, emitted))
         truth = torch.tensor([[*t, *[NO_TOKEN] * (longest - len(t))] for t in emitted], device=pool.keys.device)
         depths = torch.arange(1, longest + 1, device=pool.keys.device).expand_as(truth)
-        true_keys = nn.functional.pad(self._steps(truth, depths).cumsum(dim=1), (1, 0))  # [B, longest + 1]
+        steps = (truth + 1) * self._factors[depths]
+        true_keys = nn.functional.pad(steps.cumsum(dim=1), (1, 0))  # [B, longest + 1]
         is_true = pool.keys[:, :, None] == true_keys[:, None, :]  # [B, N, longest + 1]
         fitted = is_true[:, :, 1:].any(dim=2)
         ended = torch.tensor([len(t) for t in emitted], device=pool.keys.device)[:, None]

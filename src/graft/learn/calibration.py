@@ -13,13 +13,13 @@ from graft.tree import ROOT
 _PRIOR_WEIGHT = 16.0  # observations that the prior is worth
 _MEMORY = 256.0  # observations after which old ones begin to fade
 
-_NUM_BUCKETS = 16
-BUCKET_PROBABILITIES = 2.0 ** (-torch.arange(_NUM_BUCKETS) / 2)  # two buckets per halving
+NUM_BUCKETS = 16  # a power of two: tables pack a bucket beside a token
+BUCKET_PROBABILITIES = 2.0 ** (-torch.arange(NUM_BUCKETS) / 2)  # two buckets per halving
 
 
 def probability_bucket(probabilities: Tensor) -> Tensor:
     """Evidence bucket of a score that is itself a probability."""
-    return (-2 * probabilities.log2()).clamp(0, _NUM_BUCKETS - 1).long()
+    return (-2 * probabilities.log2()).clamp(0, NUM_BUCKETS - 1).long()
 
 
 class Calibration:
@@ -37,11 +37,16 @@ class Calibration:
 
     def probability(self, sources: Tensor, evidence: Tensor) -> Tensor:
         """P(accepted | parent accepted) of proposals by their source and evidence."""
-        return (self._fitted / self._tried)[sources, evidence]
+        return self.table()[sources, evidence]
+
+    def table(self) -> Tensor:
+        """[sources, buckets] P(accepted | parent accepted)."""
+        return self._fitted / self._tried
 
     def weigh(self, first: int) -> Callable[[Tensor, Tensor], Tensor]:
         """`probability` for a proposer that numbers its own sources from 0, of which the first is `first` here."""
-        return lambda sources, evidence: self.probability(sources + first, evidence)
+        table = self.table()[first:]
+        return lambda sources, evidence: table[sources, evidence]
 
     def observe(self, pool: Pool, emitted: Sequence[Sequence[int]]) -> None:
         """Judges every proposal by the tokens that came, whether or not it was verified."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graft.draft.base import Drafter
 
-_BLEND = 0.03  # weight of a new observation
+_BLEND = 0.1  # weight of a new observation
 _HOPE = 1.003  # by which the prospect of passes grows, round by round, while none is tried
 
 

@@ -6,6 +6,7 @@ import difflib
 
 from graft.draft.base import Drafter
 from graft.errors import GraftError
+from graft.index.store import Datastore
 from graft.policy.base import MAX_BUDGET, Grown, Policy, PolicySettings
 from graft.policy.dense import Dense, Prune
 from graft.policy.graft import Graft
@@ -35,14 +36,16 @@ def make_policy(
     budget: int | None = None,
     pass_cost: float | None = None,
     isolated: bool = False,
+    datastore: Datastore | None = None,
 ) -> Policy:
     """The policy of that name for one target, with nothing learned yet.
 
     budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
     pass_cost: what a draft pass costs, in verifies; None measures it.
     isolated: texts do not learn from each other, only from themselves.
+    datastore: an index on disk that `graft` retrieves from too.
     """
-    settings = PolicySettings(budget, pass_cost, isolated)
+    settings = PolicySettings(budget, pass_cost, isolated, datastore)
     if name not in POLICIES:
         close = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(POLICIES)}"

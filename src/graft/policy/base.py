@@ -15,6 +15,7 @@ from torch import Tensor
 from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
+from graft.index.store import Datastore
 from graft.pool import Pool, before_roots
 from graft.retrieve.base import History, Judged, Retriever
 from graft.settings import Settings, require
@@ -33,6 +34,7 @@ class PolicySettings(Settings):
     budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
     isolated: bool = False  # whether texts must not learn from each other
+    datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
 
     def __post_init__(self) -> None:
         good = self.budget is None or 1 <= self.budget <= MAX_BUDGET

@@ -20,7 +20,7 @@ from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings, part_of
 from graft.policy.gates import DRAFTED
 from graft.pool import Pool
-from graft.retrieve import Recall, Retriever, SuffixLookup
+from graft.retrieve import DatastoreLookup, Recall, Retriever, SuffixLookup
 from graft.stats import Clock
 from graft.target import TargetRunner
 from graft.tree import DraftTree
@@ -28,6 +28,7 @@ from graft.tree import DraftTree
 _MAX_WIDTH = 64
 _KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _MAX_RESTS = 3
+_OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.02  # weight of a round in the usual rate
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 
@@ -55,12 +56,16 @@ class Graft(Policy):
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
+        self._num_looks = 0
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
 
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
+        datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(keep_past=not settings.isolated),
+            *datastore,
+            # Last: it looks up whatever the others have proposed.
             Recall(target.vocab_size, target.device, isolated=settings.isolated),
         ]
 
@@ -83,13 +88,13 @@ class Graft(Policy):
             return Grown.without_drafts(DraftTree.roots(roots))
         pool = self.new_pool(batch, roots)
         with clock("graft"):
-            self._retrieve(pool, batch, self.retrievers[:1])  # the text's own copies cost nothing and may say it all
+            self._retrieve(pool, batch, self.retrievers[:-1])  # copies cost nothing, and may say it all
         passes: list[int] = [0] * len(roots)
         reaches: list[list[float]] = []
         if self.drafter is not None:
             passes, reaches = self._draft(pool, batch, clock)
         with clock("graft"):
-            self._retrieve(pool, batch, self.retrievers if any(passes) else self.retrievers[1:])
+            self._retrieve(pool, batch, self.retrievers if any(passes) else self.retrievers[-1:])
             tree, paths = pool.best(max(self._cost.widths) - 1, batch.max_depth)
             width, seconds = self._best_width(paths)
             self._prospect_from(pool, passes, reaches, width)
@@ -118,7 +123,7 @@ class Graft(Policy):
         self._calibration.restore(part_of(state, "calibration"))
         self._prospect.restore(part_of(state, "prospect"))
         self._tokens = self._seconds = 0.0
-        self._num_idle_looks = self._num_rests = 0
+        self._num_looks = self._num_idle_looks = self._num_rests = 0
 
     # Draft and prune
 
@@ -158,8 +163,15 @@ class Graft(Policy):
     def _goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
         rate, num_rows = self._rate(len(going)), len(going)
-        if len(self._cost.widths) == 1 and self._prospect.seconds == 0.0:
-            return going
+        if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted
+            return [
+                is_going
+                and any(
+                    gain >= rate * count * self._prospect.seconds
+                    for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
+                )
+                for row, is_going in enumerate(going)
+            ]
         best = pool.nodes.paths[:, 1:].topk(min(_MAX_WIDTH, pool.width - 1), dim=1).values.cumsum(dim=1).tolist()
         for row in (row for row in range(num_rows) if going[row]):
             plans = self._cost.plans(best[row])
@@ -173,7 +185,8 @@ class Graft(Policy):
 
     def _prospect_from(self, pool: Pool, passes: list[int], reaches: list[list[float]], width: int) -> None:
         """Tells the prospect what the pool would have been worth with fewer passes."""
-        if not any(passes):
+        self._num_looks += 1
+        if not any(passes) or self._num_looks % _OBSERVE_EVERY:
             return
         budget = max(width, min(self._cost.widths)) - 1 or _MAX_WIDTH
         values = pool.values_by_need(max(passes), budget).tolist()

@@ -16,10 +16,10 @@ from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED, NEVER, PUBLISHED, draft_through_gates, keep_best_drafted
-from graft.policy.template import ENVELOPE, Template, fill, make_template, scaled
+from graft.policy.template import ENVELOPE, LIKELY, Template, fill, make_template, scaled
 from graft.pool import Pool
 from graft.retrieve.matrix import AdjacencyMatrix
-from graft.retrieve.table import COLD
+from graft.retrieve.table import COLD, unpack
 from graft.stats import Clock
 from graft.target import TargetRunner
 
@@ -120,8 +120,9 @@ class Tail(Root):
         count = (self._budget - self._kept[NEVER - 1]) // 2
         reachable = nodes.paths * is_leaf * (nodes.depths < max_depth)
         paths, leaves = reachable.topk(min(count, pool.width), dim=1)
-        successors, shares = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3, pool.salts[:, None])
-        known = (successors[:, :, :2] != COLD) & (paths > 0)[:, :, None]
-        tokens = successors[:, :, :2].clamp(min=0).flatten(1)
+        entries = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3, pool.salts[:, None])
+        tokens = unpack(entries[:, :, :2])[0].long()
+        known = (tokens != COLD) & (paths > 0)[:, :, None]
+        tokens = tokens.clamp(min=0).flatten(1)
         sources, zeros = torch.full_like(tokens, _ADJACENCY), torch.zeros_like(tokens)
-        pool.add(tokens, leaves.repeat_interleave(2, dim=1), (shares[:, :, :2] * known).flatten(1), sources, zeros)
+        pool.add(tokens, leaves.repeat_interleave(2, dim=1), LIKELY * known.flatten(1), sources, zeros)

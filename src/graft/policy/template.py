@@ -15,10 +15,10 @@ from torch import Tensor
 
 from graft.pool import Pool
 from graft.retrieve.base import NUM_SUCCESSORS
-from graft.retrieve.table import COLD, SuccessorTable
+from graft.retrieve.table import COLD, SuccessorTable, unpack
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
-_LIKELY = 0.5  # stands for a probability: it only has to fall along a path
+LIKELY = 0.5  # stands for a probability: it only has to fall along a path
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def fill(pool: Pool, templates: list[Template | None], table: SuccessorTable, so
         first = pool.width
         known = (tokens != COLD) & real.bool()
         sources = torch.full_like(tokens, source)
-        pool.add(tokens.clamp(min=0), places, _LIKELY * known, sources, torch.zeros_like(tokens))
+        pool.add(tokens.clamp(min=0), places, LIKELY * known, sources, torch.zeros_like(tokens))
         above = torch.arange(first, pool.width, device=device).expand(num_rows, -1)
         depth += 1
 
 
 def _successors(table: SuccessorTable, tokens: Tensor, ranks: Tensor, salts: Tensor) -> Tensor:
     """The successor of each token [B, n] at its rank [B, n]."""
-    successors, _ = table.lookup(tokens, tokens, tokens, salts[:, None])  # of order 1: what came before is not read
-    return successors.gather(2, ranks[:, :, None]).squeeze(2)
+    entries = table.lookup(tokens, tokens, tokens, salts[:, None])  # of order 1: what came before is not read
+    return unpack(entries.gather(2, ranks[:, :, None]).squeeze(2))[0].long()

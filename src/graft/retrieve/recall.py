@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from graft.learn.calibration import BUCKET_PROBABILITIES, probability_bucket
+from graft.learn.calibration import BUCKET_PROBABILITIES
 from graft.pool import Pool
 from graft.retrieve.base import History, Judged, Weigh
-from graft.retrieve.table import COLD, ISOLATED_ROWS, SuccessorTable, adjacency_table
+from graft.retrieve.table import COLD, ISOLATED_ROWS, SuccessorTable, adjacency_table, unpack
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
 # What an old opinion, in a context that is now another, is worth of its face: the more of the context is the same,
@@ -49,40 +49,34 @@ class Recall:
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
         done = torch.zeros_like(pool.nodes.paths, dtype=torch.bool)  # [B, N] looked up already
+        salts = pool.salts[:, None]
         for _ in range(min(self._waves, max_depth)):
             nodes = pool.nodes
             open_paths = nodes.paths.masked_fill(done | (nodes.depths >= max_depth), 0.0)
             best = open_paths.topk(min(self._beam, pool.width), dim=1).indices  # [B, F]
-            looked_up, evidence, sources = self._successors(
-                nodes.tokens.gather(1, best),
-                nodes.before.gather(1, best),
-                nodes.earlier.gather(1, best),
-                pool.salts[:, None],
+            entries, sources = self._longest(
+                nodes.tokens.gather(1, best), nodes.before.gather(1, best), nodes.earlier.gather(1, best), salts
             )
-            probabilities = (
-                weigh(sources, evidence) * (looked_up != COLD) * (open_paths.gather(1, best) > 0)[:, :, None]
-            )
+            tokens, evidence = (part.flatten(1).long() for part in unpack(entries))
+            sources = sources.expand_as(entries).flatten(1)
             pool.add(
-                looked_up.clamp(min=0).flatten(1),
-                best.repeat_interleave(looked_up.shape[2], dim=1),
-                probabilities.flatten(1),
-                (sources + first).flatten(1),
-                evidence.flatten(1),
+                tokens.clamp(min=0),
+                best.repeat_interleave(entries.shape[2], dim=1),
+                weigh(sources, evidence) * (tokens != COLD),
+                sources + first,
+                evidence,
             )
-            done = torch.cat([done.scatter(1, best, True), torch.zeros_like(looked_up.flatten(1), dtype=torch.bool)], 1)
+            done = nn.functional.pad(done.scatter(1, best, True), (0, tokens.shape[1]))
 
-    def _successors(
-        self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, evidence and source [B, F, k] of the longest n-gram known at each node [B, F]."""
-        found, shares = self._tables[-1].lookup(tokens, before, earlier, salts)
-        sources = torch.full_like(found, len(self._tables) - 1)
+    def _longest(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries [B, F, k] of the longest n-gram known at each node [B, F], and its source [B, F, 1]."""
+        entries = self._tables[-1].lookup(tokens, before, earlier, salts)
+        sources = torch.full_like(tokens, len(self._tables) - 1)[:, :, None]
         for source in range(len(self._tables) - 2, -1, -1):
-            longer, its_shares = self._tables[source].lookup(tokens, before, earlier, salts)
-            known = longer[..., :1] != COLD
-            found, shares = torch.where(known, longer, found), torch.where(known, its_shares, shares)
-            sources = torch.where(known, source, sources)
-        return found, probability_bucket(shares), sources
+            longer = self._tables[source].lookup(tokens, before, earlier, salts)
+            known = longer[:, :, :1] != COLD
+            entries, sources = torch.where(known, longer, entries), torch.where(known, source, sources)
+        return entries, sources
 
     def learn(self, judged: Judged) -> None:
         for table in self._tables:

@@ -21,17 +21,17 @@ class Place(NamedTuple):
 
 
 def likeliest_places(pool: Pool, count: int, max_depth: int) -> list[list[Place]]:
-    """By row: the root, and up to `count` other nodes that are likeliest to be reached and may still have children."""
+    """By row: the root of a pool that has nothing else yet; else up to `count` nodes below it, those likeliest to be
+    reached that may still have children."""
     nodes = pool.nodes
-    root = Place(0, 0, [])
     count = min(count, pool.width - 1)
     if count == 0:
-        return [[root] for _ in range(len(nodes.tokens))]
+        return [[Place(0, 0, [])] for _ in range(len(nodes.tokens))]
     best = nodes.paths[:, 1:].topk(count, dim=1).indices + 1
     columns = (best, nodes.tokens, nodes.parents, nodes.depths, nodes.paths)
     found = []
     for chosen, tokens, parents, depths, paths in zip(*(column.tolist() for column in columns), strict=True):
-        places = [root]
+        places = []
         for node in (node for node in chosen if paths[node] > 0 and depths[node] < max_depth):
             path, at = [], node
             while at:

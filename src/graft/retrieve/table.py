@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
+from graft.learn.calibration import NUM_BUCKETS, probability_bucket
 from graft.retrieve.base import NUM_SUCCESSORS, Judged
 
-ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
 COLD = -1  # stands for the successor of an n-gram that was never judged
+ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
+# A row is named by the high bits of a sum of products: cheap, and as good as random for such keys.
+_FACTORS = [int(factor) | 1 for factor in mix64(torch.arange(4))]
 
 
 class SuccessorTable:
-    """M[rows, k] of token ids, likeliest first, with their shares."""
+    """M[rows, k] of entries, likeliest first: a token id and the bucket of its share, in one number (see `unpack`)."""
 
     def __init__(
         self, order: int, num_rows: int, device: torch.device, hashed: bool = True, k: int = NUM_SUCCESSORS
@@ -28,59 +31,54 @@ class SuccessorTable:
         """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size."""
         self.order = order
         self._is_hashed = hashed
-        self._successors = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
-        self._shares = torch.zeros(num_rows, k, device=device)
+        self._shift = 64 - (num_rows.bit_length() - 1)
+        self._entries = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
         self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64, device=device)
 
-    def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor]:
-        """Successors and shares [..., k] after n-grams whose last tokens are given; `COLD` and 0 where unknown."""
+    def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> Tensor:
+        """Entries [..., k] after n-grams whose last tokens are given; `COLD` where unknown."""
         rows, tags = self._place(tokens, before, earlier, salts)
-        successors, shares = self._successors[rows].long(), self._shares[rows]
-        if tags is not None:
-            other = (self._tags[rows] != tags)[..., None]
-            successors, shares = successors.masked_fill(other, COLD), shares.masked_fill(other, 0.0)
-        return successors, shares
+        entries = self._entries[rows]
+        return entries if tags is None else entries.masked_fill((self._tags[rows] != tags)[..., None], COLD)
 
     def learn(self, judged: Judged) -> None:
         """Of several judgements of one row the last stays."""
         rows, tags = self._place(judged.tokens, judged.before, judged.earlier, judged.salts)
-        again = (rows[:, None] == rows).triu(1).any(dim=1)  # [R] judged once more, later
         # Every judgement of a row writes what the last one says, so the order of writing does not matter.
-        index = torch.arange(len(rows), device=rows.device)
-        if bool(again.any()):
-            index = ((rows[:, None] == rows) * (index + 1)).amax(dim=1) - 1
-        k = judged.successors.shape[1]
-        self._successors[rows, :k] = judged.successors[index].int()
-        self._shares[rows, :k] = judged.shares[index]
+        index = torch.arange(1, len(rows) + 1, device=rows.device)
+        last = ((rows[:, None] == rows) * index).amax(dim=1) - 1
+        entries = (judged.successors * NUM_BUCKETS + probability_bucket(judged.shares)).int()
+        self._entries[rows, : entries.shape[1]] = entries[last]
         if tags is not None:
-            self._tags[rows] = tags[index]
+            self._tags[rows] = tags[last]
 
     def state(self) -> dict[str, Tensor]:
         """The rows that were judged: a few thousand of many."""
-        rows = (self._successors[:, 0] != COLD).nonzero().squeeze(1)
-        held = {"rows": rows, "successors": self._successors[rows], "shares": self._shares[rows].half()}
+        rows = (self._entries[:, 0] != COLD).nonzero().squeeze(1)
+        held = {"rows": rows.int(), "entries": self._entries[rows]}
         return held | ({"tags": self._tags[rows]} if self._is_hashed else {})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._successors.fill_(COLD)
-        self._shares.zero_()
+        self._entries.fill_(COLD)
         self._tags.zero_()
-        if not state:
-            return
-        rows = state["rows"].to(self._shares.device)
-        self._successors[rows] = state["successors"].to(self._successors)
-        self._shares[rows] = state["shares"].to(self._shares)
-        if self._is_hashed:
-            self._tags[rows] = state["tags"].to(self._tags)
+        if state:
+            rows = state["rows"].to(self._entries.device).long()
+            self._entries[rows] = state["entries"].to(self._entries)
+            if self._is_hashed:
+                self._tags[rows] = state["tags"].to(self._tags)
 
     def _place(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self._is_hashed:
             return tokens, None
-        key = mix64(salts)
-        for part in (earlier, before)[3 - self.order :]:
-            key = mix64(key + part)
-        key = mix64(key + tokens)
-        return key & (len(self._shares) - 1), key
+        key = salts * _FACTORS[3] + tokens * _FACTORS[0]
+        for part, factor in zip((before, earlier)[: self.order - 1], _FACTORS[1:], strict=False):
+            key = key + part * factor
+        return (key >> self._shift) & (len(self._entries) - 1), key
+
+
+def unpack(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and buckets of entries; of cold ones token -1 and some bucket."""
+    return entries >> (NUM_BUCKETS.bit_length() - 1), entries & (NUM_BUCKETS - 1)
 
 
 def adjacency_table(vocab_size: int, device: torch.device, isolated: bool) -> SuccessorTable:
