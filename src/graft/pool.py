@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from graft.hashing import mix64
+from graft.hashing import GOLDEN, mix64
 from graft.tree import PADDING, ROOT, DraftTree
 
 NO_TOKEN = -1  # stands where a text has no earlier token
-_DEPTH_KEYS = mix64(torch.arange(1024))  # a token's part of its path's key depends on its depth
 _SURE = 0.999  # a node is always a little less likely than its parent, so it never ranks before it
+_LEAST = 1e-30  # less likely paths count as 0: near the least float, rounding could make a node its parent's equal
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Pool:
         zeros = torch.zeros_like(root)
         ones = torch.ones_like(root, dtype=torch.float32)
         self.nodes = Nodes(root, zeros, ones, zeros, zeros, before[:, None], earlier[:, None], zeros, zeros, zeros)
-        self._depth_keys = _DEPTH_KEYS.to(roots.device)
 
     @property
     def width(self) -> int:
@@ -67,7 +66,7 @@ class Pool:
             parents=parents,
             paths=old.paths.gather(1, parents) * probabilities.clamp(max=_SURE),
             depths=depths,
-            keys=old.keys.gather(1, parents) + self._steps(tokens, depths),
+            keys=old.keys.gather(1, parents) + _steps(tokens, depths),
             before=old.tokens.gather(1, parents),
             earlier=old.before.gather(1, parents),
             sources=sources,
@@ -83,7 +82,7 @@ class Pool:
         ends = torch.arange(width, device=tokens.device).expand(len(tokens), -1)
         jump = torch.cat([ends, parents], dim=1)
         paths = torch.cat([torch.ones_like(old.paths), probabilities.clamp(max=_SURE)], dim=1)
-        keys = torch.cat([torch.zeros_like(old.keys), self._steps(tokens, depths)], dim=1)
+        keys = torch.cat([torch.zeros_like(old.keys), _steps(tokens, depths)], dim=1)
         for _ in range(int(depths.max()).bit_length()):  # doublings: no chain is longer than it is deep
             paths, keys = paths * paths.gather(1, jump), keys + keys.gather(1, jump)
             jump = jump.gather(1, jump)
@@ -104,11 +103,9 @@ class Pool:
             needs=old.needs.gather(1, anchors),
         )
 
-    def _append(self, **new: Tensor) -> None:
+    def _append(self, paths: Tensor, **new: Tensor) -> None:
+        new["paths"] = paths.masked_fill(paths < _LEAST, 0.0)
         self.nodes = Nodes(**{f.name: torch.cat([getattr(self.nodes, f.name), new[f.name]], 1) for f in fields(Nodes)})
-
-    def _steps(self, tokens: Tensor, depths: Tensor) -> Tensor:
-        return mix64(tokens + self._depth_keys[depths])
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
@@ -131,7 +128,7 @@ class Pool:
             max_depth=max_depth,
             tokens=pool.tokens.gather(1, chosen),
             parents=parents.masked_fill(padding, 0),
-            probabilities=paths / paths.gather(1, parents).clamp(min=1e-30),
+            probabilities=paths / paths.gather(1, parents).clamp(min=_LEAST),
             sources=pool.sources.gather(1, chosen).masked_fill(padding, PADDING),
             evidence=pool.evidence.gather(1, chosen),
         )
@@ -170,13 +167,18 @@ class Pool:
         longest = max(map(len, emitted))
         truth = torch.tensor([[*t, *[NO_TOKEN] * (longest - len(t))] for t in emitted], device=pool.keys.device)
         depths = torch.arange(1, longest + 1, device=pool.keys.device).expand_as(truth)
-        true_keys = nn.functional.pad(self._steps(truth, depths).cumsum(dim=1), (1, 0))  # [B, longest + 1]
+        true_keys = nn.functional.pad(_steps(truth, depths).cumsum(dim=1), (1, 0))  # [B, longest + 1]
         is_true = pool.keys[:, :, None] == true_keys[:, None, :]  # [B, N, longest + 1]
         fitted = is_true[:, :, 1:].any(dim=2)
         ended = torch.tensor([len(t) for t in emitted], device=pool.keys.device)[:, None]
         goes_on = torch.arange(longest + 1, device=pool.keys.device) < ended  # [B, longest + 1]
         followed = (is_true & goes_on[:, None]).any(dim=2)  # came true, and was not the last to come
         return followed.gather(1, pool.parents) & (pool.sources > ROOT) & (pool.paths > 0), fitted
+
+
+def _steps(tokens: Tensor, depths: Tensor) -> Tensor:
+    """What a token adds to its path's key, another number at every depth."""
+    return mix64(tokens + depths * GOLDEN)
 
 
 def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,8 @@ class Graft(Policy):
         self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
         self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
-        self._cost.doubt(used=width)
+        if self._settings.budget is None:  # else nothing is observed that could end the doubt
+            self._cost.doubt(used=width)
         return Grown(tree.first(width), passes)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:

@@ -20,9 +20,9 @@ COLD = -1  # stands for the successor of an n-gram that was never judged
 class SuccessorTable:
     """M[rows, k] of token ids, likeliest first, with their shares."""
 
-    def __init__(self, order: int, num_rows: int, device: torch.device, k: int = NUM_SUCCESSORS) -> None:
+    def __init__(self, order: int, num_rows: int, device: torch.device) -> None:
         """num_rows: the vocabulary's size for order 1, else a power of two."""
-        self.order = order
+        self.order, k = order, NUM_SUCCESSORS
         self._successors = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
         self._shares = torch.zeros(num_rows, k, device=device)
         self._tags = torch.zeros(num_rows if order > 1 else 0, dtype=torch.int64, device=device)
