@@ -133,7 +133,8 @@ def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(propos
     for level in levels:
         alone.add(*level)
     if levels:
-        tokens, parents, chances, sources, evidence = (torch.cat(c, dim=1) for c in zip(*(z[:5] for z in levels)))
+        columns = zip(*(level[:5] for level in levels), strict=True)
+        tokens, parents, chances, sources, evidence = (torch.cat(column, dim=1) for column in columns)
         pool.add_chains(tokens, parents, alone.nodes.depths[:, pool.width :], chances, sources, evidence)
     for field in fields(Nodes):
         one, other = getattr(pool.nodes, field.name), getattr(alone.nodes, field.name)

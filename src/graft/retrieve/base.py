@@ -55,7 +55,7 @@ class Judged:
         text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
         parents = tree.parents + 2
         parents[:, 0] = 1
-        above = torch.cat([torch.zeros_like(parents[:, :2]), parents], dim=1).gather(1, parents)
+        above = torch.cat([parents.new_zeros(len(parents), 2), parents], dim=1).gather(1, parents)
         fields = (tree.tokens, text.gather(1, parents), text.gather(1, above))
         tokens, before, earlier = (field.flip(1).flatten() for field in fields)
         return cls(tokens, before, earlier, *likeliest(verified.logits.flip(1).flatten(0, 1)))

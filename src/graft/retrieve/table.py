@@ -22,9 +22,9 @@ class SuccessorTable:
 
     def __init__(self, order: int, num_rows: int, device: torch.device) -> None:
         """num_rows: the vocabulary's size for order 1, else a power of two."""
-        self.order, k = order, NUM_SUCCESSORS
-        self._successors = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
-        self._shares = torch.zeros(num_rows, k, device=device)
+        self.order = order
+        self._successors = torch.full((num_rows, NUM_SUCCESSORS), COLD, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(num_rows, NUM_SUCCESSORS, device=device)
         self._tags = torch.zeros(num_rows if order > 1 else 0, dtype=torch.int64, device=device)
 
     def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
