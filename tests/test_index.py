@@ -394,19 +394,19 @@ def test_proposals_are_no_deeper_than_asked(tmp_path: Path) -> None:
         assert int(pool.nodes.depths.max()) == depth
 
 
-def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path) -> None:
-    lookup = DatastoreLookup(build(tmp_path, ["abcdefgh"]))
-    for asked, depth in ((1, 1), (2, 2), (9, 5)):
-        pool = pool_for("xyab", "xyz")
-        drafted = torch.tensor([ids("c")] * 2)
-        ones = torch.ones_like(drafted)
-        pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
-        propose(lookup, pool, "xyab", "xyz", max_depth=asked, first=2)
-        under = [(int(pool.nodes.parents[0, n]), letter_of(pool.nodes.tokens[0, n])) for n in range(2, pool.width)]
-        assert (1, "d") in under or asked == 1, "below the drafted node"
-        assert (0, "c") in under, "and below the root, where it is a copy"
-        assert int((pool.nodes.depths * (pool.nodes.paths > 0)).max()) == min(asked, 6) >= depth
-        assert (pool.nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
+@pytest.mark.parametrize("max_depth", [1, 2, 9])
+def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path, max_depth: int) -> None:
+    pool = pool_for("xyab", "xyz")
+    drafted = torch.tensor([ids("c")] * 2)
+    ones = torch.ones_like(drafted)
+    pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xyz", max_depth=max_depth, first=2)
+    nodes = pool.nodes
+    new = [(int(nodes.parents[0, n]), LETTERS[int(nodes.tokens[0, n])]) for n in range(2, pool.width)]
+    assert (0, "c") in new, "what follows the text, drafted or not"
+    assert ((1, "d") in new) == (max_depth > 1), "below the drafted node, if that may have children"
+    assert int(nodes.depths[0].max()) == min(max_depth, len("cdefgh"))
+    assert (nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
 
 
 def test_a_context_of_one_token_and_one_of_foreign_tokens_propose_nothing(tmp_path: Path) -> None:
@@ -445,10 +445,6 @@ def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, fi
         return lookup.prior[sources, evidence]
 
     lookup.propose(pool, [history(text) for text in texts], first, weigh, max_depth)
-
-
-def letter_of(token: torch.Tensor) -> str:
-    return LETTERS[int(token)]
 
 
 # As a command
