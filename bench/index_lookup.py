@@ -26,6 +26,7 @@ from graft.index.corpus import Corpus
 from graft.index.layout import HEADER
 from graft.index.store import Datastore, Match
 from graft.models.load import load_tokenizer
+from graft.pool import Pool, before_roots
 from graft.report import Report
 from graft.retrieve import DatastoreLookup
 
@@ -37,6 +38,7 @@ COUNT, LENGTH = 4, 16  # what DatastoreLookup asks for
 class History:
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
+        self.num_prompt_tokens = len(ids)
 
 
 def main() -> None:
@@ -121,8 +123,8 @@ def measure(
         look_up(store, context)
     results = [timed(lambda c=c: look_up(store, c)) for c in contexts]
     show("lookups", [seconds for seconds, _ in results])
-    lookup, root = DatastoreLookup(store), torch.zeros(1, dtype=torch.int64)
-    show("proposals", [timed(lambda c=c: lookup.propose([History(c)], root, LENGTH))[0] for c in contexts])
+    lookup = DatastoreLookup(store)
+    show("proposals", [timed(lambda c=c: propose(lookup, c))[0] for c in contexts])
     matches = [match for _, match in results]
     found = [match for match in matches if match.continuations]
     print(f"  matched {len(found) / len(matches):.1%}, ", end="")
@@ -132,20 +134,22 @@ def measure(
 
 def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[list[int]]) -> None:
     """How often a proposed token fitted the held-out text, if those before it did: what `prior` is made of."""
-    tried, fitted = torch.zeros(len(lookup.prior)), torch.zeros(len(lookup.prior))
+    tried, fitted = torch.zeros(lookup.prior.numel()), torch.zeros(lookup.prior.numel())
     for context, truth in zip(contexts, truths, strict=True):
-        tree = lookup.propose([History(context)], torch.tensor(context[-1:]), LENGTH)
-        depths, reached = tree.depths()[0].tolist(), {0}
-        nodes = zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.evidence[0].tolist(), strict=True)
-        for node, (token, parent, bucket) in enumerate(nodes):
-            if node > 0 and parent in reached:
-                tried[bucket] += 1
-                if token == truth[depths[node] - 1]:
-                    fitted[bucket] += 1
-                    reached.add(node)
+        pool = propose(lookup, context)
+        is_tried, fits = pool.judged([truth])
+        tried += torch.bincount(pool.nodes.evidence[is_tried], minlength=len(tried))
+        fitted += torch.bincount(pool.nodes.evidence[is_tried & fits], minlength=len(tried))
     print("  fitted, by match length (rows) and share (columns)")
     for row, counts in zip((fitted / tried).reshape(5, 5).tolist(), tried.reshape(5, 5).tolist(), strict=True):
         print("   ", "  ".join(f"{rate:.2f} of {count:6.0f}" for rate, count in zip(row, counts, strict=True)))
+
+
+def propose(lookup: DatastoreLookup, context: list[int]) -> Pool:
+    """A pool with what the lookup proposes after the context."""
+    pool = Pool(torch.tensor(context[-1:]), *before_roots([context], torch.device("cpu")))
+    lookup.propose(pool, [History(context)], 1, lambda sources, evidence: lookup.prior[sources, evidence], LENGTH)
+    return pool
 
 
 def look_up(store: Datastore, context: list[int]) -> Match:

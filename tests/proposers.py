@@ -1,4 +1,4 @@
-"""Policies for tests that propose good, bad and repeated tokens at will, whatever a machine's costs are."""
+"""Policies for tests that propose good, bad and repeated tokens at will, whatever a machine's costs are; and trees."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import torch
 
 from graft.policy import Grown, Policy
+from graft.pool import Pool
 from graft.tree import PADDING, DraftTree
 
 
@@ -21,7 +22,7 @@ class RandomTrees(Policy):
 
     def grow(self, batch, roots, clock):
         tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
-        return Grown.without_drafts(tree.merged() if self._merge else tree)
+        return Grown.without_drafts(each_path_once(tree) if self._merge else tree)
 
 
 class Oracle(Policy):
@@ -58,6 +59,16 @@ def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size
     return tree_of(tokens, parents, sources)
 
 
+def each_path_once(tree: DraftTree) -> DraftTree:
+    """The tree as a pool makes it of the same proposals."""
+    nothing = torch.zeros_like(tree.tokens[:, 0])
+    pool = Pool(tree.tokens[:, 0], nothing, nothing)
+    columns = (tree.tokens, tree.parents, tree.depths(), tree.probabilities * tree.valid, tree.sources, tree.evidence)
+    if tree.width > 1:
+        pool.add_chains(*(column[:, 1:] for column in columns))
+    return pool.best(tree.width - 1, tree.max_depth)[0]
+
+
 def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
     tokens = torch.tensor(tokens)
     if sources is None:
@@ -71,3 +82,24 @@ def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
         sources=torch.tensor(sources),
         evidence=torch.zeros_like(tokens),
     )
+
+
+def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """The token path of every valid node, found by following parents one by one."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    result = []
+    for node in tree.valid[row].nonzero().flatten().tolist():
+        path = []
+        while node != 0:
+            path.append(tokens[node])
+            node = parents[node]
+        result.append(tuple(reversed(path)))
+    return result
+
+
+def assert_is_tree(tree: DraftTree) -> None:
+    nodes = torch.arange(tree.width)
+    assert (tree.parents[:, 0] == 0).all() and (tree.sources[:, 0] == 0).all()
+    assert (tree.parents[:, 1:] < nodes[1:]).all(), "ancestors stand before descendants"
+    parent_is_valid = tree.valid.gather(1, tree.parents)
+    assert (parent_is_valid | ~tree.valid).all(), "no node hangs on padding"

@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from graft.index.build import build_index
 from graft.index.corpus import Corpus
 from graft.index.layout import HEADER, PARTS, part_path
 from graft.index.store import MAX_MATCH, NO_MATCH, Continuation, Datastore
+from graft.pool import Pool, before_roots
 from graft.retrieve import DatastoreLookup
-from graft.tree import PADDING
 from tiny import byte_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -372,35 +373,78 @@ def test_two_processes_look_up_the_same_index_without_torch(tmp_path: Path) -> N
 
 
 def test_proposals_are_one_small_tree_with_evidence_by_match_and_share(tmp_path: Path) -> None:
-    store = build(tmp_path, ["abcde", "xabcdf", "yabcde"])
-    lookup = DatastoreLookup(store)
-    tree = lookup.propose([sequence("qabc"), sequence("zz")], torch.tensor(ids("cz")), max_depth=8)
-    assert tree.tokens.tolist() == [ids("cdef"), [*ids("z"), 0, 0, 0]]
-    assert tree.parents.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
-    assert tree.valid.tolist() == [[True] * 4, [True, False, False, False]]
-    assert tree.sources[1, 1] == PADDING
-    d, e, f = tree.evidence[0, 1:].tolist()
-    assert lookup.prior[d] > lookup.prior[e] > lookup.prior[f]
-    assert tree.max_depth <= 8
+    lookup = DatastoreLookup(build(tmp_path, ["abcde", "xabcdf", "yabcde"]))
+    pool = pool_for("qabc", "zz")
+    propose(lookup, pool, "qabc", "zz", max_depth=8, first=3)
+    nodes = pool.nodes
+    assert nodes.tokens[0].tolist() == ids("cdef")
+    assert nodes.parents.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert nodes.sources[0].tolist() == [0, 3, 3, 3]
+    assert (nodes.paths[0] > 0).all() and nodes.paths[1].tolist() == [1, 0, 0, 0], "nothing is known after zz"
+    d, e, f = (float(lookup.prior[0, bucket]) for bucket in nodes.evidence[0, 1:])
+    assert d > e > f
+    assert nodes.paths[0].tolist() == pytest.approx([1, d, d * e, d * f])
 
 
 def test_proposals_are_no_deeper_than_asked(tmp_path: Path) -> None:
     lookup = DatastoreLookup(build(tmp_path, ["abcdefghijklmnopqrstuvwxyz"]))
     for asked, depth in ((1, 1), (3, 3), (40, 16)):
-        tree = lookup.propose([sequence("abc")], torch.tensor(ids("c")), max_depth=asked)
-        assert int(tree.depths().max()) == depth
+        pool = pool_for("abc")
+        propose(lookup, pool, "abc", max_depth=asked)
+        assert int(pool.nodes.depths.max()) == depth
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 9])
+def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path, max_depth: int) -> None:
+    pool = pool_for("xyab", "xyz")
+    drafted = torch.tensor([ids("c")] * 2)
+    ones = torch.ones_like(drafted)
+    pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xyz", max_depth=max_depth, first=2)
+    nodes = pool.nodes
+    new = [(int(nodes.parents[0, n]), LETTERS[int(nodes.tokens[0, n])]) for n in range(2, pool.width)]
+    assert (0, "c") in new, "what follows the text, drafted or not"
+    assert ((1, "d") in new) == (max_depth > 1), "below the drafted node, if that may have children"
+    assert int(nodes.depths[0].max()) == min(max_depth, len("cdefgh"))
+    assert (nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
+
+
+def test_a_context_of_one_token_and_one_of_foreign_tokens_propose_nothing(tmp_path: Path) -> None:
+    pool = pool_for("a", "!")
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "a", "!", max_depth=4)
+    assert pool.width == 1
+
+
+def test_a_datastore_learns_nothing_and_has_no_state(tmp_path: Path) -> None:
+    lookup = DatastoreLookup(build(tmp_path, ["abcd"]))
+    lookup.finish(history("abab"))
+    assert lookup.state() == {}
+    lookup.restore({})
+    pool = pool_for("ab")
+    propose(lookup, pool, "ab", max_depth=1)
+    assert pool.nodes.tokens.tolist() == [ids("bc")]
 
 
 def test_every_evidence_has_a_prior_and_more_of_it_is_worth_more() -> None:
+    assert DatastoreLookup.prior.shape == (len(DatastoreLookup.names), 25)
     table = DatastoreLookup.prior.reshape(5, 5)
     assert bool((table.diff(dim=0) >= 0).all() and (table.diff(dim=1) >= 0).all())
 
 
-def sequence(text: str) -> Any:
-    class History:
-        ids: list[int] = LetterTokenizer().encode(text)
+def history(text: str) -> Any:
+    return SimpleNamespace(ids=ids(text) or [1000])  # an id that the index cannot hold, where there is no letter
 
-    return History()
+
+def pool_for(*texts: str) -> Pool:
+    histories = [history(text).ids for text in texts]
+    return Pool(torch.tensor([each[-1] for each in histories]), *before_roots(histories, torch.device("cpu")))
+
+
+def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, first: int = 1) -> None:
+    def weigh(sources: torch.Tensor, evidence: torch.Tensor) -> torch.Tensor:
+        return lookup.prior[sources, evidence]
+
+    lookup.propose(pool, [history(text) for text in texts], first, weigh, max_depth)
 
 
 # As a command

@@ -1,100 +1,422 @@
-"""Retrievers, calibration and cost: what is learned, and that it is learned right."""
+"""Retrievers, calibration, prospect and cost: what is learned, and that it is learned right."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graft import Engine
-from graft.learn.calibration import Calibration
+from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
 from graft.learn.cost import VerifyCost
 from graft.learn.prospect import Prospect
-from graft.retrieve import Adjacency, SuffixLookup
-from graft.retrieve.suffix import SuffixIndex
-from graft.target import Verified
-from proposers import tree_of
+from graft.policy import make_policy
+from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.retrieve import Judged, Recall, SuffixLookup
+from graft.retrieve.base import NUM_SUCCESSORS, likeliest
+from graft.retrieve.suffix import _MAX_MATCH, _MAX_OCCURRENCES, SuffixIndex
+from graft.retrieve.table import COLD, SuccessorTable
+from graft.target import TargetRunner, Verified
+from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
 CPU = torch.device("cpu")
+NUM_ROWS = 1 << 10
 
 
 class Words:
     """A history."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, *ids):
+        self.ids = list(ids)
 
 
-def judged(tokens, following):
-    """A judgement in which `following[i]` is by far the likeliest after `tokens[i]`, the next id after that."""
-    logits = torch.zeros(1, len(tokens), VOCAB)
+def pool_for(*histories):
+    roots = torch.tensor([history.ids[-1] for history in histories])
+    return Pool(roots, *before_roots([history.ids for history in histories], CPU))
+
+
+def draft(pool, chain, chance=0.9):
+    """Adds a drafted chain to the pool's first row; it is padding in the others."""
+    for depth, token in enumerate(chain):
+        parents = torch.full_like(pool.nodes.tokens[:, :1], pool.width - 1 if depth else 0)
+        only_first = torch.tensor([[float(row == 0)] for row in range(len(parents))])
+        ones = torch.ones_like(parents)
+        pool.add(token * ones, parents, chance * only_first, ones, 0 * ones, needs=depth + 1)
+
+
+def proposed(retriever, pool, *histories, max_depth=8, first=1):
+    """What a retriever adds to the pool: by row, {token path: (source, evidence)}; the likeliest of equal ones."""
+    before = pool.width
+    retriever.propose(pool, histories, first, Calibration(list(retriever.prior), CPU).weigh(1), max_depth)
+    nodes = pool.nodes
+    rows = []
+    for row in range(len(histories)):
+        paths = {0: ()}
+        found = {}
+        for n in range(1, pool.width):
+            paths[n] = (*paths[int(nodes.parents[row, n])], int(nodes.tokens[row, n]))
+            if n >= before and nodes.paths[row, n] > 0:
+                assert int(nodes.depths[row, n]) == len(paths[n]) <= max_depth
+                found.setdefault(paths[n], (int(nodes.sources[row, n]) - first, int(nodes.evidence[row, n])))
+        rows.append(found)
+    return rows
+
+
+def judged(ngrams, following):
+    """A judgement in which `following[i]` is by far the likeliest after the n-gram (earlier, before, token)."""
+    earlier, before, tokens = (torch.tensor(column) for column in zip(*ngrams, strict=True))
+    logits = torch.zeros(len(ngrams), VOCAB)
     for i, token in enumerate(following):
-        logits[0, i, token] = 8.0
-        logits[0, i, (token + 1) % VOCAB] = 4.0
-    return Verified(torch.tensor([tokens]), logits, ())
+        logits[i, token] = 8.0
+        logits[i, (token + 1) % VOCAB] = 4.0
+    return Judged(tokens, before, earlier, *likeliest(logits))
 
 
-def children(tree, row, node):
-    return [
-        int(tree.tokens[row, n])
-        for n in range(1, tree.width)
-        if tree.valid[row, n] and int(tree.parents[row, n]) == node
+def first_successor(table, ngram):
+    successors, shares = table.lookup(*(torch.tensor([token]) for token in reversed(ngram)))
+    assert ((successors == COLD) == (shares == 0)).all()
+    return int(successors[0, 0])
+
+
+# Judgements
+
+
+def test_a_chunk_is_judged_under_the_tokens_before_it():
+    logits = torch.randn(1, 3, VOCAB)
+    for preceding, text in (
+        ([], [NO_TOKEN, NO_TOKEN]),
+        ([4], [NO_TOKEN, 4]),
+        ([3, 4], [3, 4]),
+        ([1, 2, 3, 4], [3, 4]),
+    ):
+        found = Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, ()), preceding)
+        text = [*text, 7, 8, 9]
+        assert found.tokens.tolist() == text[2:]
+        assert found.before.tolist() == text[1:-1]
+        assert found.earlier.tolist() == text[:-2]
+        assert torch.equal(found.successors, logits[0].topk(NUM_SUCCESSORS).indices)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 12), st.lists(st.integers(1, 4), min_size=3))
+def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, num_rows, num_nodes, lengths):
+    rng = random.Random(seed)
+    histories = [[rng.randrange(50, 60) for _ in range(length)] for length in lengths[:num_rows]]
+    tree = random_tree(rng, [history[-1] for history in histories], num_nodes, vocab_size=9)
+    logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
+    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories)
+    expected = []
+    for row, history in enumerate(histories):
+        valid = tree.valid[row].nonzero().flatten().tolist()
+        paths = dict(zip(valid, token_paths(tree, row), strict=True))
+        for node in reversed(range(tree.width)):
+            path = paths.get(node, (int(tree.tokens[row, node]),))  # padding is judged too, under the root
+            text = [NO_TOKEN, NO_TOKEN, *history, *path]
+            expected.append((text[-1], text[-2], text[-3], logits[row, node].argmax().item()))
+    columns = (found.tokens, found.before, found.earlier, found.successors[:, 0])
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [5, VOCAB, 2048, 2049, 49152, 49153])
+def test_the_likeliest_are_those_of_a_full_ranking(vocab_size):
+    """The highest may lie anywhere: spread out, in one block, or in the last."""
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[1, : vocab_size // 2] += 20
+    logits[2, 256:384] += 20
+    logits[3, -3:] += 20
+    logits[4] = -torch.inf
+    logits[4, :2] = torch.tensor([1.0, 2.0])
+    values, tokens = logits.topk(min(NUM_SUCCESSORS, vocab_size), dim=1)
+    found, shares = likeliest(logits)
+    finite = values.isfinite()  # which of those that cannot be chosen come next means nothing
+    assert torch.equal(found[finite], tokens[finite])
+    torch.testing.assert_close(shares, values.softmax(dim=1))
+    assert (found >= 0).all() and (found < vocab_size).all()
+
+
+# Tables
+
+NGRAM = {1: [(1, 2, 5), (3, 4, 5)], 2: [(1, 2, 5), (3, 2, 5)], 3: [(1, 2, 5), (1, 2, 5)]}  # alike, by order
+OTHER = {1: (1, 2, 6), 2: (1, 3, 5), 3: (2, 2, 5)}
+
+
+@pytest.fixture(params=[1, 2, 3])
+def table(request):
+    return SuccessorTable(request.param, VOCAB if request.param == 1 else NUM_ROWS, CPU)
+
+
+def test_a_table_gives_what_was_judged_last_of_the_same_ngram_and_nothing_of_others(table):
+    learned, same = NGRAM[table.order]
+    assert first_successor(table, learned) == COLD, "cold"
+    table.learn(judged([learned], [20]))
+    assert first_successor(table, same) == 20
+    assert first_successor(table, OTHER[table.order]) == COLD
+    table.learn(judged([same], [30]))
+    assert first_successor(table, learned) == 30
+
+
+def test_of_an_ngram_judged_several_times_at_once_the_last_judgement_stays(table):
+    learned, same = NGRAM[table.order]
+    ngrams, following = [learned, OTHER[table.order], same, learned, OTHER[table.order]], [20, 21, 22, 23, 24]
+    table.learn(judged(ngrams, following))
+    assert first_successor(table, same) == 23
+    assert first_successor(table, OTHER[table.order]) == 24
+    # Whatever order the writes of one call are done in: every write to a row is the same.
+    successors, shares = table._successors.clone(), table._shares.clone()
+    table.restore({})
+    table.learn(judged(ngrams[3:], following[3:]))
+    assert torch.equal(table._successors, successors) and torch.equal(table._shares, shares)
+
+
+def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
+    table = SuccessorTable(3, NUM_ROWS, CPU)
+    table.learn(judged([(NO_TOKEN, NO_TOKEN, 5), (NO_TOKEN, 4, 5)], [20, 21]))
+    assert first_successor(table, (NO_TOKEN, NO_TOKEN, 5)) == 20
+    assert first_successor(table, (NO_TOKEN, 4, 5)) == 21
+    assert first_successor(table, (3, 4, 5)) == COLD
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
+    table = SuccessorTable(order, 1, CPU)  # all share one row
+    table.learn(judged([(1, 2, 5)], [20]))
+    assert first_successor(table, (1, 2, 5)) == 20
+    assert first_successor(table, (1, 2, 6)) == COLD
+    table.learn(judged([(1, 2, 6), (1, 2, 5), (1, 2, 7)], [21, 22, 23]))
+    assert [first_successor(table, (1, 2, token)) for token in (5, 6, 7)] == [COLD, COLD, 23]
+
+
+def test_a_table_is_restored_from_its_state_and_from_nothing(table):
+    learned, same = NGRAM[table.order]
+    table.learn(judged([learned, OTHER[table.order]], [20, 21]))
+    state = table.state()
+    assert len(state["rows"]) == 2, "only what was judged"
+    table.learn(judged([learned], [30]))
+    other = SuccessorTable(table.order, len(table._shares), CPU)
+    for restored in (table, other):
+        restored.restore(state)
+        assert first_successor(restored, same) == 20
+        assert first_successor(restored, OTHER[table.order]) == 21
+    table.restore({})
+    assert first_successor(table, same) == COLD
+
+
+def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
+    table = SuccessorTable(1, 5, CPU)
+    logits = torch.tensor([[0.0, 1.0, 4.0, 2.0, 3.0]])
+    zero = torch.tensor([0])
+    table.learn(Judged(zero, zero, zero, *likeliest(logits)))
+    assert table.lookup(zero, zero, zero)[0].tolist() == [[2, 4, 3, 1, 0, COLD, COLD, COLD]]
+
+
+# Recall
+
+
+def recall(**options):
+    return Recall(VOCAB, CPU, num_rows=NUM_ROWS, **options)
+
+
+def test_nothing_is_recalled_that_was_never_judged():
+    history = Words(3, 9)
+    assert proposed(recall(), pool_for(history), history) == [{}]
+
+
+def test_the_longest_ngram_that_was_judged_is_recalled():
+    made = recall()
+    made.learn(judged([(0, 0, 5)], [20]))
+    made.learn(judged([(0, 2, 5)], [30]))
+    made.learn(judged([(1, 2, 5)], [40]))
+    histories = [Words(1, 2, 5), Words(3, 2, 5), Words(3, 3, 5), Words(5), Words(2, 5)]
+    likeliest_at = [
+        max(found, key=lambda path: -found[path][1]) for found in proposed(made, pool_for(*histories), *histories)
     ]
+    # The last judgement of 5 alone, and of 2 5, was that of 1 2 5: it holds for all that end so.
+    assert likeliest_at == [(40,), (40,), (40,), (40,), (40,)]
+    made.learn(judged([(7, 7, 5)], [50]))
+    sources = []
+    for history, token in zip(histories, (40, 40, 50, 50, 40), strict=True):
+        (found,) = proposed(made, pool_for(history), history)
+        sources.append(made.names[found[(token,)][0]])
+    assert sources == ["trigram", "bigram", "adjacency", "adjacency", "bigram"]
 
 
-def test_adjacency_proposes_the_successors_the_target_judged_last():
-    matrix = Adjacency(VOCAB, CPU, k=2, beam=1, depth=3)
-    matrix.learn(judged([5, 6, 7], [6, 7, 8]))
-    tree = matrix.propose([Words([5])], torch.tensor([5]), max_depth=3)
-    assert children(tree, 0, 0) == [6, 7]
-    assert children(tree, 0, 1) == [7, 8]
-    matrix.learn(judged([5], [20]))
-    assert children(matrix.propose([Words([5])], torch.tensor([5]), 1), 0, 0) == [20, 21]
+def test_waves_go_deeper_as_long_as_there_is_something_to_recall():
+    made = recall(waves=3, beam=1)
+    made.learn(judged([(0, 0, token) for token in (5, 6, 7, 8)], [6, 7, 8, 9]))
+    history = Words(5)
+    (found,) = proposed(made, pool_for(history), history)
+    assert (6, 7, 8) in found and max(map(len, found)) == 3
+    (found,) = proposed(made, pool_for(history), history, max_depth=1)
+    assert {len(path) for path in found} == {1} and (6,) in found
 
 
-def test_a_token_never_judged_proposes_nothing():
-    matrix = Adjacency(VOCAB, CPU)
-    assert not matrix.propose([Words([9])], torch.tensor([9]), 4).valid[:, 1:].any()
+def test_recall_hangs_under_what_others_proposed_and_each_row_has_its_own():
+    made = recall(waves=2)
+    made.learn(judged([(5, 50, 51)], [52]))
+    histories = [Words(4, 5), Words(4, 51)]
+    pool = pool_for(*histories)
+    draft(pool, [50, 51])
+    one, two = proposed(made, pool, *histories)
+    assert made.names[one[(50, 51, 52)][0]] == "trigram", "5 50 51 comes true if what was drafted does"
+    assert made.names[two[(52,)][0]] == "adjacency"
+    assert not any(path[:1] == (50,) for path in two)
 
 
-def test_of_a_token_judged_twice_at_once_the_last_judgement_counts():
-    matrix = Adjacency(VOCAB, CPU, k=1, depth=1)
-    matrix.learn(judged([5, 9, 5], [30, 31, 32]))
-    assert children(matrix.propose([Words([5])], torch.tensor([5]), 1), 0, 0) == [32]
+def test_what_is_surer_has_better_evidence_and_a_longer_ngram_a_better_prior():
+    made = recall()
+    made.learn(judged([(1, 2, 5)], [20]))
+    history = Words(1, 2, 5)
+    (found,) = proposed(made, pool_for(history), history)
+    assert found[(20,)][1] < found[(21,)][1], "buckets count from the surest"
+    assert made.prior.shape == (3, len(BUCKET_PROBABILITIES))
+    assert (made.prior.diff(dim=0) < 0).all() and (made.prior.diff(dim=1) < 0).all()
+
+
+def test_recall_is_restored_from_its_state_and_from_nothing():
+    made, other = recall(), recall()
+    made.learn(judged([(1, 2, 5), (0, 2, 6)], [20, 30]))
+    other.restore(made.state())
+    histories = [Words(1, 2, 5), Words(2, 6)]
+    look = partial(proposed, max_depth=2)
+    assert look(made, pool_for(*histories), *histories) == look(other, pool_for(*histories), *histories) != [{}, {}]
+    other.restore({})
+    assert look(other, pool_for(*histories), *histories) == [{}, {}]
+
+
+# Suffix lookup
+
+
+def indexed(*texts, max_tokens=None):
+    index = SuffixIndex(max_tokens)
+    for text in texts:
+        index.begin()
+        index.extend(text)
+    return index
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4),
+    st.lists(st.integers(0, 2), max_size=30),
+    st.integers(0, 5),
+)
+def test_the_index_finds_what_a_search_of_the_texts_finds(texts, suffix, length):
+    expected = []
+    for text in texts:
+        for end in range(2, len(text)):  # an occurrence at a text's end is followed by nothing
+            match = 0
+            while match < min(end, len(suffix), _MAX_MATCH) and text[end - match - 1] == suffix[-match - 1]:
+                match += 1
+            if match >= 2:
+                expected.append((match, text[end : end + length]))
+    found = indexed(*texts).continuations(suffix, length)
+    # Of a pair of tokens only the last few occurrences are known, among them those at a text's end.
+    assert found == expected[len(expected) - len(found) :]
+    num_ends = sum(text[-2:] == suffix[-2:] for text in texts if len(text) > 1)
+    assert len(found) >= min(len(expected), _MAX_OCCURRENCES - num_ends)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=12), st.integers(0, 30))
+def test_the_oldest_texts_go_when_there_are_too_many_tokens_and_leave_nothing(texts, max_tokens):
+    index = indexed(*texts, max_tokens=max_tokens)
+    assert len(index) <= max(max_tokens, len(texts[-1]))
+    left = index.texts
+    assert left == texts[len(texts) - len(left) :], "the last ones, whole"
+    new = indexed(*left)
+    assert set(index._ends) == set(new._ends), "no pair of tokens is kept for a text that is gone"
+    for pair in new._ends:
+        assert index.continuations(pair, 4)[-6:] == new.continuations(pair, 4)[-6:]
+
+
+def test_the_index_grows_token_by_token_as_at_once():
+    rng = random.Random(0)
+    tokens = [rng.randrange(3) for _ in range(60)]
+    index = indexed([])
+    for end in range(len(tokens)):
+        index.extend(tokens[len(index) : end])
+        assert index.continuations(tokens[:end], 4) == indexed(tokens[:end]).continuations(tokens[:end], 4)
+
+
+def test_memory_is_bounded_however_often_a_pair_comes():
+    index = indexed(*[[1] * 100] * 50, max_tokens=1000)
+    assert len(index) == 1000 and len(index._ends[1, 1]) == _MAX_OCCURRENCES and len(index.texts) == 10
 
 
 def test_suffix_lookup_continues_the_longest_earlier_match():
-    history = Words([1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 1, 2, 3, 4])
-    tree = SuffixLookup(num_chains=2, depth=3).propose([history], torch.tensor([4]), max_depth=8)
-    assert children(tree, 0, 0) == [5, 7], "four tokens match before 5, two before 7"
-    assert [int(t) for t in tree.tokens[0, 1:4]] == [5, 9, 3]
-    assert tree.evidence[0, 1] > tree.evidence[0, 4], "a longer match is better evidence"
+    history = Words(1, 2, 3, 4, 5, 9, 3, 4, 7, 8, 1, 2, 3, 4)
+    (found,) = proposed(SuffixLookup(depth=3), pool_for(history), history)
+    assert set(found) == {(5,), (5, 9), (5, 9, 3)}, "four tokens match before 5, only two before 7"
 
 
-def test_suffix_lookup_without_a_match_proposes_nothing():
-    assert SuffixLookup().propose([Words([1, 2, 3, 4])], torch.tensor([4]), 8).width == 1
+def test_a_longer_match_and_more_agreement_are_better_evidence():
+    once = Words(1, 2, 3, 4, 5, 9, 1, 2, 3, 4)
+    shorter = Words(1, 2, 5, 9, 1, 2)
+    torn = Words(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4)
+    rows = proposed(SuffixLookup(), pool_for(once, shorter, torn), once, shorter, torn)
+    evidence = [found[(5,)][1] for found in rows]
+    prior = SuffixLookup.prior[0]
+    assert prior[evidence[0]] > prior[evidence[1]] and prior[evidence[0]] > prior[evidence[2]]
+    assert evidence[2] == rows[2][(6,)][1]
 
 
-def test_the_suffix_index_finds_what_a_search_of_the_text_finds():
-    rng = random.Random(0)
-    tokens = [rng.randrange(3) for _ in range(300)]
-    index = SuffixIndex()
-    for end in range(3, len(tokens)):
-        index.catch_up(tokens[:end])
-        text = tokens[:end]
-        best = max((n for n in range(2, 33) for e in range(n, end) if text[e - n : e] == text[end - n :]), default=None)
-        found = index.continuations(1, 4)
-        if best is not None and end < 60:  # later, old occurrences are forgotten by design
-            assert found[0][0] == best
-        for match, chain in found:
-            assert any(
-                text[e - match : e] == text[end - match :] and text[e : e + 4] == chain for e in range(match, end)
-            )
+def test_without_a_match_nothing_is_proposed_nor_for_a_text_of_one_token():
+    histories = [Words(1, 2, 3, 4), Words(7)]
+    pool = pool_for(*histories)
+    assert proposed(SuffixLookup(), pool, *histories) == [{}, {}]
+    assert pool.width == 1
 
 
-def test_sequences_of_a_batch_are_looked_up_in_their_own_context():
-    tree = SuffixLookup().propose([Words([1, 2, 3, 1, 2]), Words([5, 6, 7])], torch.tensor([2, 7]), 4)
-    assert children(tree, 0, 0) == [3] and children(tree, 1, 0) == []
+def test_sequences_of_a_batch_are_looked_up_in_their_own_text():
+    histories = [Words(1, 2, 3, 1, 2), Words(5, 1, 2), Words(2)]
+    one, two, three = proposed(SuffixLookup(), pool_for(*histories), *histories, max_depth=1)
+    assert (set(one), set(two), set(three)) == ({(3,)}, set(), set())
+
+
+def test_a_text_is_looked_up_as_it_grows():
+    lookup, history = SuffixLookup(), Words(1, 2, 3, 1)
+    assert proposed(lookup, pool_for(history), history) == [{}]
+    history.ids.append(2)
+    assert set(proposed(lookup, pool_for(history), history, max_depth=2)[0]) == {(3,), (3, 1)}
+
+
+def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_state():
+    lookup, other = SuffixLookup(), SuffixLookup()
+    lookup.finish(Words(1, 2, 30, 31))
+    lookup.finish(Words(1, 2, 3))
+    history = Words(1, 2, 3, 1, 2)
+    other.restore(lookup.state())
+    for made in (lookup, other):
+        (found,) = proposed(made, pool_for(history), history, max_depth=2)
+        names = {path: made.names[source] for path, (source, _) in found.items()}
+        assert names == {(3,): "suffix", (3, 1): "suffix", (30,): "past", (30, 31): "past"}
+    other.restore({})
+    assert set(proposed(other, pool_for(history), history, max_depth=2)[0]) == {(3,), (3, 1)}
+
+
+def test_drafted_nodes_are_looked_up_as_if_they_had_come():
+    history = Words(1, 2, 3, 9, 1)
+    pool = pool_for(history, Words(4, 5))
+    draft(pool, [2, 3])
+    one, two = proposed(SuffixLookup(), pool, history, Words(4, 5), max_depth=4)
+    assert {(2, 3), (2, 3, 9), (2, 3, 9, 1)} <= set(one)
+    assert two == {}
+    pool = pool_for(history)
+    draft(pool, [2, 3])
+    (found,) = proposed(SuffixLookup(), pool, history, max_depth=2)
+    assert set(found) == {(2, 3)}, "not below what is as deep as it may be"
+
+
+def test_a_place_gets_no_more_nodes_than_asked_for():
+    rng = random.Random(3)
+    history = Words(*(token for _ in range(8) for token in (1, 2, *(rng.randrange(3, 60) for _ in range(40)))), 1, 2)
+    (found,) = proposed(SuffixLookup(num_nodes=11), pool_for(history), history, max_depth=30)
+    assert len(found) == 11
+
+
+# Calibration
 
 
 def test_calibration_learns_how_often_a_source_is_right():
@@ -102,19 +424,95 @@ def test_calibration_learns_how_often_a_source_is_right():
     rng = random.Random(1)
     for _ in range(400):
         # Source 1 proposes token 7, right three times in four; source 2 proposes 8 below it, never right.
-        pool = tree_of([[1, 7, 8]], [[0, 0, 1]], sources=[[0, 1, 2]])
+        pool = pool_for(Words(1))
+        one = torch.ones(1, 1, dtype=torch.int64)
+        pool.add(7 * one, 0 * one, 0.5 * one, one, 0 * one)
+        pool.add(8 * one, one, 0.5 * one, 2 * one, 0 * one)
         calibration.observe(pool, [[7, 9] if rng.random() < 0.75 else [5, 8]])
     probability = calibration.probability(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 0]]))[0].tolist()
     assert probability == pytest.approx([1.0, 0.75, 0.0], abs=0.06)
     assert calibration.probability(torch.tensor([[1]]), torch.tensor([[1]])).item() == 0.5, "unseen: the prior"
+    assert calibration.weigh(2)(torch.tensor([0]), torch.tensor([0])).item() == probability[2]
+
+
+def test_calibration_follows_a_source_that_gets_better():
+    calibration = Calibration([torch.tensor([0.5])], CPU)
+    pool = pool_for(Words(1))
+    draft(pool, [7])
+    seen = []
+    for token in (5, 7):
+        for _ in range(1000):
+            calibration.observe(pool, [[token]])
+        seen.append(calibration.probability(torch.tensor([1]), torch.tensor([0])).item())
+    assert seen == pytest.approx([0.0, 1.0], abs=0.05)
 
 
 def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
     calibration = Calibration([torch.tensor([0.5])], CPU)
-    pool = tree_of([[1, 7, 8, 3]], [[0, 0, 1, 2]], sources=[[0, 1, 1, 1]])
-    before = calibration._tried.clone()
-    calibration.observe(pool, [[7]])  # only one token is known: depth 2 and 3 stay open
-    assert (calibration._tried - before).sum() == 1
+    pool = pool_for(Words(1), Words(2))
+    draft(pool, [7, 8, 3])
+    before = calibration.state()["tried"]
+    calibration.observe(pool, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
+    assert (calibration.state()["tried"] - before).sum() == 1
+
+
+def test_calibration_is_restored_from_its_state_and_from_nothing():
+    made, other = (Calibration([torch.tensor([0.5, 0.2])], CPU) for _ in range(2))
+    pool = pool_for(Words(1))
+    draft(pool, [7])
+    both = (torch.tensor([1, 1]), torch.tensor([0, 1]))
+    made.observe(pool, [[7]])
+    state = made.state()
+    made.observe(pool, [[7]])
+    other.restore(state)
+    once, twice = other.probability(*both)[0].item(), made.probability(*both)[0].item()
+    assert 0.5 < once < twice, "a state is a copy"
+    other.restore({})
+    assert other.probability(*both).tolist() == pytest.approx([0.5, 0.2])
+
+
+def test_a_probability_is_in_the_bucket_of_its_face_value():
+    chances = torch.tensor([1.0, 0.9, 0.71, 0.5, 0.3, 0.01, 1e-9, 0.0])
+    buckets = probability_bucket(chances)
+    assert (buckets.diff() >= 0).all() and buckets[0] == 0 and buckets[-1] == len(BUCKET_PROBABILITIES) - 1
+    likely = chances > 0.006
+    assert (BUCKET_PROBABILITIES[buckets][likely] / chances[likely]).log2().abs().max() <= 0.5
+
+
+# Cost
+
+
+def cost_of(seconds):
+    cost = VerifyCost()
+    cost._seconds = dict(seconds)
+    return cost
+
+
+def best_width(cost, gains, rate=1.0):
+    return max(cost.plans(torch.tensor(gains).cumsum(0).tolist()), key=lambda plan: plan.worth(rate)).width
+
+
+def test_plans_say_what_each_width_brings_and_takes():
+    plans = cost_of({1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0}).plans([0.5, 0.75, 0.8, 0.81])
+    assert [(plan.width, plan.seconds) for plan in plans] == [(1, 1.0), (2, 1.5), (4, 2.0), (8, 3.0)]
+    assert [plan.tokens for plan in plans] == pytest.approx([1.0, 1.5, 1.8, 1.81])
+    assert plans[1].worth(rate=2.0) == pytest.approx(1.5 - 2.0 * 1.5)
+
+
+def test_plans_of_several_rows_share_one_verify():
+    plans = cost_of({1: 1.0, 2: 1.5, 4: 2.0}).plans([1.5, 2.0, 2.1], num_rows=3)
+    assert [plan.tokens for plan in plans] == pytest.approx([3.0, 4.5, 5.1])
+    # 3, 6 and 12 tokens: on straight lines between what was measured, and on from there
+    assert [plan.seconds for plan in plans] == pytest.approx([1.75, 2.5, 4.0])
+
+
+def test_a_fixed_width_is_the_unit_whatever_the_rows():
+    cost = VerifyCost.fixed(21)
+    assert cost.measured and cost.widths == [21]
+    for num_rows in (1, 5):
+        (plan,) = cost.plans([0.5] * 4, num_rows)
+        assert (plan.width, plan.seconds, plan.tokens) == (21, 1.0, num_rows + 0.5)
+    assert cost.plans([])[0].tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -127,31 +525,45 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
         ({1: 1.0, 2: 1.2}, [], 1),
     ],
 )
-def test_the_width_that_pays_best_is_chosen(seconds, gains, width):
-    cost = VerifyCost()
-    cost._seconds = dict(seconds)
-    assert cost.best_plan(torch.tensor(gains)).width == width
+def test_the_width_that_pays_best_is_worth_most(seconds, gains, width):
+    assert best_width(cost_of(seconds), gains) == width
 
 
 def test_costs_follow_what_rounds_take_and_forgive_a_hiccup():
-    cost = VerifyCost()
-    cost._seconds = {1: 1.0, 2: 1.5}
+    cost = cost_of({1: 1.0, 2: 1.5})
     cost.observe(2, 100.0)
     assert cost._seconds[2] < 2.0
     for _ in range(100):
         cost.observe(1, 2.0)
     assert cost._seconds[1] == pytest.approx(2.0, abs=0.01)
+    cost.observe(3, 1.0)
+    assert cost.widths == [1, 2], "a width that is no plan of its own is not taken in"
 
 
 def test_a_width_measured_too_dear_is_tried_again_in_time():
-    cost = VerifyCost()
-    cost._seconds = {1: 1.0, 8: 5.0}  # 8 was timed while the machine was busy; in truth it costs 2
+    cost = cost_of({1: 1.0, 8: 5.0})  # 8 was timed while the machine was busy; in truth it costs 2
     looks = 0
-    while cost.best_plan(torch.full((7,), 0.4)).width == 1:
+    while best_width(cost, [0.4] * 7) == 1:
         cost.doubt(used=1)
         looks += 1
         assert looks < 2000
     assert looks > 100, "but not at once"
+
+
+def test_costs_that_no_round_puts_to_the_test_are_not_doubted():
+    """With a budget nothing is timed, and of a batch no single width is: doubts would never end."""
+    model = tiny_model()
+    budgeted = make_policy("graft", TargetRunner(model), budget=100)
+    engine = Engine(model, policy=budgeted)
+    for _ in range(3):
+        engine.generate([3, 4, 5], max_new_tokens=2)  # two tokens left: fewer nodes than the budget
+    assert budgeted._cost.plans([])[0].seconds == 1.0
+
+    engine = Engine(model)
+    engine.policy.prepare()
+    before = dict(engine.policy._cost._seconds)
+    engine.generate_batch([[3, 4, 5]] * 2, max_new_tokens=20)  # both end in the same round
+    assert engine.policy._cost._seconds == before
 
 
 def test_without_a_budget_the_policy_measures_the_machine_and_still_gives_the_same_text():
@@ -171,33 +583,56 @@ def test_an_answer_that_goes_round_in_a_circle_is_accepted_from_both_retrievers(
     result = Engine(model, budget=16).generate([3, 4, 5], max_new_tokens=200)
     assert result.ids == plain.ids
     assert result.stats.mean_accepted > 4
-    assert set(result.stats.accepted_by_source) == {"suffix", "adjacency"}
+    accepted = set(result.stats.accepted_by_source)
+    assert "suffix" in accepted and accepted & {"adjacency", "bigram", "trigram"}
 
 
-def prospect(gain, fading, seconds):
-    made = Prospect()
-    made._gain, made._fading, made._seconds = gain, fading, seconds
-    return made
+# Prospect
 
 
-@pytest.mark.parametrize(
-    ("gain", "pass_seconds", "left", "worth"),
-    [
-        (0.9, 0.05, 5, True),  # five passes bring more than the wider verify costs
-        (0.9, 0.05, 1, False),  # one alone does not
-        (0.3, 0.05, 5, False),
-        (0.9, 2.0, 5, False),
-    ],
-)
-def test_a_draft_pass_is_made_when_it_and_those_behind_it_pay(gain, pass_seconds, left, worth):
-    cost = VerifyCost()
-    cost._seconds = {1: 1.0, 8: 2.2}
-    plan = cost.best_plan(torch.tensor([]))
-    assert prospect(gain, 0.8, pass_seconds).is_worth_a_pass(cost, plan, 1, reach=1.0, num_left=left) is worth
+def test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams():
+    prospect = Prospect(4)
+    prospect._gain, prospect._fading = [0.8, 0.5, 0.4, 0.2], [0.5, 0.5, 0.5, 0.5]
+    assert prospect.gains(0, 1.0) == pytest.approx([0.8, 1.05, 1.15, 1.175])
+    assert prospect.gains(2, 0.5) == pytest.approx([0.2, 0.25])
+    assert prospect.gains(4, 0.5) == [], "no further pass"
+    assert Prospect(0).gains(0, 1.0) == []
 
 
 def test_what_passes_bring_is_learned():
-    made = prospect(0.8, 0.8, 0.01)
-    for _ in range(200):
-        made.observe(0.02, gain=0.1, reach_before=0.5, reach_after=0.25)
-    assert (made._gain, made._fading, made._seconds) == pytest.approx((0.2, 0.5, 0.02), rel=0.05)
+    prospect = Prospect(3)
+    for _ in range(300):
+        prospect.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
+    assert prospect._gain[:2] == pytest.approx([0.7, 0.2], rel=0.01)
+    assert prospect._fading[0] == pytest.approx(0.5, rel=0.01)
+    assert (prospect._gain[2], prospect._fading[1:]) == (0.6, [0.8, 0.8]), "of what was not done nothing is learned"
+
+
+def test_beams_that_are_hardly_reached_teach_nothing():
+    prospect = Prospect(2)
+    prospect.observe(reaches=[1.0, 0.0], values=[0.0, 0.5, 0.5])
+    assert prospect._gain[1] == 0.6
+    prospect.observe(reaches=[], values=[0.3])
+    assert prospect._fading[1] == 0.8
+
+
+def test_passes_given_up_are_tried_again_in_time():
+    prospect = Prospect(2)
+    for _ in range(300):
+        prospect.observe([1.0, 0.8], [0.5, 0.5001, 0.5002])
+    assert prospect.gains(0, 1.0)[-1] < 0.01
+    rounds = 0
+    while prospect.gains(0, 1.0)[-1] < 0.5:
+        prospect.hope()
+        rounds += 1
+        assert rounds < 5000
+    assert rounds > 100, "but not at once"
+
+
+def test_the_prospect_is_restored_from_its_state_and_from_nothing():
+    prospect, other = Prospect(2), Prospect(2)
+    prospect.observe([1.0, 0.4], [0.0, 0.2, 0.3])
+    other.restore(prospect.state())
+    assert other.gains(0, 1.0) == pytest.approx(prospect.gains(0, 1.0))
+    other.restore({})
+    assert other.gains(0, 1.0) == Prospect(2).gains(0, 1.0)

@@ -7,7 +7,7 @@ from graft import Engine, GraftError
 from graft.batch import Batch
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.policy import POLICIES, make_policy
+from graft.policy import MAX_BUDGET, POLICIES, make_policy
 from graft.policy.paper import _KEPT, _WIDTHS
 from graft.policy.template import ENVELOPE, make_template, scaled
 from graft.target import TargetRunner
@@ -34,6 +34,28 @@ def test_policy_gives_the_text_of_plain_decoding(name, options):
     engine = engine_for(name)
     assert [g.ids for g in engine.generate_batch(PROMPTS, **options)] == plain
     assert [engine.generate(prompt, **options).ids for prompt in PROMPTS] == plain  # with what it has learned by now
+
+
+@pytest.mark.parametrize("budget", [1, MAX_BUDGET])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_gives_the_text_of_plain_decoding_at_the_limits(name, budget):
+    """The least and the largest budget; answers of one token, of two (trees one deep) and of a few more."""
+    for count in (1, 2, 12):
+        plain = [g.ids for g in engine_for("off").generate_batch(PROMPTS, max_new_tokens=count)]
+        engine = engine_for(name, budget, topk=1, depth=1)
+        for _ in range(2):
+            answers = engine.generate_batch(PROMPTS, max_new_tokens=count)
+            assert [answer.ids for answer in answers] == plain
+            assert all(answer.stats.nodes <= budget * answer.stats.rounds for answer in answers)
+
+
+def test_rows_that_end_at_different_times_keep_their_texts():
+    engine = engine_for("graft")
+    plain = [engine_for("off").generate(p, max_new_tokens=40, stop_token_ids=[5, 9]).ids for p in PROMPTS]
+    assert len({len(ids) for ids in plain}) > 1
+    for _ in range(2):
+        found = engine.generate_batch(PROMPTS, max_new_tokens=40, stop_token_ids=[5, 9])
+        assert [g.ids for g in found] == plain
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "off"])
@@ -90,7 +112,7 @@ def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the
     for widths, kept in zip(_WIDTHS, _KEPT, strict=False):
         template = make_template(widths)
         assert tuple(map(len, template.ranks)) == widths
-        assert template.num_nodes == 60 - kept
+        assert sum(map(len, template.ranks)) == 60 - kept
         assert all(
             0 in ranks and parents[ranks.index(0)] == 0
             for ranks, parents in zip(template.ranks, template.parents, strict=True)

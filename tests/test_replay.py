@@ -55,6 +55,15 @@ def test_every_policy_replays_to_the_end_of_the_answer(recorded, name):
         assert replay(policy, trace).tokens == len(trace.answer)
 
 
+def test_a_prompt_that_is_asked_twice_is_recorded_twice():
+    model = tiny_model()
+    drafter = Eagle3Drafter(make_head(model), TREE)
+    engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
+    one, two = record(engine, [PROMPTS[0]] * 2, max_new_tokens=3)
+    assert len(one.prompt_successors) == len(PROMPTS[0]) - 1
+    assert all(torch.equal(value, vars(two)[name]) for name, value in vars(one).items())
+
+
 def test_what_is_no_trace_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"nonsense")

@@ -18,8 +18,9 @@ from graft.tree import PADDING, ROOT, DraftTree
 NO_TOKEN = -1  # stands where a text has no earlier token
 # A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
 # rare as equal random numbers.
-_DEPTH_FACTORS = mix64(torch.arange(1024)) | 1
+_DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
 _SURE = 0.999  # a node is always a little less likely than its parent, so it never ranks before it
+_LEAST = 1e-30  # less likely paths count as 0: near the least float, rounding could make a node its parent's equal
 _INHERITED = 5  # the first fields below are what a node's own follow from, one gather for all
 
 
@@ -101,7 +102,7 @@ class Pool:
 
     def _append(self, fields: tuple[Tensor, ...], paths: Tensor) -> None:
         self._fields = torch.cat([self._fields, torch.stack(fields)], dim=2)
-        self._paths = torch.cat([self._paths, paths], dim=1)
+        self._paths = torch.cat([self._paths, paths.masked_fill(paths < _LEAST, 0.0)], dim=1)
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
@@ -124,7 +125,7 @@ class Pool:
             max_depth=max_depth,
             tokens=pool.tokens.gather(1, chosen),
             parents=parents.masked_fill(padding, 0),
-            probabilities=paths / paths.gather(1, parents).clamp(min=1e-30),
+            probabilities=paths / paths.gather(1, parents).clamp(min=_LEAST),
             sources=pool.sources.gather(1, chosen).masked_fill(padding, PADDING),
             evidence=pool.evidence.gather(1, chosen),
         )

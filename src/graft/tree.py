@@ -1,7 +1,7 @@
-"""DraftTree: a batch of token trees under construction, as plain tensors.
+"""DraftTree: a batch of token trees, ready to be verified, as plain tensors.
 
-Every operation is a gather, a sort or a doubling over all nodes at once, so a tree can be grown, merged,
-pruned and masked on any device. What a tree contains is decided in `policy`; how it is checked, in `target`.
+Every operation is a slice or a doubling over all nodes at once, on any device. Trees are put together in `pool`;
+what goes into one is decided in `policy`, and how it is checked, in `target`.
 """
 
 from __future__ import annotations
@@ -62,25 +62,11 @@ class DraftTree:
         """[B, N] position of each node's token in its sequence when `lengths` [B] tokens are cached."""
         return lengths.unsqueeze(1) + self.depths()
 
-    def path_probabilities(self) -> Tensor:
-        """[B, N] P(the target accepts the node), the product of the probabilities on its path; padding has 0."""
-        products = self.fold_to_root(self.probabilities, torch.mul)
-        # Doubling multiplies in another order at every depth: rounding could lift a node above its parent.
-        return self.fold_to_root(products, torch.minimum).masked_fill(~self.valid, 0.0)
-
     def ancestors(self) -> Tensor:
         """[B, N, N] bool, [b, i, j] when j is i or an ancestor of i: the tree's attention mask."""
         batch, width = self.tokens.shape
         itself = torch.eye(width, dtype=torch.bool, device=self.tokens.device).expand(batch, -1, -1)
         return self.fold_to_root(itself, torch.logical_or)
-
-    def paths(self) -> Tensor:
-        """[B, N, depth + 1] the nodes from the root down to each node, -1 behind its end."""
-        depths = self.depths()
-        paths = torch.full((*depths.shape, int(depths.max()) + 1), -1, device=depths.device)
-        row, node, ancestor = self.ancestors().nonzero(as_tuple=True)
-        paths[row, node, depths[row, ancestor]] = ancestor
-        return paths
 
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""

@@ -116,15 +116,18 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
     for _ in engine.rounds(sequences):
         pass
     traces = []
+    said: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # equal prompts are read once, in the first's row
     for sequence in sequences:
-        rounds, chunks = recorder.rounds.pop(sequence), recorder.prompts.pop(sequence, [])
+        rounds = recorder.rounds.pop(sequence)
+        prompt = tuple(sequence.ids[: sequence.num_prompt_tokens])
+        chunks = said.setdefault(prompt, recorder.prompts.pop(sequence, []))
         columns = {name: torch.stack([r[name] for r in rounds]) for name in rounds[0]}
         k = NUM_SUCCESSORS
         successors = torch.cat([c[0] for c in chunks]).cpu() if chunks else torch.zeros(0, k, dtype=torch.int64)
         shares = torch.cat([c[1] for c in chunks]).cpu() if chunks else torch.zeros(0, k)
         traces.append(
             Trace(
-                prompt=torch.tensor(sequence.ids[: sequence.num_prompt_tokens]),
+                prompt=torch.tensor(prompt),
                 answer=torch.tensor(sequence.new_ids),
                 prompt_successors=successors,
                 prompt_shares=shares,

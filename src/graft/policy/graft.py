@@ -102,13 +102,14 @@ class Graft(Policy):
         self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
         self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
-        self._cost.doubt(used=width)
+        if self._is_timed(len(roots)):
+            self._cost.doubt(used=width)
         return Grown(tree.first(width), passes)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         if self._pool is not None:
             self._calibration.observe(self._pool, accepted.tokens)
-        if len(accepted) == 1 and self._settings.budget is None:
+        if self._is_timed(len(accepted)):
             self._cost.observe(tree.width, seconds)
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
         self._tokens += _BLEND * (num_tokens - self._tokens) if self._tokens else num_tokens
@@ -216,6 +217,10 @@ class Graft(Policy):
         """Tokens per second of a row's usual round; at least what plain decoding brings."""
         plain = 1 / self._cost.plans([], num_rows)[0].seconds
         return max(self._tokens / self._seconds, plain) if self._seconds else plain
+
+    def _is_timed(self, num_rows: int) -> bool:
+        """Whether the round's time tells what its width costs; else no estimate is doubted either."""
+        return num_rows == 1 and self._settings.budget is None
 
     def _is_resting(self) -> bool:
         """Looking costs time too: after looks that found nothing worth verifying, a few rounds are left alone."""

@@ -28,10 +28,6 @@ class Template:
     parents: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_nodes(self) -> int:
-        return sum(map(len, self.ranks))
-
 
 def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> Template:
     """The template with so many nodes at each depth."""

@@ -58,7 +58,7 @@ class Judged:
         text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
         parents = tree.parents + 2
         parents[:, 0] = 1
-        above = torch.cat([torch.zeros_like(parents[:, :2]), parents], dim=1).gather(1, parents)
+        above = torch.cat([parents.new_zeros(len(parents), 2), parents], dim=1).gather(1, parents)
         whose = (torch.zeros_like(before) if salts is None else salts)[:, None].expand_as(tree.tokens)
         fields = (tree.tokens, text.gather(1, parents), text.gather(1, above), whose)
         # Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.

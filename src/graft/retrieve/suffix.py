@@ -6,7 +6,7 @@ nodes: a drafted token may complete an occurrence that the text alone does not h
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
@@ -34,7 +34,7 @@ class SuffixIndex:
     def __init__(self, max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
         self._tokens: list[int] = []
-        self._starts: deque[int] = deque()  # of each text, as places count since the first ever
+        self._starts: list[int] = []  # of each text, as places count since the first ever
         self._dropped = 0  # tokens that are gone
         self._ends: dict[tuple[int, int], deque[int]] = {}  # pair -> places just behind its occurrences
 
@@ -47,7 +47,7 @@ class SuffixIndex:
         return [self._tokens[a:b] for a, b in pairwise(places)]
 
     def begin(self) -> None:
-        """What comes from here on is another text: no match reaches back over it."""
+        """What comes from here on is another text: no match and no continuation reaches over its start."""
         self._starts.append(self._dropped + len(self._tokens))
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -68,19 +68,21 @@ class SuffixIndex:
         if len(suffix) < _MIN_MATCH:
             return []
         found = []
-        tokens, stop = self._tokens, len(self._tokens)
+        tokens, starts = self._tokens, self._starts
         for absolute in self._ends.get((suffix[-2], suffix[-1]), ()):
-            end = absolute - self._dropped
-            if end >= stop:
-                continue  # the text's own end
-            match, most = _MIN_MATCH, min(end, len(suffix), _MAX_MATCH)
+            following = bisect_left(starts, absolute)  # the text behind the occurrence's
+            start, end = starts[following - 1] - self._dropped, absolute - self._dropped
+            stop = starts[following] - self._dropped if following < len(starts) else len(tokens)
+            if end == stop:
+                continue  # its text's end
+            match, most = _MIN_MATCH, min(end - start, len(suffix), _MAX_MATCH)
             while match < most and tokens[end - match - 1] == suffix[-match - 1]:
                 match += 1
-            found.append((match, tokens[end : end + length]))
+            found.append((match, tokens[end : min(end + length, stop)]))
         return found
 
     def _drop_oldest(self) -> None:
-        self._starts.popleft()
+        del self._starts[0]
         count = self._starts[0] - self._dropped
         for pair in pairwise(self._tokens[:count]):
             ends = self._ends.get(pair)

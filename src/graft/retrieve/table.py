@@ -25,14 +25,12 @@ _FACTORS = [int(factor) | 1 for factor in mix64(torch.arange(4))]
 class SuccessorTable:
     """M[rows, k] of entries, likeliest first: a token id and the bucket of its share, in one number (see `unpack`)."""
 
-    def __init__(
-        self, order: int, num_rows: int, device: torch.device, hashed: bool = True, k: int = NUM_SUCCESSORS
-    ) -> None:
+    def __init__(self, order: int, num_rows: int, device: torch.device, hashed: bool = True) -> None:
         """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size."""
         self.order = order
         self._is_hashed = hashed
         self._shift = 64 - (num_rows.bit_length() - 1)
-        self._entries = torch.full((num_rows, k), COLD, dtype=torch.int32, device=device)
+        self._entries = torch.full((num_rows, NUM_SUCCESSORS), COLD, dtype=torch.int32, device=device)
         self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64, device=device)
 
     def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> Tensor:

@@ -1,0 +1,267 @@
+"""Pool by its properties, each against the same thing done node by node in plain Python."""
+
+import random
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graft.pool import NO_TOKEN, Nodes, Pool, before_roots
+from graft.tree import PADDING
+from proposers import assert_is_tree, token_paths
+
+TOKENS = 3  # few, so that equal paths are common
+CHANCES = (0.0, 1e-20, 0.004, 0.25, 0.5, 0.9, 1.0)
+
+
+class Proposals:
+    """Rounds of proposals for several rows, and a pool that got them.
+
+    A level may hang under any nodes that were there before it. Some levels come from a draft pass, the others need
+    what their parents need.
+    """
+
+    def __init__(self, seed, num_rows, num_levels, max_width=6):
+        rng = random.Random(seed)
+        self.num_rows, self.num_passes = num_rows, 0
+        self.roots = torch.tensor([rng.randrange(TOKENS) for _ in range(num_rows)])
+        self.before, self.earlier = torch.tensor([[7] * num_rows, [8] * num_rows])
+        self.levels = []
+        width = 1
+        for _ in range(num_levels):
+            count = rng.randrange(1, max_width)
+            needs = None
+            if rng.random() < 0.5:
+                self.num_passes += 1
+                needs = self.num_passes
+            tokens, parents, evidence = (
+                torch.tensor([[rng.randrange(stop) for _ in range(count)] for _ in range(num_rows)])
+                for stop in (TOKENS, width, 4)
+            )
+            chances = torch.tensor([[rng.choice(CHANCES) for _ in range(count)] for _ in range(num_rows)])
+            sources = torch.full_like(tokens, 1 + len(self.levels) % 3)
+            self.levels.append((tokens, parents, chances, sources, evidence, needs))
+            width += count
+        self.pool = self.empty()
+        for level in self.levels:
+            self.pool.add(*level)
+
+    def empty(self):
+        return Pool(self.roots, self.before, self.earlier)
+
+
+@st.composite
+def proposals(draw, max_levels=6):
+    return Proposals(draw(st.integers(0, 10**6)), draw(st.integers(1, 3)), draw(st.integers(0, max_levels)))
+
+
+def rows_of(pool):
+    """Each row's nodes as dicts, with the token path of each, found by following parents one by one."""
+    columns = {field.name: getattr(pool.nodes, field.name).tolist() for field in fields(Nodes)}
+    result = []
+    for row in range(len(pool.nodes.tokens)):
+        nodes = [{name: column[row][n] for name, column in columns.items()} for n in range(pool.width)]
+        for n, node in enumerate(nodes):
+            node["path"] = (*nodes[node["parents"]]["path"], node["tokens"]) if n else ()
+        result.append(nodes)
+    return result
+
+
+def best_by_path(nodes):
+    """Of every path that was proposed: the highest probability of any of its copies."""
+    best = {}
+    for node in nodes:
+        if node["paths"] > 0:
+            best[node["path"]] = max(best.get(node["path"], 0.0), node["paths"])
+    return best
+
+
+# What a node carries
+
+
+@given(proposals())
+def test_a_node_carries_what_its_path_amounts_to(proposed):
+    for nodes, root in zip(rows_of(proposed.pool), proposed.roots.tolist(), strict=True):
+        for node in nodes:
+            text = [8, 7, root, *node["path"]]
+            assert (node["depths"], node["before"], node["earlier"]) == (len(node["path"]), text[-2], text[-3])
+
+
+@given(proposals())
+def test_a_path_is_less_likely_than_its_beginning_and_is_their_product(proposed):
+    for row, nodes in enumerate(rows_of(proposed.pool)):
+        own = [1.0] + [c for level in proposed.levels for c in level[2][row].tolist()]
+        for node, chance in list(zip(nodes, own, strict=True))[1:]:
+            parent = nodes[node["parents"]]["paths"]
+            assert node["paths"] == pytest.approx(parent * min(chance, 0.999), rel=1e-5, abs=1e-29)
+            assert node["paths"] < parent or parent == 0
+
+
+@given(proposals())
+def test_nodes_have_equal_keys_exactly_when_they_have_equal_paths(proposed):
+    for nodes in rows_of(proposed.pool):
+        paths, keys = {n["path"] for n in nodes}, {n["keys"] for n in nodes}
+        assert len(paths) == len(keys) == len({(n["path"], n["keys"]) for n in nodes})
+
+
+def test_paths_as_deep_as_any_text_have_keys():
+    pool = Pool(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))
+    depth = 3000
+    tokens = torch.full((1, depth), 5)
+    zeros = torch.zeros_like(tokens)
+    pool.add_chains(
+        tokens, torch.arange(depth)[None], torch.arange(1, depth + 1)[None], torch.ones(1, depth), zeros + 1, zeros
+    )
+    assert len(set(pool.nodes.keys[0].tolist())) == depth + 1
+    tested, fitted = pool.judged([[5] * depth])
+    assert fitted[0, 1:].all()
+    assert (tested[0] == (pool.nodes.paths[0] > 0))[1:].all()
+
+
+@given(proposals(), st.booleans())
+def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(proposed, first_alone):
+    """Also when the first level was there before, with needs of its own."""
+    pool, alone = proposed.empty(), proposed.empty()
+    levels = [(*level[:5], None) for level in proposed.levels]
+    if first_alone and levels:
+        first = (*levels.pop(0)[:5], 2)
+        pool.add(*first)
+        alone.add(*first)
+    for level in levels:
+        alone.add(*level)
+    if levels:
+        columns = zip(*(level[:5] for level in levels), strict=True)
+        tokens, parents, chances, sources, evidence = (torch.cat(column, dim=1) for column in columns)
+        pool.add_chains(tokens, parents, alone.nodes.depths[:, pool.width :], chances, sources, evidence)
+    for field in fields(Nodes):
+        one, other = getattr(pool.nodes, field.name), getattr(alone.nodes, field.name)
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-29)
+
+
+# The best
+
+
+@given(proposals(), st.integers(0, 40))
+def test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_ancestors(proposed, budget):
+    tree, paths = proposed.pool.best(budget, max_depth=6)
+    assert_is_tree(tree)
+    assert tree.width == min(budget + 1, proposed.pool.width)
+    for row, nodes in enumerate(rows_of(proposed.pool)):
+        best = best_by_path(nodes)
+        kept = token_paths(tree, row)
+        assert len(kept) == len(set(kept)) == min(budget + 1, len(best)), "each once, as many as there is room for"
+        values = paths[row][tree.valid[row]].tolist()
+        assert values == [best[path] for path in kept], "the likeliest copy stands for all"
+        assert values == sorted(best.values(), reverse=True)[: len(values)]
+        assert all(path[:-1] in kept for path in kept)
+        assert (paths[row][~tree.valid[row]] == 0).all()
+        assert (tree.sources[row].diff().eq(PADDING - tree.sources[row][:-1]) | tree.valid[row][1:]).all()
+
+
+@given(proposals(), st.integers(0, 40))
+def test_each_of_the_best_has_its_proposers_source_evidence_and_its_chance_after_its_parent(proposed, budget):
+    tree, paths = proposed.pool.best(budget, max_depth=6)
+    for row, nodes in enumerate(rows_of(proposed.pool)):
+        offered = {(n["path"], n["paths"], n["sources"], n["evidence"]) for n in nodes}
+        places = [n for n in range(tree.width) if tree.valid[row, n]]
+        for place, path in zip(places, token_paths(tree, row), strict=True):
+            value = float(paths[row, place])
+            assert (path, value, int(tree.sources[row, place]), int(tree.evidence[row, place])) in offered
+            above = float(paths[row, tree.parents[row, place]])
+            assert float(tree.probabilities[row, place]) == pytest.approx(value / above)
+
+
+def test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept():
+    pool = Pool(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+    ones = torch.ones(1, 2, dtype=torch.int64)
+    pool.add(torch.tensor([[5, 5]]), torch.tensor([[0, 0]]), torch.tensor([[0.6, 0.5]]), ones, ones)
+    pool.add(torch.tensor([[6, 7]]), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.8]]), ones + 1, ones)
+    tree, paths = pool.best(9, 2)
+    assert tree.tokens.tolist() == [[1, 5, 7, 6, 5]]
+    assert tree.parents.tolist() == [[0, 0, 1, 1, 0]]
+    assert tree.sources.tolist() == [[0, 1, 2, 2, PADDING]]
+    torch.testing.assert_close(paths, torch.tensor([[1.0, 0.6, 0.4, 0.3, 0.0]]))
+
+
+@given(st.lists(st.sampled_from([1.0, 0.9, 0.7071, 1e-9, 3e-5]), min_size=2, max_size=60), st.integers(0, 60))
+def test_neither_rounding_nor_underflow_lifts_a_child_above_its_parent(chances, budget):
+    chain, length = Pool(torch.tensor([1]), torch.tensor([2]), torch.tensor([3])), len(chances)
+    tokens = torch.arange(length)[None]
+    ones = torch.ones_like(tokens)
+    chain.add_chains(tokens, tokens, tokens + 1, torch.tensor([chances]), ones, ones)
+    tree, _ = chain.best(budget, length)
+    assert_is_tree(tree)
+    kept = int(tree.valid.sum()) - 1
+    assert token_paths(tree, 0) == [tuple(range(depth)) for depth in range(kept + 1)]
+
+
+@pytest.mark.parametrize("budget", [3, 10, 19, 40])
+def test_a_path_too_unlikely_for_a_float_is_left_out_rather_than_torn_from_its_beginning(budget):
+    pool, length = Pool(torch.tensor([1]), torch.tensor([2]), torch.tensor([3])), 60
+    tokens = torch.arange(length)[None]
+    ones = torch.ones_like(tokens)
+    pool.add_chains(tokens, tokens, tokens + 1, torch.tensor([[1e-9] * 4 + [1e-7] + [0.7] * 55]), ones, ones)
+    tree = pool.best(budget, length)[0].trimmed()
+    assert tree.parents.tolist() == [[0, *range(tree.width - 1)]]
+
+
+# What came of it
+
+
+@given(proposals(), st.data())
+def test_a_proposal_is_judged_by_what_came_where_its_parent_came_true(proposed, data):
+    rows = rows_of(proposed.pool)
+    emitted = []
+    for nodes in rows:  # some way down what was proposed, and on: else hardly any deep path comes true
+        path = data.draw(st.sampled_from([node["path"] for node in nodes]))
+        more = data.draw(st.lists(st.integers(0, TOKENS - 1), min_size=0 if path else 1, max_size=2))
+        emitted.append([*path, *more])
+    tested, fitted = proposed.pool.judged(emitted)
+    for row, (nodes, came) in enumerate(zip(rows, emitted, strict=True)):
+        for n, node in enumerate(nodes):
+            *above, _ = node["path"] or [None]
+            known = n > 0 and node["paths"] > 0 and len(above) < len(came) and list(above) == came[: len(above)]
+            assert bool(tested[row, n]) == known
+            if known:
+                assert bool(fitted[row, n]) == (came[: len(node["path"])] == list(node["path"]))
+
+
+# Passes
+
+
+@given(proposals(), st.integers(1, 40))
+def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, budget):
+    most = proposed.num_passes
+    values = proposed.pool.values_by_need(most, budget)
+    assert values.shape == (proposed.num_rows, most + 1)
+    for nodes, found in zip(rows_of(proposed.pool), values.tolist(), strict=True):
+        for passes, value in enumerate(found):
+            best = best_by_path(node for node in nodes if node["needs"] <= passes)
+            assert value == pytest.approx(sum(sorted(best.values(), reverse=True)[1 : budget + 1]), abs=1e-5)
+        assert all(less <= more + 1e-5 for less, more in pairwise(found))
+
+
+def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_needs_none_counts_for_it():
+    pool = Pool(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+    one = torch.ones(1, 1, dtype=torch.int64)
+    pool.add(5 * one, 0 * one, torch.tensor([[0.5]]), one, one, needs=1)  # drafted
+    pool.add(6 * one, 1 * one, torch.tensor([[0.5]]), one, one)  # retrieved below it
+    pool.add(5 * one, 0 * one, torch.tensor([[0.3]]), one, one)  # the same as the drafted, retrieved
+    assert pool.nodes.needs.tolist() == [[0, 1, 1, 0]]
+    torch.testing.assert_close(pool.values_by_need(1, 9), torch.tensor([[0.3, 0.75]]))
+
+
+# Before the root
+
+
+@pytest.mark.parametrize(
+    ("ids", "before", "earlier"),
+    [([4], NO_TOKEN, NO_TOKEN), ([3, 4], 3, NO_TOKEN), ([2, 3, 4], 3, 2), ([1, 2, 3, 4], 3, 2)],
+)
+def test_the_two_tokens_before_the_root_are_known_as_far_as_there_are_any(ids, before, earlier):
+    found = before_roots([[9, 8, 7], ids], torch.device("cpu"))
+    assert [column.tolist() for column in found] == [[8, before], [9, earlier]]
