@@ -15,6 +15,7 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.policy import DEFAULT_POLICY
+from graft.target.cpu import speed_up
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,7 +66,9 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
     path = packaged_head(draft) or draft
-    return Eagle3Drafter(load_head(path, model.config, model.dtype, model.device, embedding), tree)
+    head = load_head(path, model.config, model.dtype, model.device, embedding)
+    speed_up(head)
+    return Eagle3Drafter(head, tree)
 
 
 def packaged_head(name: str) -> Path | None:

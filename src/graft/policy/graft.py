@@ -29,7 +29,7 @@ _MAX_WIDTH = 64
 _KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _MAX_RESTS = 3
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
-_BLEND = 0.02  # weight of a round in the usual rate
+_BLEND = 0.05  # weight of a round in the usual rate
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 
 
@@ -112,8 +112,10 @@ class Graft(Policy):
         if self._is_timed(len(accepted)):
             self._cost.observe(tree.width, seconds)
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
-        self._tokens += _BLEND * (num_tokens - self._tokens) if self._tokens else num_tokens
-        self._seconds += _BLEND * (self._planned_seconds - self._seconds) if self._seconds else self._planned_seconds
+        if self._seconds == 0.0:  # before the first round all that is known is plain decoding
+            self._tokens, self._seconds = 1.0, self._cost.plans([], len(accepted))[0].seconds
+        self._tokens += _BLEND * (num_tokens - self._tokens)
+        self._seconds += _BLEND * (self._planned_seconds - self._seconds)
 
     def state(self) -> dict[str, Tensor]:
         learned = {"calibration": self._calibration.state(), "prospect": self._prospect.state()}
