@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
+from graft.machine import cpu_name
 from graft.sampling import SamplingSettings
 
 AVERAGE = "average"
@@ -183,7 +184,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             **{label: version(distribution) for label, distribution in packages.items()},
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -279,12 +280,3 @@ def _replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

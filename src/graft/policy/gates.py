@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,19 @@ DRAFTED = ROOT + 1
 GATES = (0, 1, 5)  # the passes after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
 NEVER = len(GATES)  # the stop of a row that passed all gates
+
+
+class Gates:
+    """A policy's thresholds, as a part of its state."""
+
+    def __init__(self) -> None:
+        self.thresholds = torch.tensor(PUBLISHED)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"gates/thresholds": self.thresholds.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.thresholds = state.get("gates/thresholds", torch.tensor(PUBLISHED)).cpu().clone()
 
 
 @dataclass(frozen=True)
