@@ -134,14 +134,16 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
     return traces
 
 
-def save_traces(path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str) -> None:
-    """All traces of a task, in one file."""
+def save_traces(
+    path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str, **facts: str | None
+) -> None:
+    """All traces of a task, in one file. facts: what else should be known of them."""
     tensors = {
         f"{i}/{name}": _small(value).contiguous()
         for i, trace in enumerate(traces)
         for name, value in vars(trace).items()
     }
-    about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk}
+    about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk, **facts}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata={"about": json.dumps(about)})
