@@ -17,7 +17,8 @@ from graft.draft.base import TreeSettings
 from graft.sampling import SamplingSettings
 from graft.settings import require
 
-_SHARED = ("vocab_size", "depth", "topk", "model", "draft")  # what all files of a replay must have in common
+# What all files of a replay must have in common.
+_SHARED = ("vocab_size", "depth", "topk", "model", "draft", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class ReplayMethod(Method):
         self.name = name
         self._traces = recorded.traces
         about = recorded.about
+        self._max_new_tokens: int | None = about.get("max_new_tokens")
         drafter = ReplayedDrafter(TreeSettings(depth=about["depth"], topk=about["topk"]))
         self._policy = make_contender(name, replayed_target(about), drafter, budget, pass_cost)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         traces = [self._traces[tuple(prompt)] for prompt in prompts]
-        return [Answer(trace.answer.tolist(), replay(self._policy, trace)) for trace in traces]
+        return [Answer(t.answer.tolist(), replay(self._policy, t, self._max_new_tokens)) for t in traces]
 
     def is_exact(self, settings: SamplingSettings) -> bool:
         return False  # the text is given, so there is nothing to compare

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import ProgressBars, load_engine, notes
+from graft.cli.terminal import load_engine
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.bench.methods import Method
-    from graft.bench.runner import BenchSettings
     from graft.bench.tasks import Question
-    from graft.draft.eagle3.drafter import Eagle3Drafter
     from graft.engine import Engine
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
@@ -88,6 +84,8 @@ def bench(
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
+    from graft.cli.standings import compete
+    from graft.cli.traces import record_traces, replay_traces
     from graft.data import Prompt
     from graft.loading import load_drafter
     from graft.policy import PolicySettings
@@ -105,10 +103,11 @@ def bench(
     PolicySettings(budget, pass_cost)  # which checks them
     require(pass_cost is None or budget is not None or bool(replay), "--pass-cost counts in verifies of a --budget")
     if replay:
-        given = [*(["--data"] if data else []), *(["--record"] if record else []), *map(_flag, loading | decoding)]
+        own = {"data": data, "record": record, "max_prompt_tokens": max_prompt_tokens}
+        given = [_flag(name) for name in [*(name for name in own if own[name]), *loading, *decoding]]
         given += [_flag(name) for name in heads if name not in ("budget", "pass_cost")]
         require(not given, f"{', '.join(given)}: was settled when the traces were recorded; leave it out with --replay")
-        _replay(replay, names, states, _checked_folder(out), limit, heads, learning)
+        replay_traces(replay, names, states, _checked_folder(out), limit, heads, learning)
         return
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
@@ -126,8 +125,9 @@ def bench(
 
     tasks = {task.name: asked(task) for task in read}
     if record is not None:
-        require(drafter is not None, "--record needs a head, whose drafts it writes down: name one with --draft")
-        _record(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
+        if drafter is None:
+            raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
+        record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
     lineup = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost)
@@ -149,103 +149,7 @@ def bench(
         "max_prompt_tokens": max_prompt_tokens,
     }
     machine = environment(engine.target.device)
-    _compete(lineup, states, tasks, lessons, trial, settings, engine.eos_token_ids, facts, machine, folder)
-
-
-def _compete(
-    lineup: Sequence[Method],
-    states: list[str],
-    tasks: dict[str, list[Question]],
-    lessons: list[Question],
-    trial: Question,
-    settings: BenchSettings,
-    eos_token_ids: list[int],
-    facts: dict[str, Any],
-    machine: dict[str, Any],
-    out: Path,
-) -> None:
-    """Runs the methods against each other; shows and writes how they stand after every task."""
-    from graft.bench.results import Summary
-    from graft.bench.runner import contestants, run
-    from graft.cli.standings import Display, print_results, write
-
-    summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
-    with Display() as display:
-        display.say("warming up")
-        ready = contestants(lineup, states, lessons, trial, settings, eos_token_ids)
-        for task in run(ready, tasks, settings, eos_token_ids, display.progress):
-            summary.add(task)
-            results = summary.results(facts, machine)
-            write(results, out)
-            display.show(results)
-    print_results(results)
-    notes().print(f"Results, and report.html to look at, are in {out}", markup=False)
-
-
-def _replay(
-    paths: list[Path], names: list[str], states: list[str], out: Path, limit: int | None, heads: Given, learning: Given
-) -> None:
-    """The same competition on recorded answers, where a policy is all that runs."""
-    import torch
-
-    from graft.bench.replayed import ReplayMethod, read_recorded
-    from graft.bench.results import PASS_SHARE, environment
-    from graft.bench.runner import BenchSettings
-    from graft.policy.base import USUAL_BUDGET
-
-    recorded = read_recorded(paths, limit)
-    warmup: Path | None = learning.get("warmup")
-    lessons: list[Question] = []
-    if warmup is not None:
-        lesson = read_recorded([warmup], learning.get("warmup_limit"))
-        lessons = [question for questions in lesson.tasks.values() for question in questions]
-        recorded = recorded.and_traces_of(lesson)
-    budget, pass_cost = heads.get("budget", USUAL_BUDGET), heads.get("pass_cost", PASS_SHARE)
-    lineup = [ReplayMethod(name, recorded, budget, pass_cost) for name in names]
-    facts = {
-        "replay": True,
-        **{fact: recorded.about.get(fact) for fact in ("model", "draft", "dtype", "depth", "topk")},
-        "methods": names,
-        "states": states,
-        "tasks": {task: len(questions) for task, questions in recorded.tasks.items()},
-        "budget": budget,
-        "pass_cost": pass_cost,
-        "warmup": warmup.stem if warmup is not None else None,
-        "warmup_prompts": len(lessons),
-    }
-    trial, machine = next(iter(recorded.tasks.values()))[0], environment(torch.device("cpu"))
-    _compete(lineup, states, recorded.tasks, lessons, trial, BenchSettings(), [], facts, machine, out)
-
-
-def _record(
-    engine: Engine,
-    drafter: Eagle3Drafter | None,
-    tasks: dict[str, list[Question]],
-    folder: Path,
-    settings: BenchSettings,
-    model: str | None,
-    draft: str | None,
-) -> None:
-    """A file of traces for each task."""
-    from graft.bench.replay import Recorder, record, save_traces
-    from graft.engine import Engine
-    from graft.report import Report
-
-    assert drafter is not None
-    target = engine.target
-    recording = Engine(target.model, engine.tokenizer, policy=Recorder(drafter), drafter=drafter)
-    dtype = str(target.model.dtype).removeprefix("torch.")
-    with ProgressBars() as progress:
-        for task, questions in tasks.items():
-            traces = []
-            for start in range(0, len(questions), settings.rows):
-                group = [question.ids for question in questions[start : start + settings.rows]]
-                traces += record(recording, group, settings.max_new_tokens)
-                progress.show(Report(task, len(traces), len(questions), "recorded"))
-            path = folder / f"{task}.safetensors"
-            facts = {"model": model, "draft": draft, "dtype": dtype}
-            save_traces(path, traces, drafter.settings, target.vocab_size, task, **facts)
-    notes().print(f"Traces are in {folder}: graft bench --replay {folder}", markup=False, soft_wrap=True)
+    compete(lineup, states, tasks, lessons, trial, settings, engine.eos_token_ids, facts, machine, folder)
 
 
 def _head_name(draft: str, model_name: str) -> str | None:

@@ -1,18 +1,51 @@
-"""How a benchmark stands: the live table, the files, and the table at the end."""
+"""A benchmark's competition: the run, the live table, the files, and the table at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graft.cli.terminal import notes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from graft.bench.methods import Method
     from graft.bench.results import Results, Run
+    from graft.bench.runner import BenchSettings
+    from graft.bench.tasks import Question
 
 _WIDE = 132  # columns a table with intervals needs
+
+
+def compete(
+    lineup: Sequence[Method],
+    states: list[str],
+    tasks: dict[str, list[Question]],
+    lessons: list[Question],
+    trial: Question,
+    settings: BenchSettings,
+    eos_token_ids: list[int],
+    facts: dict[str, Any],
+    machine: dict[str, Any],
+    out: Path,
+) -> None:
+    """Runs the methods against each other; shows and writes how they stand after every task."""
+    from graft.bench.results import Summary
+    from graft.bench.runner import contestants, run
+
+    summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
+    with Display() as display:
+        display.say("warming up")
+        ready = contestants(lineup, states, lessons, trial, settings, eos_token_ids)
+        for task in run(ready, tasks, settings, eos_token_ids, display.progress):
+            summary.add(task)
+            results = summary.results(facts, machine)
+            write(results, out)
+            display.show(results)
+    print_results(results)
+    notes().print(f"Results, and report.html to look at, are in {out}", markup=False)
 
 
 def write(results: Results, out: Path) -> None:
