@@ -254,6 +254,17 @@ def test_profile_that_is_not_there_is_an_error_when_named():
         equip(engine_for(), "missing.safetensors")
 
 
+PACKAGED = sorted((Path(library.__file__).parent / "heads").glob("*/profile*.safetensors"))
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=[path.stem for path in PACKAGED])
+def test_packaged_profile_is_small_and_of_no_machine(path: Path):
+    profile = Profile.read(path)
+    assert path.stat().st_size < 1_000_000
+    assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
+    assert (profile.about.head is None) == ("without-head" in path.stem)
+
+
 # Loading and the command
 
 
