@@ -15,14 +15,19 @@ import torch
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
+from graft.bench.ablations import ABLATIONS
 from graft.bench.lineup import make_methods
 from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import make_peer
+from graft.bench.replay import read_traces, save_traces
+from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
 from graft.bench.runner import BenchSettings, check_states, contestants, rotated, run
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.checking import transformers_answer
 from graft.cli.bench import DECODING
+from graft.draft.base import TreeSettings
+from graft.draft.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.policy import POLICIES
 from graft.stats import Stats
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
@@ -131,7 +136,15 @@ def test_method_that_learns_nothing_runs_once_whatever_states_are_asked_for():
     assert [contestant.state for contestant in field] == ["none"]
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_method_with_thresholds_that_never_change_learns_nothing():
+    model = tiny_model(num_hidden_layers=6)
+    methods = make_methods(["prune", "paper"], model, Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
+    assert all(method.state() for method in methods)
+    field = contestants(methods, ["cold", "persistent"], [], Question("t", PROMPT), BenchSettings())
+    assert [c.state for c in field] == ["none", "cold", "persistent"]
+
+
+@pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
 def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str):
     """What a policy says it has learned must be all it has learned."""
     model = tiny_model(num_hidden_layers=6)
@@ -149,7 +162,7 @@ def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str
 # Methods and peers
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
 def test_every_policy_answers_as_plain_decoding_does(name: str):
     model = tiny_model(num_hidden_layers=6)
     (method,) = make_methods([name], model, Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
@@ -255,6 +268,69 @@ def test_assistant_of_another_vocabulary_is_refused():
 def test_state_that_cannot_be_says_why(states, message):
     with pytest.raises(GraftError, match=message):
         check_states(states, has_warm_up=False)
+
+
+# Ablations
+
+
+def ablated(what: str, pass_cost: float = 0.03, depth: int = SMALL_TREE.depth) -> PolicyMethod:
+    model = tiny_model(num_hidden_layers=6)
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=depth, topk=3, total_token=9))
+    (method,) = make_methods([f"graft{what}"], model, drafter, budget=12, pass_cost=pass_cost)
+    assert isinstance(method, PolicyMethod)
+    return method
+
+
+@pytest.mark.parametrize(
+    ("what", "missing"),
+    [
+        ("", set()),
+        ("-without-suffix", {"suffix", "past"}),
+        ("-without-ngrams", {"bigram", "trigram"}),
+        ("-without-adjacency", {"adjacency"}),
+        ("-without-recall", {"bigram", "trigram", "adjacency"}),
+    ],
+)
+def test_ablation_leaves_out_what_it_says_and_nothing_else(what: str, missing: set[str]):
+    everything = {"root", "drafted", "suffix", "past", "trigram", "bigram", "adjacency"}
+    assert set(ablated(what)._policy.sources) == everything - missing
+
+
+def test_without_past_no_finished_text_is_kept():
+    kept = {}
+    for what in ("", "-without-past"):
+        method = ablated(what)
+        method.answer([PROMPT], SIXTEEN)
+        kept[what] = len(method.state()["past/tokens"])
+    assert kept == {"": len(PROMPT) + 16, "-without-past": 0}
+
+
+def test_without_calibration_probabilities_stay_what_they_were():
+    changed = {}
+    for what in ("", "-without-calibration"):
+        method = ablated(what)
+        before = method.state()
+        method.answer([PROMPT], SIXTEEN)
+        after = method.state()
+        changed[what] = any(not torch.equal(after[k], before[k]) for k in after if k.startswith("calibration/"))
+    assert changed == {"": True, "-without-calibration": False}
+
+
+def test_without_pruning_every_pass_is_made_however_dear():
+    dear = SamplingSettings(max_new_tokens=2, seed=0)  # one round drafts, and its depth is not cut by the answer's end
+    for what, passes in (("", 0), ("-without-pruning", 1)):
+        assert ablated(what, pass_cost=50.0).answer([PROMPT], dear)[0].stats.draft_passes == passes
+
+
+def test_without_merging_what_several_propose_takes_several_places():
+    nodes = {what: ablated(what).answer([PROMPT], SIXTEEN)[0].stats for what in ("", "-without-merging")}
+    per_round = {what: stats.nodes / stats.rounds for what, stats in nodes.items()}
+    assert per_round["-without-merging"] < per_round[""]
+
+
+def test_pass_cost_reaches_the_policy():
+    passes = {cost: ablated("", pass_cost=cost).answer([PROMPT], SIXTEEN)[0].stats.draft_passes for cost in (0.0, 50.0)}
+    assert passes[50.0] < passes[0.0]
 
 
 # Prompts
@@ -486,3 +562,111 @@ def test_bad_option_is_one_line_that_says_what_is_wrong(
 def test_data_files_of_the_same_name_are_refused(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
     result = graft_tiny("bench", *data[:2], *data[:2], "--out", str(tmp_path / "out"))
     assert "two data files are called 'first'" in result.err
+
+
+# Recording and replay
+
+
+@pytest.fixture(scope="module")
+def head_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random head for the tiny model."""
+    config = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
+    torch.manual_seed(0)
+    head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size=64))
+    head.set_vocabulary(torch.arange(60, 124))
+    folder = tmp_path_factory.mktemp("head")
+    save_head(head, folder)
+    return str(folder)
+
+
+@pytest.fixture
+def traces(graft_tiny: Run, data: list[str], head_folder: str, tmp_path: Path) -> Path:
+    folder = tmp_path / "traces"
+    result = graft_tiny("bench", *data, "--draft", head_folder, "--rows", "2", "--record", str(folder))
+    assert result.status == 0, result.err
+    return folder
+
+
+def test_recorded_tasks_replay_as_they_ran(
+    graft: Run, graft_tiny: Run, traces: Path, data: list[str], head_folder: str, tmp_path: Path
+) -> None:
+    assert sorted(path.name for path in traces.iterdir()) == ["first.safetensors", "second.safetensors"]
+    methods = ["--methods", "off,dense,graft,graft-without-recall", "--budget", "60"]
+    live = graft_tiny("bench", *data, "--draft", head_folder, *methods, "--out", str(tmp_path / "live"))
+    replayed = graft("bench", "--replay", str(traces), *methods, "--out", str(tmp_path / "out"))
+    assert (live.status, replayed.status) == (0, 0), replayed.err
+    results, lived = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "live"))
+
+    assert results["settings"]["replay"] is True
+    assert results["settings"]["pass_cost"] == 0.03
+    ran = {(run["task"], run["method"]): run for run in results["runs"]}
+    assert set(ran) == {(run["task"], run["method"]) for run in lived["runs"]}
+    for one in lived["runs"]:
+        found = ran[one["task"], one["method"]]
+        assert found["tokens"] == one["tokens"]
+        if one["method"] in ("off", "dense"):  # what others learn of nodes outside the dense tree is not recorded
+            for count in ("rounds", "accepted", "draft_passes_per_round", "modelled_speed"):
+                assert found[count] == one[count]
+    assert all(run["tokens_per_second"] is run["speedup"] is run["differ"] is None for run in results["runs"])
+    assert str(tmp_path) not in json.dumps(results)
+
+
+def test_table_and_report_of_a_replay_have_no_times(graft: Run, traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--replay", str(traces / "first.safetensors"), "--limit", "1", "--methods", "dense,graft"]
+    result = graft("bench", *words, "--state", "cold", "--state", "persistent", "--out", str(out))
+    assert result.status == 0, result.err
+    assert "accepted by source" in result.out and "A replay of recorded answers" in result.out
+    assert "tokens/s" not in result.out and "speedup" not in result.out
+    page = ElementTree.fromstring((out / "report.html").read_text().removeprefix("<!DOCTYPE html>"))
+    sections = [section.get("id") for section in page.iter("section")]
+    assert "acceptance-by-source" in sections and "time-by-phase" not in sections
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert [(run["method"], run["state"], run["prompts"]) for run in runs] == [
+        ("dense", "none", 1),
+        ("graft", "cold", 1),
+        ("graft", "persistent", 1),
+    ]
+
+
+def test_replay_warms_up_on_traces(graft: Run, traces: Path, tmp_path: Path) -> None:
+    words = ["--replay", str(traces / "first.safetensors"), "--warmup", str(traces / "second.safetensors")]
+    result = graft("bench", *words, "--methods", "recycle", "--out", str(tmp_path / "out"))
+    assert result.status == 0, result.err
+    (run,) = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert (run["state"], run["task"]) == ("warm", "first")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--replay", "missing.safetensors"], "missing.safetensors cannot be read as traces"),
+        (["--replay", "."], "no traces are in .: record some with graft bench --record"),
+        (["--replay", "x", "--methods", "hf"], "unknown method 'hf'"),
+        (["--replay", "x", "--rows", "2"], "--rows: was settled when the traces were recorded"),
+        (["--record", "traces", "--temperature", "1"], "leave out --temperature"),
+        (["--pass-cost", "0.1"], "--pass-cost counts in verifies of a --budget"),
+        (["--pass-cost", "-1", "--budget", "5"], "pass_cost must be 0 or more"),
+    ],
+)
+def test_replay_that_cannot_be_says_why(
+    words: list[str], message: str, graft: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = graft("bench", *words, "--out", str(tmp_path / "out"))
+    assert result.status == 2
+    assert message in result.err
+
+
+def test_recording_needs_a_head_and_comparing_a_folder(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
+    assert "needs a head" in graft_tiny("bench", *data, "--record", str(tmp_path / "traces")).err
+    assert "name a folder for the results with --out" in graft_tiny("bench", *data).err
+
+
+def test_traces_of_different_heads_are_not_mixed(traces: Path, tmp_path: Path) -> None:
+    read, about = read_traces(traces / "first.safetensors")
+    tree = TreeSettings(depth=about["depth"], topk=about["topk"])
+    facts = {fact: about[fact] for fact in ("model", "max_new_tokens")} | {"draft": "another"}
+    save_traces(traces / "third.safetensors", read, tree, BYTE_VOCAB, "third", **facts)
+    with pytest.raises(GraftError, match="do not belong together: draft is"):
+        read_recorded([traces])

@@ -13,6 +13,7 @@ from graft.draft.eagle3.checkpoint import load_head
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.learn.profile import equip
 from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.policy import DEFAULT_POLICY
 from graft.target.cpu import speed_up
@@ -30,6 +31,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     chunk_size: int = 256,
+    profile: str | Path | None = "auto",
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -39,6 +41,8 @@ def load(
     packaged model on a GPU, and none on a CPU, where drafting pays for some texts only; None drafts with no head.
     policy: see `graft.policy`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
+    profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
+    head's; None starts with nothing learned.
     """
     if isinstance(model, str):
         from graft.models.load import load_model
@@ -51,7 +55,9 @@ def load(
     if draft == "auto":
         draft = None
     drafter = load_drafter(draft, model, tree_settings(policy, model.device)) if draft is not None else None
-    return Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
+    engine = Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
+    equip(engine, profile if policy != "off" else None)
+    return engine
 
 
 def tree_settings(policy: str, device: torch.device) -> TreeSettings:

@@ -104,6 +104,12 @@ class Pool:
         self._fields = torch.cat([self._fields, torch.stack(fields)], dim=2)
         self._paths = torch.cat([self._paths, paths.masked_fill(paths < _LEAST, 0.0)], dim=1)
 
+    def keep_best(self, counts: Sequence[int]) -> None:
+        """Of each row only the root and its `counts[row]` likeliest nodes stay, equal paths counted apart."""
+        rank = self._paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
+        limit = torch.tensor(counts, device=rank.device)[:, None]
+        self._paths = self._paths.masked_fill(rank > limit, 0.0)
+
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
 

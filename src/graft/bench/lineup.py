@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from graft.bench.ablations import ABLATIONS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.errors import GraftError
 from graft.loading import tree_settings
-from graft.policy import POLICIES
+from graft.policy import DEFAULT_POLICY, POLICIES
 from graft.settings import require
 
+OURS = (*POLICIES, *ABLATIONS)
 
-def check_names(names: Sequence[str]) -> None:
+
+def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
     """Every name must be known, and stand once."""
-    known = [*POLICIES, *PEERS]
     require(bool(names), f"no method is named; known: {', '.join(known)}")
     for name in names:
         if name not in known:
@@ -35,6 +37,7 @@ def make_methods(
     budget: int | None = None,
     assistant: PreTrainedModel | None = None,
     rows: int = 1,
+    pass_cost: float | None = None,
 ) -> list[Method]:
     """The methods of these names. rows: prompts they are to decode together."""
     check_names(names)
@@ -43,7 +46,7 @@ def make_methods(
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), budget))
+            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), budget, pass_cost))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
         require(rows == 1 or method.is_batched, one_by_one)
@@ -54,4 +57,4 @@ def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None)
     """Under a common budget all draft the same tree; otherwise each what it drafts for users."""
     if drafter is None or budget is not None:
         return drafter
-    return Eagle3Drafter(drafter.head, tree_settings(policy, drafter.device))
+    return Eagle3Drafter(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))

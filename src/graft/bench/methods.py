@@ -1,4 +1,4 @@
-"""Methods: ways of decoding that are compared. Here Graft's own policies; transformers' are in `peers`.
+"""Methods: ways of decoding that are compared. Here Graft's own policies and ablations; transformers' are in `peers`.
 
 A method answers prompts given as token ids, and may keep what it learned, which can be taken out and put back.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graft.bench.ablations import make_contender
 from graft.draft.base import Drafter
 from graft.engine import Engine
-from graft.policy import Policy, make_policy
+from graft.policy import Policy
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.target import TargetRunner
@@ -55,14 +56,19 @@ class PolicyMethod(Method):
     """A policy in Graft's engine. Its tokens are never made text: that is no part of decoding."""
 
     def __init__(
-        self, name: str, model: PreTrainedModel, drafter: Drafter | None = None, budget: int | None = None
+        self,
+        name: str,
+        model: PreTrainedModel,
+        drafter: Drafter | None = None,
+        budget: int | None = None,
+        pass_cost: float | None = None,
     ) -> None:
         self.name = name
-        self._policy = _make(name, model, drafter, budget)
+        self._policy = _make(name, model, drafter, budget, pass_cost)
         if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
             # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
             drafter = None
-            self._policy = _make(name, model, None, budget)
+            self._policy = _make(name, model, None, budget, pass_cost)
         self._engine = Engine(model, policy=self._policy, drafter=drafter)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
@@ -76,6 +82,8 @@ class PolicyMethod(Method):
         self._policy.restore(state)
 
 
-def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, budget: int | None) -> Policy:
+def _make(
+    name: str, model: PreTrainedModel, drafter: Drafter | None, budget: int | None, pass_cost: float | None
+) -> Policy:
     target = TargetRunner(model, drafter.hidden_layers if drafter is not None else ())
-    return make_policy(name, target, drafter, budget)
+    return make_contender(name, target, drafter, budget, pass_cost)

@@ -137,14 +137,16 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
     return traces
 
 
-def save_traces(path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str) -> None:
-    """All traces of a task, in one file."""
+def save_traces(
+    path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str, **facts: str | int | None
+) -> None:
+    """All traces of a task, in one file. facts: what else should be known of them."""
     tensors = {
         f"{i}/{name}": _small(value).contiguous()
         for i, trace in enumerate(traces)
         for name, value in vars(trace).items()
     }
-    about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk}
+    about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk, **facts}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata={"about": json.dumps(about)})
@@ -194,11 +196,15 @@ class ReplayedDrafter:
             paths, first_parent, start = path, 1 + start, end
 
 
-def replay(policy: Policy, trace: Trace) -> Stats:
-    """The rounds that the policy would have taken over a recorded answer."""
+def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> Stats:
+    """The rounds that the policy would have taken over a recorded answer.
+
+    max_new_tokens: the answer's limit in life, which trees near its end are cut to; its own length if None.
+    """
     policy.prepare()
-    settings = SamplingSettings(max_new_tokens=len(trace.answer))
-    sequence = TokenSequence(trace.prompt.tolist(), settings)
+    settings = SamplingSettings(max_new_tokens=max_new_tokens or len(trace.answer))
+    ended = [int(trace.answer[-1])] if len(trace.answer) < settings.max_new_tokens else []
+    sequence = TokenSequence(trace.prompt.tolist(), settings, ended)
     state = SimpleNamespace(trace=trace, place=0)
     batch = Batch([sequence], cast(Any, None), cast(Any, None), state)
     if len(trace.prompt) > 1:

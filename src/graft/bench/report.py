@@ -12,7 +12,7 @@ from graft.bench.runner import STATELESS
 
 # Lower-case and without a unit where it is a ratio; each is explained in docs/benchmark.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {
-    "tokens/s": lambda run: f"{run.tokens_per_second:.1f}",
+    "tokens/s": lambda run: number(run.tokens_per_second, 1),
     "speedup": lambda run: _with_interval(run, "speedup"),
     "accepted": lambda run: _with_interval(run, "mean_accepted"),
     "passes": lambda run: f"{run.draft_passes_per_round:.2f}",
@@ -23,12 +23,31 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+REPLAY_COLUMNS: dict[str, Callable[[Run], str]] = {
+    **{name: cell for name, cell in COLUMNS.items() if name not in ("tokens/s", "speedup", "differ")},
+    "accepted by source": lambda run: ", ".join(
+        f"{source} {share:.2f}" for source, share in _accepted_per_round(run).items()
+    ),
+}
+
+
+def columns(results: Results) -> dict[str, Callable[[Run], str]]:
+    """The columns that make sense: a replay runs no target, so it has no times and no texts to compare."""
+    return REPLAY_COLUMNS if results.settings.get("replay") else COLUMNS
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def label(run: Run) -> str:
     return run.method if run.state == STATELESS else f"{run.method} ({run.state})"
+
+
+def in_short(run: Run) -> str:
+    """The two numbers that matter most."""
+    speed = f"{run.tokens_per_second:.1f} tokens/s, " if run.tokens_per_second is not None else ""
+    return f"{speed}accepted {run.mean_accepted:.2f}"
 
 
 def html(results: Results) -> str:
@@ -39,16 +58,19 @@ def html(results: Results) -> str:
         ("Speed by task", _BY_TASK, _speeds(results, series), _legend(results.averages, series)),
         ("Acceptance by depth", _BY_DEPTH, _depths(results, series), _legend(results.averages, series)),
         ("Acceptance by source", _BY_SOURCE, *_stacked(results, _accepted_per_round, "accepted tokens per round")),
-        ("Time by phase", _BY_PHASE, *_stacked(results, _milliseconds_per_token, "milliseconds per token")),
     ]
+    if not results.settings.get("replay"):
+        phases = _stacked(results, _milliseconds_per_token, "milliseconds per token")
+        sections.append(("Time by phase", _BY_PHASE, *phases))
     figures = "".join(
         f'<section id="{title.lower().replace(" ", "-")}"><h2>{title}</h2><p>{words}</p><figure>{plot}{legend}</figure>'
         "</section>"
         for title, words, plot, legend in sections
     )
+    every = [*results.averages, *results.runs]
     tables = "".join(
-        f"<h3>{escape(task)}</h3>{_table([run for run in [*results.averages, *results.runs] if run.task == task])}"
-        for task in dict.fromkeys(run.task for run in [*results.averages, *results.runs])
+        f"<h3>{escape(task)}</h3>{_table([run for run in every if run.task == task], columns(results))}"
+        for task in dict.fromkeys(run.task for run in every)
     )
     details = _details("Settings", results.settings) + _details("Environment", results.environment)
     return (
@@ -60,8 +82,10 @@ def html(results: Results) -> str:
     )
 
 
-def batch_note(settings: dict[str, Any]) -> str:
-    """What must be said of times where prompts decode together."""
+def note_on(settings: dict[str, Any]) -> str:
+    """What must be said where prompts decode together, and of a replay."""
+    if settings.get("replay"):
+        return "A replay of recorded answers: accepted lengths are nearly those of life, and there are no times."
     rows = settings.get("rows", 1)
     return f"{rows} prompts decode together: times are of the whole batch." if rows > 1 else ""
 
@@ -94,7 +118,7 @@ def _head(results: Results) -> str:
         differ, total = sum(run.differ or 0 for run in judged), sum(run.prompts for run in judged)
         tiles.append((f"{differ} of {total}", "answers differ from plain decoding"))
     boxes = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles)
-    note = batch_note(settings)
+    note = note_on(settings)
     warning = f'<p class="note">{escape(note)}</p>' if note else ""
     line = " · ".join(escape(str(fact)) for fact in facts if fact)
     return f'<header><h1>Graft benchmark</h1><p>{line}</p>{warning}<div class="tiles">{boxes}</div></header>'
@@ -104,7 +128,7 @@ def _frontier(results: Results, series: dict[tuple[str, str], int]) -> str:
     speed, title = _speed(results)
 
     def point(run: Run, text: str) -> svg.Point:
-        note = f"{label(run)}, {run.task}: {run.tokens_per_second:.1f} tokens/s, accepted {run.mean_accepted:.2f}"
+        note = f"{label(run)}, {run.task}: {in_short(run)}"
         return svg.Point(run.mean_accepted, getattr(run, speed), series[run.key], text, note)
 
     points = [point(run, "") for run in results.runs] + [point(run, label(run)) for run in results.averages]
@@ -128,7 +152,9 @@ def _speed(results: Results) -> tuple[str, str]:
     """The rate to draw and its title: without plain decoding there is no speedup."""
     if all(run.speedup is not None for run in results.averages):
         return "speedup", "speedup over plain decoding"
-    return "tokens_per_second", "tokens per second"
+    if all(run.tokens_per_second is not None for run in results.averages):
+        return "tokens_per_second", "tokens per second"
+    return "modelled_speed", "modelled speed"
 
 
 def _depths(results: Results, series: dict[tuple[str, str], int]) -> str:
@@ -167,8 +193,8 @@ def _swatches(entries: Sequence[tuple[int, str]]) -> str:
     return f'<figcaption><ul class="legend">{items}</ul></figcaption>'
 
 
-def _table(runs: Sequence[Run]) -> str:
-    columns = {"method": label, **COLUMNS, "ms by phase": _phases, "accepted of nodes, by source": _sources}
+def _table(runs: Sequence[Run], own: dict[str, Callable[[Run], str]]) -> str:
+    columns = {"method": label, **own, "ms by phase": _phases, "accepted of nodes, by source": _sources}
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     rows = []
     for run in runs:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
+from graft.machine import cpu_name
 from graft.sampling import SamplingSettings
 
 AVERAGE = "average"
@@ -44,7 +45,7 @@ class Run:
     tokens: int
     decode_seconds: float
     prefill_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None  # None in a replay, which runs no target
     speedup: float | None  # over plain decoding
     mean_accepted: float
     rounds: int
@@ -88,8 +89,9 @@ class Results:
 class Summary:
     """Takes in finished tasks and says what they amount to."""
 
-    def __init__(self, sampling: SamplingSettings, rows: int = 1) -> None:
+    def __init__(self, sampling: SamplingSettings, rows: int = 1, is_timed: bool = True) -> None:
         self._sampling = sampling
+        self._is_timed = is_timed
         self._is_timed_by_prompt = rows == 1
         self._runs: list[Run] = []
         self._draws: list[Rates] = []  # of each run
@@ -108,10 +110,10 @@ class Summary:
 
     def _rates(self, task: Sequence[Samples], picks: NDArray[np.int64] | None) -> list[Rates]:
         """The task's rates for each contestant. picks [draws, prompts]: which prompts count; None takes all, once."""
-        rates = [_own_rates(samples, picks) for samples in task]
+        rates = [_own_rates(samples, picks, self._is_timed) for samples in task]
         names = [samples.contestant.name for samples in task]
         for one in rates:
-            if PLAIN in names:
+            if PLAIN in names and self._is_timed:
                 one["speedup"] = one["tokens_per_second"] / rates[names.index(PLAIN)]["tokens_per_second"]
             if DENSE in names:
                 one["modelled_over_dense"] = one["modelled_speed"] / rates[names.index(DENSE)]["modelled_speed"]
@@ -183,22 +185,22 @@ def environment(device: torch.device) -> dict[str, Any]:
             **{label: version(distribution) for label, distribution in packages.items()},
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def _own_rates(samples: Samples, picks: NDArray[np.int64] | None) -> Rates:
+def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool) -> Rates:
     """Ratios of sums over the picked prompts."""
     columns = _by_prompt(samples)
     sums = {name: column.sum(keepdims=True) if picks is None else column[picks].sum(1) for name, column in columns}
     rounds = sums["rounds"]
     mean_accepted = 1 + sums["accepted"] / rounds
     passes = sums["draft_passes"] / rounds
-    return {
-        "tokens_per_second": sums["tokens"] / sums["seconds"],
+    speed = {"tokens_per_second": sums["tokens"] / sums["seconds"]} if is_timed else {}
+    return speed | {
         "mean_accepted": mean_accepted,
         "draft_passes_per_round": passes,
         "nodes_per_round": sums["nodes"] / rounds,
@@ -223,7 +225,8 @@ def _draw(num_prompts: int, task: int) -> NDArray[np.int64]:
 
 
 def _points(rates: Rates) -> dict[str, Any]:
-    return {"speedup": None, "modelled_over_dense": None, **{name: float(value[0]) for name, value in rates.items()}}
+    missing = dict.fromkeys(("tokens_per_second", "speedup", "modelled_over_dense"))
+    return missing | {name: float(value[0]) for name, value in rates.items()}
 
 
 def _different(samples: Samples, plain: Samples) -> set[str]:
@@ -279,12 +282,3 @@ def _replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

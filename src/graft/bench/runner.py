@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from graft.bench.methods import Answer, Method
@@ -106,8 +107,8 @@ def contestants(
     for method in methods:
         cold = method.state()
         method.answer([trial.ids], settings.sampling(eos_token_ids, _NUM_TRIAL_TOKENS))
-        if not method.state():
-            result.append(Contestant(method, STATELESS, {}))
+        if _is_same(method.state(), cold):
+            result.append(Contestant(method, STATELESS, cold))
             continue
         warm: Mapping[str, Tensor] = cold
         if warm_up and any(state != "cold" for state in states):
@@ -155,6 +156,10 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
     """The items, beginning with another one each turn."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
+
+
+def _is_same(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return set(state) == set(other) and all(torch.equal(value, other[name]) for name, value in state.items())
 
 
 def _groups(questions: Sequence[Question], size: int) -> list[Sequence[Question]]:

@@ -20,9 +20,10 @@ from graft.cli.index import index
 from graft.cli.load_check import load_check
 from graft.cli.pull import pull
 from graft.cli.train import train
+from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, check, bench, train, load_check, pull, env)
+VERBS = (demo, generate, chat, check, bench, tune, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

@@ -44,6 +44,7 @@ LOADING: Group = MODEL | {
     ),
     "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
+    "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
 }
 SAMPLING: Group = {
     "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -37,8 +38,15 @@ def load_engine(loading: Given) -> Engine:
 
     from graft.loading import load
 
-    no_head = {"draft": None} if loading.get("draft") == "none" else {}
-    return load(**loading | no_head)
+    without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        return load(**loading | without)
+
+
+def _show_warning(message: Warning | str, *where: object) -> None:
+    """As errors are shown: one line, without the place in the code."""
+    notes().print(f"warning: {message}", markup=False, soft_wrap=True)
 
 
 @contextmanager

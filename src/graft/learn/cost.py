@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from graft.target import TargetRunner, TreeCache
 from graft.tree import DraftTree
@@ -66,6 +67,13 @@ class VerifyCost:
         cost = cls()
         cost._seconds = {width: 1.0}
         return cost
+
+    def state(self) -> dict[str, Tensor]:
+        widths, seconds = list(self._seconds), list(self._seconds.values())
+        return {"widths": torch.tensor(widths), "seconds": torch.tensor(seconds, dtype=torch.float64)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._seconds = dict(zip(state["widths"].tolist(), state["seconds"].tolist(), strict=True))
 
     @property
     def widths(self) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from graft.draft.base import Drafter
 
 _BLEND = 0.1  # weight of a new observation
+_GAIN, _FADING = 0.6, 0.8  # before anything was observed
 _HOPE = 1.003  # by which the prospect of passes grows, round by round, while none is tried
 
 
@@ -24,8 +25,8 @@ class Prospect:
 
     def __init__(self, num_passes: int) -> None:
         self.seconds = 0.0  # of a pass; nothing until it is known
-        self._gain = [0.6] * num_passes
-        self._fading = [0.8] * num_passes
+        self._gain = [_GAIN] * num_passes
+        self._fading = [_FADING] * num_passes
 
     def measure(self, drafter: Drafter) -> None:
         """Times a few passes on a scratch state; the best counts, as the first ones pay for set-up."""
@@ -64,7 +65,11 @@ class Prospect:
         return {"gain": torch.tensor(self._gain), "fading": torch.tensor(self._fading)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes on what `state` once gave; an empty one starts anew."""
-        num_passes = len(self._gain)
-        self._gain = state["gain"].tolist() if "gain" in state else [0.6] * num_passes
-        self._fading = state["fading"].tolist() if "fading" in state else [0.8] * num_passes
+        """Takes on what `state` once gave, perhaps for trees of another depth; what is missing starts anew."""
+        self._gain = _filled(state.get("gain"), len(self._gain), _GAIN)
+        self._fading = _filled(state.get("fading"), len(self._fading), _FADING)
+
+
+def _filled(values: Tensor | None, count: int, missing: float) -> list[float]:
+    known = values.tolist() if values is not None else []
+    return (known + [missing] * count)[:count]

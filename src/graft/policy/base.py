@@ -111,12 +111,19 @@ class Policy(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all that was learned, by name; empty for a policy that learns nothing."""
-        return {f"{r.names[0]}/{key}": value for r in self.retrievers for key, value in r.state().items()}
+        return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes on what `state` once gave, on any device; what is missing there starts as new."""
         for retriever in self.retrievers:
-            retriever.restore(part_of(state, retriever.names[0]))
+            retriever.restore(state)
+
+    def costs(self) -> dict[str, Tensor]:
+        """What `prepare` measured of the machine, by name; empty for a policy that asks for nothing."""
+        return {}
+
+    def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
+        """Takes on what `costs` once gave on this machine, so that `prepare` need not measure it again."""
 
     def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
         """A pool with the batch's roots and nothing else."""
@@ -132,8 +139,3 @@ class Policy(ABC):
     def salt_of(self, history: History) -> int:
         """Whose tables a text uses: its own, or everybody's."""
         return history.number if self.isolated else 0
-
-
-def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """What a state holds under `name`."""
-    return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
-from graft.policy.gates import PUBLISHED, draft_through_gates
+from graft.policy.gates import Drafted, Gates, draft_through_gates
 from graft.stats import Clock
 from graft.target import TargetRunner
 
@@ -18,22 +19,37 @@ class Dense(Policy):
 
     drafts = True
     sources = ("root", "drafted")
-    thresholds: Tensor | None = None
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         assert drafter is not None
         self.drafter = drafter
         self._budget = settings.budget or min(drafter.settings.total_token, USUAL_BUDGET)
+        self.drafted: Drafted | None = None  # what the last round's drafting came to
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
         pool = self.new_pool(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, pool, self.thresholds, clock)
+        self.drafted = draft_through_gates(self.drafter, batch, pool, self._thresholds(), clock)
         with clock("graft"):
-            return Grown(pool.best(self._budget, max(drafted.passes))[0], drafted.passes)
+            return Grown(pool.best(self._budget, max(self.drafted.passes))[0], self.drafted.passes)
+
+    def _thresholds(self) -> Tensor | None:
+        return None
 
 
 class Prune(Dense):
     """Dynamic depth only: what the published method is without its grafts."""
 
-    thresholds = torch.tensor(PUBLISHED)
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        self.gates = Gates()
+
+    def _thresholds(self) -> Tensor | None:
+        return self.gates.thresholds
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | self.gates.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.gates.restore(state)

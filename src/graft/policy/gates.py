@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,19 @@ DRAFTED = ROOT + 1
 GATES = (0, 1, 5)  # the passes after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
 NEVER = len(GATES)  # the stop of a row that passed all gates
+
+
+class Gates:
+    """A policy's thresholds, as a part of its state."""
+
+    def __init__(self) -> None:
+        self.thresholds = torch.tensor(PUBLISHED)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"gates/thresholds": self.thresholds.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.thresholds = state.get("gates/thresholds", torch.tensor(PUBLISHED)).cpu().clone()
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,3 @@ def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: 
                 if all(stop != NEVER for stop in stops):
                     break
     return Drafted(passes, stops, confidences)
-
-
-def keep_best_drafted(pool: Pool, counts: list[int]) -> None:
-    """Of each row's drafted nodes only the `counts[row]` likeliest stay."""
-    paths = pool.nodes.paths
-    rank = paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
-    limit = torch.tensor(counts, device=paths.device)[:, None]
-    paths.masked_fill_(rank > limit, 0.0)

@@ -17,10 +17,11 @@ from graft.draft.base import Drafter
 from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
 from graft.learn.cost import WIDTHS, VerifyCost
 from graft.learn.prospect import Prospect
-from graft.policy.base import Grown, Policy, PolicySettings, part_of
+from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
 from graft.pool import Pool
 from graft.retrieve import DatastoreLookup, Recall, Retriever, SuffixLookup
+from graft.retrieve.base import named, part_of
 from graft.stats import Clock
 from graft.target import TargetRunner
 from graft.tree import DraftTree
@@ -39,6 +40,10 @@ class Graft(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter = drafter
         self.retrievers: Sequence[Retriever] = self.make_retrievers(target, settings)
+        # Copies cost nothing and may say it all: they are looked up before anything is drafted. The tables come last:
+        # they look up whatever the others have proposed.
+        self._tables: list[Retriever] = [retriever for retriever in self.retrievers if isinstance(retriever, Recall)]
+        self._copies = [retriever for retriever in self.retrievers if retriever not in self._tables]
         self._target, self._settings = target, settings
         self.isolated = settings.isolated
         self._cost = VerifyCost()
@@ -60,14 +65,25 @@ class Graft(Policy):
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
 
+    # What may be done otherwise, to see what it is worth
+
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(keep_past=not settings.isolated),
             *datastore,
-            # Last: it looks up whatever the others have proposed.
             Recall(target.vocab_size, target.device, isolated=settings.isolated),
         ]
+
+    def calibrate(self, pool: Pool, accepted: Accepted) -> None:
+        """Learns how often proposals come true."""
+        self._calibration.observe(pool, accepted.tokens)
+
+    def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        """The tree of the likeliest proposals, and their path probabilities."""
+        return pool.best(budget, max_depth)
+
+    # The round
 
     def prepare(self) -> None:
         if self._cost.measured:
@@ -88,14 +104,14 @@ class Graft(Policy):
             return Grown.without_drafts(DraftTree.roots(roots))
         pool = self.new_pool(batch, roots)
         with clock("graft"):
-            self._retrieve(pool, batch, self.retrievers[:-1])  # copies cost nothing, and may say it all
+            self._retrieve(pool, batch, self._copies)
         passes: list[int] = [0] * len(roots)
         reaches: list[list[float]] = []
         if self.drafter is not None:
             passes, reaches = self._draft(pool, batch, clock)
         with clock("graft"):
-            self._retrieve(pool, batch, self.retrievers if any(passes) else self.retrievers[-1:])
-            tree, paths = pool.best(max(self._cost.widths) - 1, batch.max_depth)
+            self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
+            tree, paths = self.best_of(pool, max(self._cost.widths) - 1, batch.max_depth)
             width, seconds = self._best_width(paths)
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
@@ -108,7 +124,7 @@ class Graft(Policy):
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         if self._pool is not None:
-            self._calibration.observe(self._pool, accepted.tokens)
+            self.calibrate(self._pool, accepted)
         if self._is_timed(len(accepted)):
             self._cost.observe(tree.width, seconds)
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
@@ -118,15 +134,35 @@ class Graft(Policy):
         self._seconds += _BLEND * (self._planned_seconds - self._seconds)
 
     def state(self) -> dict[str, Tensor]:
-        learned = {"calibration": self._calibration.state(), "prospect": self._prospect.state()}
-        return super().state() | {f"{name}/{k}": v for name, part in learned.items() for k, v in part.items()}
+        counts = self._calibration.state().values()
+        by_source = {name: torch.stack([c[number] for c in counts]) for number, name in enumerate(self.sources)}
+        return super().state() | named("calibration", by_source) | named("prospect", self._prospect.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._calibration.restore(part_of(state, "calibration"))
+        self._restore_calibration(part_of(state, "calibration"))
         self._prospect.restore(part_of(state, "prospect"))
         self._tokens = self._seconds = 0.0
         self._num_looks = self._num_idle_looks = self._num_rests = 0
+
+    def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
+        """Source by source: who learned it may have had others beside, with more buckets."""
+        self._calibration.restore({})
+        new = self._calibration.state()
+        for number, name in enumerate(self.sources):
+            if name in by_source:
+                for own, known in zip(new.values(), by_source[name], strict=True):
+                    width = min(own.shape[1], len(known))
+                    own[number, :width] = known[:width]
+        self._calibration.restore(new)
+
+    def costs(self) -> dict[str, Tensor]:
+        return {**self._cost.state(), "pass": torch.tensor(self._prospect.seconds, dtype=torch.float64)}
+
+    def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
+        if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
+            self._cost.restore(costs)
+            self._prospect.seconds = float(costs["pass"])
 
     # Draft and prune
 
@@ -142,7 +178,7 @@ class Graft(Policy):
         levels = self.drafter.levels(batch.draft, pool.nodes.tokens[:, 0], keep=_KEPT_OF_A_LEVEL)
         first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
-            going = self._goes_on(pool, number, reach, [count == number for count in passes])
+            going = self.goes_on(pool, number, reach, [count == number for count in passes])
             if not any(going):
                 break
             with clock("draft"):
@@ -163,7 +199,7 @@ class Graft(Policy):
             self._prospect.hope()
         return passes, reaches
 
-    def _goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
         rate, num_rows = self._rate(len(going)), len(going)
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted

@@ -15,7 +15,7 @@ from torch import Tensor
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
-from graft.policy.gates import DRAFTED, NEVER, PUBLISHED, draft_through_gates, keep_best_drafted
+from graft.policy.gates import DRAFTED, NEVER, Gates, draft_through_gates
 from graft.policy.template import ENVELOPE, LIKELY, Template, fill, make_template, scaled
 from graft.pool import Pool
 from graft.retrieve.matrix import AdjacencyMatrix
@@ -76,23 +76,23 @@ class Paper(Policy):
             for widths, kept in zip(_WIDTHS, self._kept, strict=False)
         ]
         self._templates.append(None)
-        self.thresholds = torch.tensor(PUBLISHED)
+        self.gates = Gates()
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
         pool = self.new_pool(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, pool, self.thresholds, clock)
+        drafted = draft_through_gates(self.drafter, batch, pool, self.gates.thresholds, clock)
         with clock("graft"):
-            keep_best_drafted(pool, [self._kept[stop] for stop in drafted.stops])
+            pool.keep_best([self._kept[stop] for stop in drafted.stops])
             fill(pool, [self._templates[s] for s in drafted.stops], self._matrix.table, _ADJACENCY, batch.max_depth)
             return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {"gates/thresholds": self.thresholds.clone()}
+        return super().state() | self.gates.state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self.thresholds = state.get("gates/thresholds", torch.tensor(PUBLISHED)).clone()
+        self.gates.restore(state)
 
 
 class Root(Paper):
@@ -103,7 +103,7 @@ class Root(Paper):
         pool = self.new_pool(batch, roots)
         drafted = draft_through_gates(self.drafter, batch, pool, None, clock)
         with clock("graft"):
-            keep_best_drafted(pool, [self._kept[NEVER - 1]] * len(roots))
+            pool.keep_best([self._kept[NEVER - 1]] * len(roots))
             self._retrieve(pool, batch.max_depth)
             return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
 

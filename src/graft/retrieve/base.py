@@ -87,12 +87,22 @@ class Retriever(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what was learned."""
+        """A copy of what was learned, under the names of its own sources: "adjacency/rows"."""
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes on what `state` once gave; an empty one starts anew."""
+        """Takes on what `state` once gave, among other things; what is missing there starts anew."""
         ...
+
+
+def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """What a state holds under `name`."""
+    return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
+
+
+def named(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A part of a state under `name`."""
+    return {f"{name}/{key}": value for key, value in part.items()}
 
 
 def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:

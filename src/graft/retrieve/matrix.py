@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh
+from graft.retrieve.base import History, Judged, Weigh, named, part_of
 from graft.retrieve.table import adjacency_table
 
 
@@ -31,7 +31,7 @@ class AdjacencyMatrix:
         """Nothing to do: every token was learned when it was judged."""
 
     def state(self) -> dict[str, Tensor]:
-        return self.table.state()
+        return named(self.names[0], self.table.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.table.restore(state)
+        self.table.restore(part_of(state, self.names[0]))

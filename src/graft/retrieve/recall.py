@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graft.learn.calibration import BUCKET_PROBABILITIES
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh
+from graft.retrieve.base import History, Judged, Weigh, named, part_of
 from graft.retrieve.table import COLD, ISOLATED_ROWS, SuccessorTable, adjacency_table, unpack
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
@@ -86,13 +86,11 @@ class Recall:
         """Nothing to do: every token was learned when it was judged."""
 
     def state(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{key}": value
-            for name, table in zip(self.names, self._tables, strict=True)
-            for key, value in table.state().items()
-        }
+        held: dict[str, Tensor] = {}
+        for name, table in zip(self.names, self._tables, strict=True):
+            held |= named(name, table.state())
+        return held
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         for name, table in zip(self.names, self._tables, strict=True):
-            own = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-            table.restore(own)
+            table.restore(part_of(state, name))

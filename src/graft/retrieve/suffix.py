@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh
+from graft.retrieve.base import History, Judged, Weigh, named, part_of
 from graft.retrieve.rows import Place, Row, add_rows, likeliest_places
 
 _MIN_MATCH = 2
@@ -163,16 +163,15 @@ class SuffixLookup:
 
     def state(self) -> dict[str, Tensor]:
         texts = self._past.texts
-        return {
-            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
-            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
-        }
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
+        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        return named("past", {"tokens": tokens, "lengths": lengths})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self._past = SuffixIndex(self._max_past_tokens)
-        if state:
-            tokens = iter(state["tokens"].tolist())
-            for length in state["lengths"].tolist():
+        if past := part_of(state, "past"):
+            tokens = iter(past["tokens"].tolist())
+            for length in past["lengths"].tolist():
                 self._past.begin()
                 self._past.extend(list(islice(tokens, length)))
 

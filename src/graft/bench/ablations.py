@@ -1,0 +1,110 @@
+"""Ablations: `graft` with one thing left out, to see what it is worth. Methods of the benchmark, not policies."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from torch import Tensor
+
+from graft.accept import Accepted
+from graft.draft.base import Drafter
+from graft.policy import DEFAULT_POLICY, Policy, PolicySettings, make_policy
+from graft.policy.graft import Graft
+from graft.pool import Pool
+from graft.retrieve import Recall, Retriever, SuffixLookup
+from graft.target import TargetRunner
+from graft.tree import DraftTree
+
+
+class WithoutSuffix(Graft):
+    """No copies, neither of the text itself nor of finished ones."""
+
+    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
+        return [r for r in super().make_retrievers(target, settings) if not isinstance(r, SuffixLookup)]
+
+
+class WithoutPast(Graft):
+    """Copies of the text itself only."""
+
+    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
+        usual = super().make_retrievers(target, settings)
+        return [SuffixLookup(keep_past=False) if isinstance(r, SuffixLookup) else r for r in usual]
+
+
+class _OtherOrders(Graft):
+    orders: tuple[int, ...]
+
+    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
+        usual = [r for r in super().make_retrievers(target, settings) if not isinstance(r, Recall)]
+        if not self.orders:
+            return usual
+        return [*usual, Recall(target.vocab_size, target.device, self.orders, isolated=settings.isolated)]
+
+
+class WithoutNgrams(_OtherOrders):
+    """The adjacency matrix alone of what the target judged."""
+
+    orders = (1,)
+
+
+class WithoutAdjacency(_OtherOrders):
+    """N-grams alone of what the target judged."""
+
+    orders = (3, 2)
+
+
+class WithoutRecall(_OtherOrders):
+    """Nothing of what the target judged."""
+
+    orders = ()
+
+
+class WithoutCalibration(Graft):
+    """Proposers are believed as their priors say, whatever becomes of what they propose."""
+
+    def calibrate(self, pool: Pool, accepted: Accepted) -> None:
+        """Nothing is learned."""
+
+
+class WithoutPruning(Graft):
+    """Every draft pass is made, whether or not it pays."""
+
+    def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+        return going
+
+
+class WithoutMerging(Graft):
+    """A path that several proposed takes a place of the budget for each of them."""
+
+    def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        crowded = copy(pool)
+        crowded.keep_best([budget] * len(pool.nodes.tokens))
+        return crowded.best(budget, max_depth)
+
+
+ABLATIONS: dict[str, type[Graft]] = {
+    f"{DEFAULT_POLICY}-without-{what}": ablation
+    for what, ablation in (
+        ("suffix", WithoutSuffix),
+        ("past", WithoutPast),
+        ("ngrams", WithoutNgrams),
+        ("adjacency", WithoutAdjacency),
+        ("recall", WithoutRecall),
+        ("calibration", WithoutCalibration),
+        ("pruning", WithoutPruning),
+        ("merging", WithoutMerging),
+    )
+}
+
+
+def make_contender(
+    name: str,
+    target: TargetRunner,
+    drafter: Drafter | None = None,
+    budget: int | None = None,
+    pass_cost: float | None = None,
+) -> Policy:
+    """The policy or the ablation of that name, with nothing learned."""
+    if name in ABLATIONS:
+        return ABLATIONS[name](target, drafter, PolicySettings(budget, pass_cost))
+    return make_policy(name, target, drafter, budget, pass_cost)

@@ -1,0 +1,140 @@
+"""A benchmark's competition: the run, the live table, the files, and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graft.cli.terminal import notes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from graft.bench.methods import Method
+    from graft.bench.results import Results, Run
+    from graft.bench.runner import BenchSettings
+    from graft.bench.tasks import Question
+
+_WIDE = 132  # columns a table with intervals needs
+
+
+def compete(
+    lineup: Sequence[Method],
+    states: list[str],
+    tasks: dict[str, list[Question]],
+    lessons: list[Question],
+    trial: Question,
+    settings: BenchSettings,
+    eos_token_ids: list[int],
+    facts: dict[str, Any],
+    machine: dict[str, Any],
+    out: Path,
+) -> None:
+    """Runs the methods against each other; shows and writes how they stand after every task."""
+    from graft.bench.results import Summary
+    from graft.bench.runner import contestants, run
+
+    summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
+    with Display() as display:
+        display.say("warming up")
+        ready = contestants(lineup, states, lessons, trial, settings, eos_token_ids)
+        for task in run(ready, tasks, settings, eos_token_ids, display.progress):
+            summary.add(task)
+            results = summary.results(facts, machine)
+            write(results, out)
+            display.show(results)
+    print_results(results)
+    notes().print(f"Results, and report.html to look at, are in {out}", markup=False)
+
+
+def write(results: Results, out: Path) -> None:
+    from graft.bench.report import html
+
+    results.write(out)
+    (out / "report.html").write_text(html(results), encoding="utf-8")
+
+
+class Display:
+    """On a terminal a table that grows with every task, and what is being done; in a pipe a line a task."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._console = notes()
+        self._live = Live(console=self._console, transient=True) if self._console.is_terminal else None
+        self._table: Table | str = ""
+        self._doing = ""
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, doing: str) -> None:
+        self._doing = doing
+        self._refresh()
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        self.say(f"{task}: {done} of {total} prompts")
+
+    def show(self, results: Results) -> None:
+        self._table = _table(results, self._console.width)
+        self._refresh()
+        if self._live is None:
+            runs = [run for run in results.runs if run.task == results.runs[-1].task]
+            self._console.print(f"{runs[0].task}: {', '.join(map(_in_short, runs))}", markup=False, soft_wrap=True)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            from rich.console import Group as Lines
+            from rich.text import Text
+
+            self._live.update(Lines(self._table, Text(self._doing, style="dim")), refresh=True)
+
+
+def _in_short(run: Run) -> str:
+    from graft.bench.report import in_short, label
+
+    return f"{label(run)} {in_short(run)}"
+
+
+def print_results(results: Results) -> None:
+    from rich.console import Console
+
+    from graft.bench.report import note_on
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDE)
+    console.print(_table(results, console.width))
+    if note := note_on(results.settings):
+        console.print(note)
+    if different := [run for run in results.averages if run.differ]:
+        names = ", ".join(f"{run.method} {run.differ}" for run in different)
+        console.print(f"Texts that differ from plain decoding: {names}; see graft check", style="bold red")
+
+
+def _table(results: Results, width: int) -> Table:
+    from rich.table import Table
+
+    from graft.bench.report import columns, label
+
+    table = Table("task", "method")
+    shown = columns(results)
+    for column in shown:
+        table.add_column(column, justify="right", no_wrap=True)
+    tasks = list(dict.fromkeys(run.task for run in results.runs))
+    for task, runs in [(t, [r for r in results.runs if r.task == t]) for t in tasks] + [("average", results.averages)]:
+        table.add_section()
+        for place, run in enumerate(runs):
+            cells = [cell(run) for cell in shown.values()]
+            if width < _WIDE:
+                cells = [cell.partition(" [")[0] for cell in cells]
+            style = "red" if run.differ else None
+            table.add_row(task if place == 0 else "", label(run), *cells, style=style)
+    return table

@@ -1,0 +1,52 @@
+"""`graft tune`: a profile of a model, a head and this machine, from warm-up prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graft.cli.options import LOADING, MODEL, Given, Group, takes
+from graft.cli.terminal import ProgressBars, load_engine, notes
+from graft.settings import require
+
+TUNING: Group = MODEL | {"draft": LOADING["draft"]}
+
+
+@takes(loading=TUNING)
+def tune(
+    prompts: Annotated[list[Path], typer.Option(help="Prompts, one JSON object a line; may be repeated.")],
+    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
+    portable: Annotated[bool, typer.Option("--portable", help="For any machine: small, and without times.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The profile's file. [dim]\\[default: where graft looks for it][/]")
+    ] = None,
+    *,
+    loading: Given,
+) -> None:
+    """Learn from prompts like your own, measure this machine, and save it as a profile that is used from then on.
+
+    The profile is of one model, head and machine; graft generate --profile none goes without it.
+
+    [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
+    """
+    from graft.bench.tasks import questions, read_tasks
+    from graft.learn.profile import profile_path
+    from graft.learn.tuning import tune as learn
+
+    require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
+    require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
+    tasks = read_tasks(prompts, limit)
+    engine = load_engine(loading | {"profile": "none"})
+    asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
+    with ProgressBars() as progress:
+        profile = learn(engine, asked, max_new_tokens, portable, progress.show)
+    path = out or profile_path(profile.about)
+    try:
+        profile.save(path)
+    except OSError as error:
+        require(False, f"cannot write {path}: {error.strerror}")
+    notes().print(f"The profile is in {path}", markup=False, soft_wrap=True)

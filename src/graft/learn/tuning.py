@@ -1,0 +1,146 @@
+"""Tuning: a profile from warm-up prompts. Fills what `graft` learns, calibrates gates, measures the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graft.accept import Accepted
+from graft.draft.base import Drafter, TreeSettings
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.engine import Engine
+from graft.learn.profile import About, Profile
+from graft.policy import PolicySettings, make_policy
+from graft.policy.base import USUAL_BUDGET
+from graft.policy.dense import Dense
+from graft.policy.gates import GATES, PUBLISHED
+from graft.report import Report
+from graft.target import TargetRunner
+from graft.tree import DraftTree
+
+_ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
+_PORTABLE = ("calibration/", "prospect/", "gates/", "adjacency/")
+_MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
+
+Progress = Callable[[Report], None]
+Seen = list[tuple[list[float], int]]  # by round: confidences at the gates, and how many nodes were accepted
+
+
+def tune(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int = 64,
+    portable: bool = False,
+    progress: Progress = lambda report: None,
+) -> Profile:
+    """The profile of an engine whose policy is `graft`, which learns from the prompts as it answers them.
+
+    portable: for any machine, and small: it is learned at the usual budget with every draft pass made, whatever pays
+    here; costs, n-gram tables and past texts are left out.
+    """
+    about, drafter = About.of(engine), _wide(engine.drafter)
+    if portable:
+        engine = _engine(engine, drafter, PolicySettings(USUAL_BUDGET, pass_cost=0.0))
+    counts = torch.zeros(engine.target.vocab_size, dtype=torch.int64)
+    for number, prompt in enumerate(prompts, start=1):
+        answer = engine.generate(prompt, max_new_tokens=max_new_tokens)
+        counts += torch.bincount(torch.tensor(prompt + answer.ids), minlength=len(counts))
+        progress(Report("learning", number, len(prompts), f"accepted {answer.stats.mean_accepted:.2f}"))
+    state = engine.policy.state()
+    if drafter is not None:
+        seen = _watch_gates(engine, drafter, prompts, max_new_tokens, progress)
+        state["gates/thresholds"] = torch.tensor(thresholds(seen))
+    if portable:
+        state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}
+        return Profile(About(about.model, about.head, None, None), _most_seen(state, counts), {})
+    return Profile(about, state, _measured(engine))
+
+
+class GateWatch(Dense):
+    """dense, remembering how sure the drafter was at each gate and how far the round then came."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        self.seen: Seen = []
+
+    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
+        assert self.drafter is not None and self.drafted is not None
+        for row, nodes in enumerate(accepted.nodes):
+            if self.drafted.passes[row] > self.drafter.settings.depth:  # else the answer's end cut the tree short
+                self.seen.append((self.drafted.confidences[row].tolist(), len(nodes)))
+
+
+def thresholds(seen: Seen) -> list[float]:
+    """For each gate the confidence that best tells the rounds worth drafting on from the others.
+
+    A round is worth it when it came deeper than the tree that stopping there would have left. A gate sees only the
+    rounds that the gates before it let through.
+    """
+    chosen = []
+    for gate, number in enumerate(GATES):
+        confidences = np.array([own[gate] for own, _ in seen])
+        worth_it = np.array([depth > number + 1 for _, depth in seen], dtype=bool)
+        found = best_threshold(confidences, worth_it)
+        chosen.append(PUBLISHED[gate] if found is None else found)
+        seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]
+    return chosen
+
+
+def best_threshold(confidences: NDArray[np.float64], is_good: NDArray[np.bool_]) -> float | None:
+    """The threshold with the highest Youden's J: the share of good that pass less the share of others that do.
+
+    None where too few of either kind were seen. Of equals the lowest, which stops the fewest.
+    """
+    num_good, num_others = int(is_good.sum()), int((~is_good).sum())
+    if min(num_good, num_others) < _ENOUGH:
+        return None
+    order = confidences.argsort(kind="stable")
+    values, good = confidences[order], is_good[order]
+    stopped = np.cumsum(~good) / num_others - np.cumsum(good) / num_good  # J when all up to here are stopped
+    is_last = np.append(values[1:] > values[:-1], False)  # between equal values no threshold fits
+    if not is_last.any():
+        return None
+    place = int(np.where(is_last, stopped, -np.inf).argmax())
+    return float((values[place] + values[place + 1]) / 2)
+
+
+def _watch_gates(
+    engine: Engine, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, progress: Progress
+) -> Seen:
+    target = TargetRunner(engine.target.model, drafter.hidden_layers)
+    watch = GateWatch(target, drafter, PolicySettings(USUAL_BUDGET))
+    dense = Engine(engine.target.model, engine.tokenizer, policy=watch, drafter=drafter)
+    for number, prompt in enumerate(prompts, start=1):
+        dense.generate(prompt, max_new_tokens=max_new_tokens)
+        progress(Report("gates", number, len(prompts), f"{len(watch.seen)} rounds"))
+    return watch.seen
+
+
+def _measured(engine: Engine) -> dict[str, Tensor]:
+    """What a new policy measures here, now that the process is warm."""
+    policy = make_policy("graft", engine.target, engine.drafter)
+    policy.prepare()
+    return policy.costs()
+
+
+def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
+    """The state with the adjacency rows of the tokens that texts held most often."""
+    rows = state["adjacency/rows"].cpu()
+    kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
+    fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
+    return state | fields
+
+
+def _wide(drafter: Drafter | None) -> Drafter | None:
+    """The same head drafting the usual tree: an engine on a CPU drafts a narrower one."""
+    return Eagle3Drafter(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
+
+
+def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:
+    target = TargetRunner(engine.target.model, drafter.hidden_layers if drafter is not None else ())
+    policy = make_policy("graft", target, drafter, settings.budget, settings.pass_cost)
+    return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)

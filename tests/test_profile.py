@@ -1,0 +1,319 @@
+"""Profiles: what tuning learns comes back with the same model, head and machine, and with no other."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import graft as library
+from conftest import Finished
+from graft import Engine, GraftError
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.learn import profile as profiles
+from graft.learn.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
+from graft.learn.tuning import best_threshold, thresholds, tune
+from graft.loading import load
+from graft.policy.gates import PUBLISHED
+from test_drafter import SMALL_TREE, make_head
+from tiny import tiny_model
+
+Run = Callable[..., Finished]
+PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, and no packaged profiles."""
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(profiles, "_HEADS", tmp_path / "heads")
+    return tmp_path / "home"
+
+
+def engine_for(seed: int = 0, head: int | None = None, policy: str = "graft") -> Engine:
+    model = tiny_model(seed=seed, num_hidden_layers=6)
+    drafter = Eagle3Drafter(make_head(model, head), SMALL_TREE) if head is not None else None
+    return Engine(model, policy=policy, drafter=drafter)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Profile:
+    return tune(engine_for(head=0), PROMPTS, max_new_tokens=24)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return set(left) == set(right) and all(torch.equal(left[key].cpu(), right[key].cpu()) for key in left)
+
+
+# What is learned
+
+
+def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned: Profile):
+    engine = engine_for(head=0)
+    assert not same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
+    tuned.save(profile_path(tuned.about))
+    equip(engine, "auto")
+    assert same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
+
+
+def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_again(tuned: Profile, tmp_path: Path):
+    here, elsewhere = tmp_path / "here.safetensors", tmp_path / "elsewhere.safetensors"
+    tuned.save(here)
+    other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
+    Profile(other, tuned.state, tuned.costs).save(elsewhere)
+    for path, known in ((here, True), (elsewhere, False)):
+        engine = engine_for(head=0)
+        equip(engine, path)
+        assert same(engine.policy.costs(), tuned.costs) == known
+        engine.policy.prepare()
+        assert same(engine.policy.costs(), tuned.costs) == known
+
+
+def test_costs_do_not_overrule_a_budget(tuned: Profile, tmp_path: Path):
+    tuned.save(tmp_path / "p.safetensors")
+    engine = Engine(tiny_model(num_hidden_layers=6), drafter=engine_for(head=0).drafter, budget=5)
+    equip(engine, tmp_path / "p.safetensors")
+    engine.policy.prepare()
+    assert engine.policy.costs()["widths"].tolist() == [6]
+
+
+def test_engine_goes_on_learning_from_a_profile(tuned: Profile):
+    engine = engine_for(head=0)
+    tuned.save(profile_path(tuned.about))
+    equip(engine, "auto")
+    engine.generate([8, 5, 9, 5, 9], max_new_tokens=16)
+    assert not same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
+
+
+@pytest.mark.parametrize("policy", ["graft", "paper", "prune", "recycle", "dense", "off"])
+def test_text_with_a_profile_is_that_of_plain_decoding(policy: str, tuned: Profile, tmp_path: Path):
+    tuned.save(tmp_path / "p.safetensors")
+    engine = engine_for(head=0, policy=policy)
+    equip(engine, tmp_path / "p.safetensors")
+    plain = engine_for(policy="off")
+    for prompt in PROMPTS:
+        assert engine.generate(prompt, max_new_tokens=24).ids == plain.generate(prompt, max_new_tokens=24).ids
+
+
+def test_paper_takes_gates_and_adjacency_of_the_same_profile(tuned: Profile, tmp_path: Path):
+    tuned.state["gates/thresholds"] = torch.tensor([0.1, 0.2, 0.3])
+    tuned.save(tmp_path / "p.safetensors")
+    engine = engine_for(head=0, policy="paper")
+    equip(engine, tmp_path / "p.safetensors")
+    assert torch.equal(engine.policy.state()["gates/thresholds"], torch.tensor([0.1, 0.2, 0.3]))
+    assert torch.equal(engine.policy.state()["adjacency/rows"], tuned.state["adjacency/rows"])
+
+
+def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
+    profile = tune(engine_for(head=0), PROMPTS, max_new_tokens=24, portable=True)
+    assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
+    assert {key.split("/")[0] for key in profile.state} == {"calibration", "prospect", "gates", "adjacency"}
+    profile.save(profiles._HEADS / "some-model" / "profile.safetensors")
+    engine = engine_for(head=0)
+    equip(engine, "auto")
+    assert torch.equal(engine.policy.state()["adjacency/rows"], profile.state["adjacency/rows"])
+
+
+def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("graft.learn.tuning._MAX_ROWS", 2)
+    engine = engine_for()
+    answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
+    profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)
+    assert all(answer for answer in answers)
+    assert profile.state["adjacency/rows"].tolist() == [7, 9]
+    assert len(profile.state["adjacency/entries"]) == 2
+
+
+# Gates
+
+
+def test_threshold_parts_the_good_from_the_others():
+    confidences = np.concatenate([np.linspace(0.0, 0.4, 30), np.linspace(0.6, 1.0, 30)])
+    assert best_threshold(confidences, confidences > 0.5) == pytest.approx(0.5)
+
+
+def test_threshold_is_the_best_of_all_by_the_share_of_right_less_the_share_of_wrong():
+    generator = np.random.default_rng(0)
+    confidences = generator.random(200)
+    good = generator.random(200) < confidences
+
+    def j(tau: float) -> float:
+        return float(np.mean(confidences[good] > tau) - np.mean(confidences[~good] > tau))
+
+    found = best_threshold(confidences, good)
+    assert j(found) == pytest.approx(max(j(tau) for tau in confidences))
+
+
+def test_gate_with_too_few_rounds_of_a_kind_keeps_its_published_threshold():
+    assert best_threshold(np.linspace(0, 1, 50), np.ones(50, dtype=bool)) is None
+    assert best_threshold(np.full(50, 0.5), np.arange(50) % 2 == 0) is None  # nothing to tell them apart by
+    assert thresholds([([0.5, 0.0, 0.0], 3)] * 40) == list(PUBLISHED)
+
+
+def test_round_counts_as_worth_drafting_on_when_it_came_deeper_than_the_gate_would_have_left():
+    """Behind the first gate the tree has one level: a round that accepted one node needed no more."""
+    seen = [([0.2, 0.1, 0.0], 1)] * 20 + [([0.8, 0.1, 0.0], 2)] * 20
+    assert thresholds(seen) == pytest.approx([0.5, *PUBLISHED[1:]])
+
+
+def test_gate_sees_only_the_rounds_that_came_so_far():
+    stopped = [([0.1, 0.9, 0.0], 1)] * 40  # would drag the second threshold up
+    low, high = [([0.8, 0.3, 0.0], 2)] * 20, [([0.9, 0.5, 0.0], 4)] * 20
+    assert thresholds(stopped + low + high)[1] == pytest.approx(0.4)
+
+
+# Whose it is
+
+
+def test_fingerprints_tell_models_and_heads_apart_and_do_not_mind_the_precision():
+    model, finetuned = tiny_model(num_hidden_layers=6), tiny_model(num_hidden_layers=6, seed=1)
+    assert model_fingerprint(model) == model_fingerprint(tiny_model(num_hidden_layers=6))
+    assert len({model_fingerprint(m) for m in (model, finetuned, tiny_model(num_hidden_layers=5))}) == 3
+    heads = [head_fingerprint(Eagle3Drafter(make_head(model, seed), SMALL_TREE)) for seed in (0, 0, 1)]
+    assert heads[0] == heads[1] != heads[2]
+    assert head_fingerprint(None) is None
+    fingerprint = model_fingerprint(model)
+    assert model_fingerprint(model.to(torch.bfloat16)) == fingerprint
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"seed": 1, "head": 0}, "is the profile of another model: make one with graft tune"),
+        ({"head": 1}, "was made with another head, and the engine has this one"),
+        ({"head": None}, "was made with another head, and the engine has no head"),
+    ],
+)
+def test_profile_of_another_is_refused_when_named_and_passed_over_when_found(
+    engine: dict, message: str, tuned: Profile, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    other = engine_for(**engine)
+    before = other.policy.state()
+    tuned.save(tmp_path / "p.safetensors")
+    with pytest.raises(GraftError, match=message):
+        equip(other, tmp_path / "p.safetensors")
+    tuned.save(profile_path(tuned.about))
+    equip(other, "auto")
+    assert same(other.policy.state(), before)
+    assert not recwarn.list
+
+
+def test_profile_of_another_machine_is_passed_over_for_the_packaged_one(tuned: Profile):
+    other = About(tuned.about.model, tuned.about.head, "another machine", tuned.about.dtype)
+    Profile(other, tuned.state, tuned.costs).save(profile_path(other))
+    packaged = {"gates/thresholds": torch.tensor([0.3, 0.4, 0.5])}
+    nobody = About(tuned.about.model, tuned.about.head, None, None)
+    Profile(nobody, packaged, {}).save(profiles._HEADS / "some-model" / "profile.safetensors")
+    engine = engine_for(head=0, policy="prune")
+    equip(engine, "auto")
+    assert same(engine.policy.state(), packaged)
+
+
+def rewritten(path: Path, about: dict) -> None:
+    save_file(load_file(path), path, metadata={"about": json.dumps(about)})
+
+
+def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_found(
+    tuned: Profile, recwarn: pytest.WarningsRecorder
+):
+    path = profile_path(tuned.about)
+    tuned.save(path)
+    rewritten(path, {"format": "graft-profile-0"})
+    engine = engine_for(head=0)
+    with pytest.raises(GraftError, match="holds no profile that this version reads"):
+        equip(engine, path)
+    equip(engine, "auto")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
+def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage: str, tuned: Profile):
+    path = profile_path(tuned.about)
+    tuned.save(path)
+    if damage == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "nonsense":
+        path.write_bytes(b"nonsense")
+    else:
+        Profile(tuned.about, {k: v for k, v in tuned.state.items() if "successors" not in k}, {}).save(path)
+    engine = engine_for(head=0)
+    before = engine.policy.state()
+    with pytest.raises(GraftError, match="profile"):
+        equip(engine, path)
+    with pytest.warns(UserWarning, match="passed over") as caught:
+        equip(engine, "auto")
+    assert len(caught) == 1
+    assert same(engine.policy.state(), before)
+
+
+def test_profile_that_is_not_there_is_an_error_when_named():
+    with pytest.raises(GraftError, match="cannot be read as a profile"):
+        equip(engine_for(), "missing.safetensors")
+
+
+PACKAGED = sorted((Path(library.__file__).parent / "heads").glob("*/profile*.safetensors"))
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=[path.stem for path in PACKAGED])
+def test_packaged_profile_is_small_and_of_no_machine(path: Path):
+    profile = Profile.read(path)
+    assert path.stat().st_size < 1_000_000
+    assert (profile.about.device, profile.about.dtype, profile.costs) == (None, None, {})
+    assert (profile.about.head is None) == ("without-head" in path.stem)
+
+
+# Loading and the command
+
+
+def test_load_takes_a_profile_unless_told_otherwise(tuned: Profile):
+    model = tiny_model(num_hidden_layers=6)
+    profile = tune(load(model), PROMPTS, max_new_tokens=8)
+    profile.save(profile_path(profile.about))
+    assert len(library.load(model).policy.state()["adjacency/rows"]) > 0
+    assert len(library.load(model, profile=None).policy.state()["adjacency/rows"]) == 0
+    assert library.load(model, policy="off", profile="missing").policy.state() == {}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
+    return str(path)
+
+
+def test_tune_saves_a_profile_that_generate_picks_up(graft_tiny: Run, prompts: str, home: Path) -> None:
+    result = graft_tiny("tune", "--prompts", prompts)
+    assert result.status == 0, result.err
+    (path,) = (home / "profiles").glob("*.safetensors")
+    assert str(path) in result.err.replace("\n", "")
+    texts = {
+        words: graft_tiny("generate", "one two", *words)
+        for words in ((), ("--profile", "none"), ("--profile", str(path)))
+    }
+    assert {result.status for result in texts.values()} == {0}
+    assert len({result.out for result in texts.values()}) == 1
+
+
+def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny: Run, home: Path) -> None:
+    (home / "profiles").mkdir(parents=True)
+    (home / "profiles" / "x.safetensors").write_bytes(b"nonsense")
+    result = graft_tiny("generate", "one two")
+    assert result.status == 0 and result.out
+    assert result.err.startswith("warning: ") and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--limit", "0"], "limit must be at least 1"),
+        (["--out", "/dev/null/profile"], "cannot write /dev/null/profile"),
+    ],
+)
+def test_bad_option_of_tune_is_one_line(words: list[str], message: str, graft_tiny: Run, prompts: str) -> None:
+    result = graft_tiny("tune", *([] if words[0] == "--prompts" else ["--prompts", prompts]), *words)
+    assert result.status == 2
+    assert message in result.err
