@@ -238,7 +238,7 @@ def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damag
     elif damage == "nonsense":
         path.write_bytes(b"nonsense")
     else:
-        Profile(tuned.about, {k: v for k, v in tuned.state.items() if "successors" not in k}, {}).save(path)
+        Profile(tuned.about, {k: v for k, v in tuned.state.items() if "entries" not in k}, {}).save(path)
     engine = engine_for(head=0)
     before = engine.policy.state()
     with pytest.raises(GraftError, match="profile"):
