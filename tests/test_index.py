@@ -399,14 +399,26 @@ def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path, max_dep
     pool = pool_for("xyab", "xyz")
     drafted = torch.tensor([ids("c")] * 2)
     ones = torch.ones_like(drafted)
-    pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
+    pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones, needs=1)
     propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xyz", max_depth=max_depth, first=2)
     nodes = pool.nodes
     new = [(int(nodes.parents[0, n]), LETTERS[int(nodes.tokens[0, n])]) for n in range(2, pool.width)]
-    assert (0, "c") in new, "what follows the text, drafted or not"
+    assert (0, "c") not in new, "what follows the text was looked up before"
     assert ((1, "d") in new) == (max_depth > 1), "below the drafted node, if that may have children"
     assert int(nodes.depths[0].max()) == min(max_depth, len("cdefgh"))
     assert (nodes.paths[1, 1:] == 0).all(), "a row that drafted nothing has no such node"
+
+
+def test_what_others_retrieved_does_not_keep_the_text_itself_from_being_looked_up(tmp_path: Path) -> None:
+    pool = pool_for("xyab", "xxab")
+    copied = torch.tensor([ids("z")] * 2)
+    ones = torch.ones_like(copied)
+    pool.add(copied, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xxab", max_depth=1, first=2)
+    nodes = pool.nodes
+    for row, found in enumerate(("zc", "c")):
+        is_node = (nodes.depths[row] > 0) & (nodes.paths[row] > 0)
+        assert nodes.tokens[row][is_node].tolist() == ids(found)
 
 
 def test_a_context_of_one_token_and_one_of_foreign_tokens_propose_nothing(tmp_path: Path) -> None:

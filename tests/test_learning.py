@@ -1,6 +1,7 @@
 """Retrievers, calibration, prospect and cost: what is learned, and that it is learned right."""
 
 import random
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
+from graft.learn.calibration import BUCKET_PROBABILITIES, NUM_BUCKETS, Calibration, probability_bucket
 from graft.learn.cost import VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
@@ -17,7 +18,7 @@ from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import NUM_SUCCESSORS, likeliest
 from graft.retrieve.suffix import _MAX_MATCH, _MAX_OCCURRENCES, SuffixIndex
-from graft.retrieve.table import COLD, SuccessorTable
+from graft.retrieve.table import COLD, SuccessorTable, adjacency_table, unpack
 from graft.target import TargetRunner, Verified
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
@@ -65,20 +66,27 @@ def proposed(retriever, pool, *histories, max_depth=8, first=1):
     return rows
 
 
-def judged(ngrams, following):
+def judged(ngrams, following, salt=0):
     """A judgement in which `following[i]` is by far the likeliest after the n-gram (earlier, before, token)."""
     earlier, before, tokens = (torch.tensor(column) for column in zip(*ngrams, strict=True))
     logits = torch.zeros(len(ngrams), VOCAB)
     for i, token in enumerate(following):
         logits[i, token] = 8.0
         logits[i, (token + 1) % VOCAB] = 4.0
-    return Judged(tokens, before, earlier, *likeliest(logits))
+    return Judged(tokens, before, earlier, *likeliest(logits), torch.full_like(tokens, salt))
 
 
-def first_successor(table, ngram):
-    successors, shares = table.lookup(*(torch.tensor([token]) for token in reversed(ngram)))
-    assert ((successors == COLD) == (shares == 0)).all()
-    return int(successors[0, 0])
+def successors(table, ngram, salt=0):
+    """Tokens and buckets [k] that the table has after the n-gram (earlier, before, token)."""
+    entries = table.lookup(*(torch.tensor([number]) for number in (*reversed(ngram), salt)))
+    assert entries.shape == (1, NUM_SUCCESSORS)
+    tokens, buckets = unpack(entries[0])
+    assert ((tokens == COLD) == (entries[0] == COLD)).all()
+    return tokens, buckets
+
+
+def first_successor(table, ngram, salt=0):
+    return int(successors(table, ngram, salt)[0][0])
 
 
 # Judgements
@@ -92,12 +100,13 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
         ([3, 4], [3, 4]),
         ([1, 2, 3, 4], [3, 4]),
     ):
-        found = Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, ()), preceding)
+        found = Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, ()), preceding, salt=6)
         text = [*text, 7, 8, 9]
         assert found.tokens.tolist() == text[2:]
         assert found.before.tolist() == text[1:-1]
         assert found.earlier.tolist() == text[:-2]
         assert torch.equal(found.successors, logits[0].topk(NUM_SUCCESSORS).indices)
+        assert found.salts.tolist() == [6, 6, 6]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 12), st.lists(st.integers(1, 4), min_size=3))
@@ -106,17 +115,40 @@ def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, n
     histories = [[rng.randrange(50, 60) for _ in range(length)] for length in lengths[:num_rows]]
     tree = random_tree(rng, [history[-1] for history in histories], num_nodes, vocab_size=9)
     logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
-    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories)
+    salts = torch.tensor([rng.randrange(9) for _ in histories])
+    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories, salts)
     expected = []
     for row, history in enumerate(histories):
         valid = tree.valid[row].nonzero().flatten().tolist()
         paths = dict(zip(valid, token_paths(tree, row), strict=True))
         for node in reversed(range(tree.width)):
-            path = paths.get(node, (int(tree.tokens[row, node]),))  # padding is judged too, under the root
-            text = [NO_TOKEN, NO_TOKEN, *history, *path]
-            expected.append((text[-1], text[-2], text[-3], logits[row, node].argmax().item()))
-    columns = (found.tokens, found.before, found.earlier, found.successors[:, 0])
+            text = [NO_TOKEN, NO_TOKEN, *history, *paths.get(node, ())]  # padding passes for the root
+            said = logits[row, node].argmax().item()
+            expected.append((text[-1], text[-2], text[-3], said, int(salts[row])))
+    columns = (found.tokens, found.before, found.earlier, found.successors[:, 0], found.salts)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert (Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories).salts == 0).all()
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3), st.booleans())
+def test_padding_teaches_nothing(seed, num_rows, num_nodes, order, hashed):
+    """A table learns the same from trees with padding and from their nodes alone."""
+    rng = random.Random(seed)
+    histories = [[rng.randrange(9) for _ in range(3)] for _ in range(num_rows)]
+    tree = random_tree(rng, [history[-1] for history in histories], num_nodes, vocab_size=9)
+    logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
+    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories)
+    is_node = tree.valid.flip(1).flatten()
+    nodes = Judged(**{field.name: getattr(found, field.name)[is_node] for field in fields(Judged)})
+    one, other = (
+        SuccessorTable(order, NUM_ROWS, CPU) if order > 1 or hashed else SuccessorTable(1, VOCAB, CPU, hashed=False)
+        for _ in range(2)
+    )
+    one.learn(found)
+    other.learn(nodes)
+    learned, expected = one.state(), other.state()
+    assert learned.keys() == expected.keys()
+    assert all(torch.equal(learned[name], expected[name]) for name in learned)
 
 
 @pytest.mark.parametrize("vocab_size", [5, VOCAB, 2048, 2049, 49152, 49153])
@@ -142,9 +174,13 @@ NGRAM = {1: [(1, 2, 5), (3, 4, 5)], 2: [(1, 2, 5), (3, 2, 5)], 3: [(1, 2, 5), (1
 OTHER = {1: (1, 2, 6), 2: (1, 3, 5), 3: (2, 2, 5)}
 
 
-@pytest.fixture(params=[1, 2, 3])
+def make_table(order, hashed):
+    return SuccessorTable(order, NUM_ROWS if hashed else VOCAB, CPU, hashed=hashed)
+
+
+@pytest.fixture(params=[(1, False), (1, True), (2, True), (3, True)], ids=["matrix", "1", "2", "3"])
 def table(request):
-    return SuccessorTable(request.param, VOCAB if request.param == 1 else NUM_ROWS, CPU)
+    return make_table(*request.param)
 
 
 def test_a_table_gives_what_was_judged_last_of_the_same_ngram_and_nothing_of_others(table):
@@ -164,10 +200,10 @@ def test_of_an_ngram_judged_several_times_at_once_the_last_judgement_stays(table
     assert first_successor(table, same) == 23
     assert first_successor(table, OTHER[table.order]) == 24
     # Whatever order the writes of one call are done in: every write to a row is the same.
-    successors, shares = table._successors.clone(), table._shares.clone()
+    state = table.state()
     table.restore({})
     table.learn(judged(ngrams[3:], following[3:]))
-    assert torch.equal(table._successors, successors) and torch.equal(table._shares, shares)
+    assert all(torch.equal(state[name], column) for name, column in table.state().items())
 
 
 def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
@@ -178,7 +214,7 @@ def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
     assert first_successor(table, (3, 4, 5)) == COLD
 
 
-@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("order", [1, 2, 3])
 def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
     table = SuccessorTable(order, 1, CPU)  # all share one row
     table.learn(judged([(1, 2, 5)], [20]))
@@ -188,13 +224,58 @@ def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
     assert [first_successor(table, (1, 2, token)) for token in (5, 6, 7)] == [COLD, COLD, 23]
 
 
+@given(st.integers(1, 3), st.lists(st.tuples(*[st.integers(0, 3)] * 5), min_size=1, max_size=12), st.integers(0, 3))
+def test_however_few_rows_there_are_a_table_gives_only_what_was_said_of_the_same_ngram(order, said, bits):
+    """Of the n-grams on one row the last judged has it; the others are cold, not mistaken for it."""
+    table = SuccessorTable(order, 1 << bits, CPU)
+    last = {}
+    for *ngram, salt, following in said:
+        table.learn(judged([ngram], [20 + following], salt))
+        last[tuple(ngram[3 - order :]), salt] = 20 + following
+    found = {key: first_successor(table, (0,) * (3 - order) + key[0], key[1]) for key in last}
+    assert all(token in (COLD, last[key]) for key, token in found.items())
+    *ngram, salt, following = said[-1]
+    assert first_successor(table, ngram, salt) == 20 + following
+    assert sum(token != COLD for token in found.values()) <= len(table._entries)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_texts_under_different_salts_are_kept_apart(order):
+    table = SuccessorTable(order, NUM_ROWS, CPU)
+    table.learn(judged([(1, 2, 5)], [20], salt=1))
+    assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, COLD]
+    table.learn(judged([(1, 2, 5)], [30], salt=2))
+    assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, 30]
+
+
+def test_the_adjacency_table_is_one_for_all_texts_unless_they_are_isolated():
+    for isolated in (False, True):
+        table = adjacency_table(VOCAB, CPU, isolated)
+        table.learn(judged([(1, 2, 5)], [20], salt=isolated))
+        assert first_successor(table, (3, 4, 5), salt=isolated) == 20
+        assert first_successor(table, (3, 4, 5), salt=2) == (COLD if isolated else 20)
+
+
+@pytest.mark.parametrize("first", [0, 50_000, 65_536, 131_071, 262_143 - NUM_SUCCESSORS + 1])
+def test_an_entry_is_a_token_and_its_share_whatever_the_token_and_the_share(first):
+    vocab_size = 262_144
+    tokens = first + torch.arange(NUM_SUCCESSORS).flip(0)
+    for buckets in torch.arange(NUM_BUCKETS).view(-1, NUM_SUCCESSORS):
+        shares = 0.99 * BUCKET_PROBABILITIES[buckets]  # within the bucket, not at its edge
+        for table in (SuccessorTable(1, vocab_size, CPU, hashed=False), SuccessorTable(2, NUM_ROWS, CPU)):
+            last, zero = torch.tensor([vocab_size - 1]), torch.tensor([0])
+            table.learn(Judged(last, last, zero, tokens[None], shares[None], zero))
+            found = successors(table, (0, vocab_size - 1, vocab_size - 1))
+            assert [part.tolist() for part in found] == [tokens.tolist(), buckets.tolist()]
+
+
 def test_a_table_is_restored_from_its_state_and_from_nothing(table):
     learned, same = NGRAM[table.order]
     table.learn(judged([learned, OTHER[table.order]], [20, 21]))
     state = table.state()
     assert len(state["rows"]) == 2, "only what was judged"
     table.learn(judged([learned], [30]))
-    other = SuccessorTable(table.order, len(table._shares), CPU)
+    other = make_table(table.order, hashed="tags" in state)
     for restored in (table, other):
         restored.restore(state)
         assert first_successor(restored, same) == 20
@@ -204,11 +285,11 @@ def test_a_table_is_restored_from_its_state_and_from_nothing(table):
 
 
 def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
-    table = SuccessorTable(1, 5, CPU)
+    table = SuccessorTable(1, 5, CPU, hashed=False)
     logits = torch.tensor([[0.0, 1.0, 4.0, 2.0, 3.0]])
     zero = torch.tensor([0])
-    table.learn(Judged(zero, zero, zero, *likeliest(logits)))
-    assert table.lookup(zero, zero, zero)[0].tolist() == [[2, 4, 3, 1, 0, COLD, COLD, COLD]]
+    table.learn(Judged(zero, zero, zero, *likeliest(logits), zero))
+    assert successors(table, (0, 0, 0))[0].tolist() == [2, 4, 3, 1, 0, COLD, COLD, COLD]
 
 
 # Recall
@@ -262,6 +343,31 @@ def test_recall_hangs_under_what_others_proposed_and_each_row_has_its_own():
     assert made.names[one[(50, 51, 52)][0]] == "trigram", "5 50 51 comes true if what was drafted does"
     assert made.names[two[(52,)][0]] == "adjacency"
     assert not any(path[:1] == (50,) for path in two)
+
+
+def test_recall_goes_no_deeper_than_asked_and_looks_up_no_node_twice():
+    made = recall(waves=3)
+    made.learn(judged([(4, 5, 50), (5, 50, 51), (50, 51, 52)], [51, 52, 53]))
+    history = Words(4, 5)
+    pool = pool_for(history)
+    draft(pool, [50, 51])
+    (found,) = proposed(made, pool, history, max_depth=2)
+    assert (50, 51) in found
+    nodes = pool.nodes
+    edges = list(zip(nodes.parents[0].tolist(), nodes.tokens[0].tolist(), strict=True))
+    new = [edge for edge, path in zip(edges[3:], nodes.paths[0, 3:], strict=True) if path > 0]
+    assert len(new) == len(set(new)) == NUM_SUCCESSORS, "the second has been as deep as asked, the others are unknown"
+
+
+def test_texts_recall_under_their_own_salts_only():
+    made = Recall(VOCAB, CPU, isolated=True)
+    made.learn(judged([(1, 2, 5)], [20], salt=1))
+    made.learn(judged([(1, 2, 5)], [30], salt=2))
+    histories = [Words(1, 2, 5)] * 3
+    pool = Pool(*torch.tensor([[5] * 3, [2] * 3, [1] * 3]), torch.tensor([1, 2, 3]))
+    one, two, three = proposed(made, pool, *histories, max_depth=1)
+    assert [min(found, key=lambda path: found[path][1]) for found in (one, two)] == [(20,), (30,)]
+    assert three == {}
 
 
 def test_what_is_surer_has_better_evidence_and_a_longer_ngram_a_better_prior():

@@ -1,7 +1,6 @@
 """Pool by its properties, each against the same thing done node by node in plain Python."""
 
 import random
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.pool import NO_TOKEN, Nodes, Pool, before_roots
+from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.tree import PADDING
 from proposers import assert_is_tree, token_paths
 
@@ -60,7 +59,7 @@ def proposals(draw, max_levels=6):
 
 def rows_of(pool):
     """Each row's nodes as dicts, with the token path of each, found by following parents one by one."""
-    columns = {field.name: getattr(pool.nodes, field.name).tolist() for field in fields(Nodes)}
+    columns = {name: column.tolist() for name, column in pool.nodes._asdict().items()}
     result = []
     for row in range(len(pool.nodes.tokens)):
         nodes = [{name: column[row][n] for name, column in columns.items()} for n in range(pool.width)]
@@ -136,8 +135,7 @@ def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(propos
         columns = zip(*(level[:5] for level in levels), strict=True)
         tokens, parents, chances, sources, evidence = (torch.cat(column, dim=1) for column in columns)
         pool.add_chains(tokens, parents, alone.nodes.depths[:, pool.width :], chances, sources, evidence)
-    for field in fields(Nodes):
-        one, other = getattr(pool.nodes, field.name), getattr(alone.nodes, field.name)
+    for one, other in zip(pool.nodes, alone.nodes, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-29)
 

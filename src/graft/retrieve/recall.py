@@ -53,10 +53,11 @@ class Recall:
         for _ in range(min(self._waves, max_depth)):
             nodes = pool.nodes
             open_paths = nodes.paths.masked_fill(done | (nodes.depths >= max_depth), 0.0)
-            best = open_paths.topk(min(self._beam, pool.width), dim=1).indices  # [B, F]
+            reached, best = open_paths.topk(min(self._beam, pool.width), dim=1)  # [B, F]
             entries, sources = self._longest(
                 nodes.tokens.gather(1, best), nodes.before.gather(1, best), nodes.earlier.gather(1, best), salts
             )
+            entries = entries.masked_fill((reached <= 0)[:, :, None], COLD)  # fewer than the beam were open
             tokens, evidence = (part.flatten(1).long() for part in unpack(entries))
             sources = sources.expand_as(entries).flatten(1)
             pool.add(

@@ -21,11 +21,11 @@ class Place(NamedTuple):
 
 
 def likeliest_places(pool: Pool, count: int, max_depth: int) -> list[list[Place]]:
-    """By row: the root of a pool that has nothing else yet; else up to `count` nodes below it, those likeliest to be
-    reached that may still have children."""
+    """By row: the root, as long as nothing was drafted, whatever others retrieved; from then on up to `count` nodes
+    below it, those likeliest to be reached that may still have children."""
     nodes = pool.nodes
     count = min(count, pool.width - 1)
-    if count == 0:
+    if count == 0 or not nodes.needs.any():
         return [[Place(0, 0, [])] for _ in range(len(nodes.tokens))]
     best = nodes.paths[:, 1:].topk(count, dim=1).indices + 1
     columns = (best, nodes.tokens, nodes.parents, nodes.depths, nodes.paths)
