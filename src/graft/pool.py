@@ -119,10 +119,10 @@ class Pool:
         pool = self.nodes
         index = torch.arange(self.width, device=pool.paths.device).expand_as(pool.parents)
         order, starts = self._by_path_key()
-        run = torch.where(starts, index, 0).cummax(dim=1).values
+        run = (starts * index).cummax(dim=1).values
         kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
 
-        paths = torch.where(kept_of == index, pool.paths, 0.0)
+        paths = pool.paths.masked_fill(kept_of != index, 0.0)
         paths, chosen = paths.topk(min(budget + 1, self.width), dim=1)  # the root has 1, all others less
         place = torch.zeros_like(order).scatter_(1, chosen, index[:, : chosen.shape[1]])
         parents = place.gather(1, kept_of.gather(1, pool.parents.gather(1, chosen)))

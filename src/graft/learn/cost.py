@@ -85,12 +85,15 @@ class VerifyCost:
         if known is not None:
             self._seconds[width] += _BLEND * (min(seconds, 2 * known) - known)
 
-    def plans(self, gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
-        """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together."""
+    def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
+        """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.
+
+        overhead: seconds that a round with a tree takes beside its verify.
+        """
         return [
             Plan(width, num_rows + (gains[min(width - 1, len(gains)) - 1] if width > 1 and gains else 0.0), seconds)
             for width in self._seconds
-            for seconds in (self._predict(num_rows * width),)
+            for seconds in (self._predict(num_rows * width) + (overhead if width > 1 else 0.0),)
         ]
 
     def doubt(self, used: int) -> None:

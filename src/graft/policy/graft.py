@@ -6,6 +6,7 @@ Draft while another pass is worth its time (prune), hang what was retrieved wher
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,12 +24,12 @@ from graft.pool import Pool
 from graft.retrieve import DatastoreLookup, Recall, Retriever, SuffixLookup
 from graft.retrieve.base import named, part_of
 from graft.stats import Clock
-from graft.target import TargetRunner
+from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
 
 _MAX_WIDTH = 64
 _KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
-_MAX_RESTS = 3
+_MAX_RESTS = 7
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
@@ -61,6 +62,8 @@ class Graft(Policy):
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
+        self._look_seconds = 0.0  # of this round, without drafting
+        self._overhead = 0.0  # seconds of a round with a tree beside drafting and verifying, a running mean
         self._num_looks = 0
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
@@ -103,24 +106,32 @@ class Graft(Policy):
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
         pool = self.new_pool(batch, roots)
-        with clock("graft"):
+        with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
         passes: list[int] = [0] * len(roots)
         reaches: list[list[float]] = []
         if self.drafter is not None:
             passes, reaches = self._draft(pool, batch, clock)
-        with clock("graft"):
+        with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             tree, paths = self.best_of(pool, max(self._cost.widths) - 1, batch.max_depth)
             width, seconds = self._best_width(paths)
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
+        self._look_seconds = copying_time() + grafting_time()
         self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
         self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
         if self._is_timed(len(roots)):
             self._cost.doubt(used=width)
         return Grown(tree.first(width), passes)
+
+    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
+        start = time.perf_counter()
+        super().learn(batch, tree, verified, accepted, seconds)
+        if self._pool is not None and self._is_timed(len(accepted)):
+            took = self._look_seconds + time.perf_counter() - start
+            self._overhead += _BLEND * (took - self._overhead) if self._overhead else took
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         if self._pool is not None:
@@ -213,7 +224,7 @@ class Graft(Policy):
             ]
         best = pool.nodes.paths[:, 1:].topk(min(_MAX_WIDTH, pool.width - 1), dim=1).values.cumsum(dim=1).tolist()
         for row in (row for row in range(num_rows) if going[row]):
-            plans = self._cost.plans(best[row])
+            plans = self._cost.plans(best[row], overhead=self._overhead)
             now = max(plan.worth(rate) for plan in plans)
             going[row] = any(
                 min(plan.tokens + gain, plan.width) - rate * (plan.seconds + count * self._prospect.seconds) > now
@@ -244,7 +255,7 @@ class Graft(Policy):
     def _best_width(self, paths: Tensor) -> tuple[int, float]:
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
         num_rows = len(paths)
-        plans = self._cost.plans(paths[:, 1:].sum(dim=0).cumsum(0).tolist(), num_rows)
+        plans = self._cost.plans(paths[:, 1:].sum(dim=0).cumsum(0).tolist(), num_rows, self._overhead)
         rate = num_rows * self._rate(num_rows)
         best = max(plans[1:], key=lambda plan: plan.worth(rate), default=plans[0])
         if best.worth(rate) < plans[0].worth(rate) + _MARGIN * num_rows:

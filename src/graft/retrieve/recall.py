@@ -58,11 +58,11 @@ class Recall:
                 nodes.tokens.gather(1, best), nodes.before.gather(1, best), nodes.earlier.gather(1, best), salts
             )
             entries = entries.masked_fill((reached <= 0)[:, :, None], COLD)  # fewer than the beam were open
-            tokens, evidence = (part.flatten(1).long() for part in unpack(entries))
+            tokens, evidence = unpack(entries.flatten(1).long())
             sources = sources.expand_as(entries).flatten(1)
             pool.add(
                 tokens.clamp(min=0),
-                best.repeat_interleave(entries.shape[2], dim=1),
+                best[:, :, None].expand_as(entries).flatten(1),
                 weigh(sources, evidence) * (tokens != COLD),
                 sources + first,
                 evidence,
@@ -76,7 +76,7 @@ class Recall:
         for source in range(len(self._tables) - 2, -1, -1):
             longer = self._tables[source].lookup(tokens, before, earlier, salts)
             known = longer[:, :, :1] != COLD
-            entries, sources = torch.where(known, longer, entries), torch.where(known, source, sources)
+            entries, sources = torch.where(known, longer, entries), sources.masked_fill(known, source)
         return entries, sources
 
     def learn(self, judged: Judged) -> None:
