@@ -6,7 +6,7 @@ added: nothing is folded over the tree afterwards. Equal paths, whoever proposed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from graft.hashing import mix64
 from graft.tree import PADDING, ROOT, DraftTree
 
+NOBODY = -1  # no source
+ALONE, OPPOSED, AGREED = range(3)  # how a node stands among the proposals (see `Pool.merge`)
+WeighAgain = Callable[[Tensor, Tensor, Tensor], Tensor]  # (source, evidence, standing) -> P(accepted | parent)
 NO_TOKEN = -1  # stands where a text has no earlier token
 # A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
 # rare as equal random numbers.
@@ -49,6 +52,7 @@ class Pool:
         self._fields = torch.stack(fields)[:, :, None]  # [fields, B, N], all but the paths
         self._paths = torch.ones_like(roots, dtype=torch.float32)[:, None]  # [B, N]
         self.salts = zeros if salts is None else salts
+        self.standing = zeros[:, None]  # [B, N] once it is merged
         self._factors = _DEPTH_FACTORS.to(roots.device)
 
     @property
@@ -110,22 +114,52 @@ class Pool:
         limit = torch.tensor(counts, device=rank.device)[:, None]
         self._paths = self._paths.masked_fill(rank > limit, 0.0)
 
-    def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The root and the `budget` likeliest nodes, each path once, likeliest first; and their path probabilities.
+    def merge(self, drafted: int = NOBODY, weigh: WeighAgain | None = None) -> None:
+        """Makes equal paths one node, the likeliest standing for all; the others become padding.
 
-        A path's probability falls along it, so the best are closed under ancestors. Of equal paths the likeliest
-        stands for all. No node is deeper than `max_depth`.
+        With `weigh`, nodes are weighed again by how they stand: proposed by several, by one where the source `drafted`
+        had its say and proposed something else, or by one alone. What retrieval proposes against the drafter seldom
+        comes true, whatever its record elsewhere.
         """
-        pool = self.nodes
-        index = torch.arange(self.width, device=pool.paths.device).expand_as(pool.parents)
+        old = self.nodes
+        index = torch.arange(self.width, device=old.paths.device).expand_as(old.parents)
         order, starts = self._by_path_key()
         run = (starts * index).cummax(dim=1).values
         kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
+        is_node = (kept_of == index) & (old.paths > 0)
+        parents = kept_of.gather(1, old.parents)
+        needs = torch.full_like(old.needs, 1 << 20).scatter_reduce_(1, kept_of, old.needs, "amin")
+        paths = old.paths.masked_fill(~is_node, 0.0)
+        standing = torch.zeros_like(parents)
+        if weigh is not None:
+            proposed = torch.where(old.paths > 0, old.sources, old.sources.gather(1, kept_of))
+            others = torch.zeros_like(parents).scatter_reduce_(1, kept_of, proposed, "amax")
+            agreed = others != torch.full_like(parents, 99).scatter_reduce_(1, kept_of, proposed, "amin")
+            spoke = torch.zeros_like(parents).scatter_reduce_(
+                1, parents, ((old.sources == drafted) & (old.paths > 0)).long(), "amax"
+            )
+            opposed = (spoke.gather(1, parents) > 0) & (old.sources != drafted)
+            standing = torch.where(agreed, AGREED, opposed * OPPOSED)
+            chances = weigh(old.sources, old.evidence, standing).clamp(max=_SURE) * is_node
+            chances[:, 0] = 1.0
+            paths, jump = chances, parents
+            for _ in range(int(old.depths.max()).bit_length()):
+                paths, jump = paths * paths.gather(1, jump), jump.gather(1, jump)
+            paths = paths.masked_fill(paths < _LEAST, 0.0)
+        fields = old._replace(parents=parents, needs=needs)
+        self._fields, self._paths, self.standing = torch.stack(fields[:-1]), paths, standing
 
-        paths = pool.paths.masked_fill(kept_of != index, 0.0)
-        paths, chosen = paths.topk(min(budget + 1, self.width), dim=1)  # the root has 1, all others less
-        place = torch.zeros_like(order).scatter_(1, chosen, index[:, : chosen.shape[1]])
-        parents = place.gather(1, kept_of.gather(1, pool.parents.gather(1, chosen)))
+    def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        """The root and the `budget` likeliest nodes of a merged pool, likeliest first; and their path probabilities.
+
+        A path's probability falls along it, so the best are closed under ancestors. No node is deeper than
+        `max_depth`.
+        """
+        pool = self.nodes
+        paths, chosen = pool.paths.topk(min(budget + 1, self.width), dim=1)  # the root has 1, all others less
+        places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
+        place = torch.zeros_like(pool.parents).scatter_(1, chosen, places)
+        parents = place.gather(1, pool.parents.gather(1, chosen))
         padding = paths <= 0
         tree = DraftTree(
             max_depth=max_depth,
@@ -138,19 +172,14 @@ class Pool:
         return tree, paths
 
     def values_by_need(self, max_passes: int, budget: int) -> Tensor:
-        """[B, max_passes + 1]: expected tokens of the `budget` best nodes, had there been 0, 1, 2 ... passes."""
-        order, starts = self._by_path_key()
-        paths, needs = self.nodes.paths.gather(1, order), self.nodes.needs.gather(1, order)
-        # A copy counts unless a likelier copy of its path is there with as few passes: the least need among those
-        # before it, which numbers that fall from run to run keep apart.
-        apart = (max_passes + 2) * starts.cumsum(dim=1)
-        least = (needs - apart).cummin(dim=1).values + apart
-        before = torch.where(starts, max_passes + 1, least.roll(1, dims=1))
+        """[B, max_passes + 1]: expected tokens of a merged pool's `budget` best, had there been 0, 1, 2 ... passes."""
         budget = min(budget, self.width - 1)
-        values = []
-        for passes in range(max_passes + 1):
-            counts = (needs <= passes) & (passes < before)
-            values.append((paths * counts).topk(budget + 1, dim=1).values.sum(dim=1) - 1)  # the root is sure
+        needs = self.nodes.needs
+        values = [
+            self._paths.masked_fill(needs > passes, 0.0).topk(budget + 1, dim=1).values.sum(dim=1)
+            - 1  # the root is sure
+            for passes in range(max_passes + 1)
+        ]
         return torch.stack(values, dim=1)
 
     def _by_path_key(self) -> tuple[Tensor, Tensor]:

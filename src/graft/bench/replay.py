@@ -82,6 +82,7 @@ class Recorder(Policy):
         for level in self._levels:
             zeros = torch.zeros_like(level.tokens)
             pool.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
+        pool.merge()
         tree, _ = pool.best(_JUDGED, len(self._levels))
         # Nodes of source 0 are judged like others and never accepted: every round goes on by one token.
         hidden = DraftTree(

@@ -31,6 +31,7 @@ class Dense(Policy):
         pool = self.new_pool(batch, roots)
         self.drafted = draft_through_gates(self.drafter, batch, pool, self._thresholds(), clock)
         with clock("graft"):
+            pool.merge()
             return Grown(pool.best(self._budget, max(self.drafted.passes))[0], self.drafted.passes)
 
     def _thresholds(self) -> Tensor | None:

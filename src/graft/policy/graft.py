@@ -84,6 +84,7 @@ class Graft(Policy):
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The tree of the likeliest proposals, and their path probabilities."""
+        pool.merge(DRAFTED, self._calibration.weigh_again())
         return pool.best(budget, max_depth)
 
     # The round
@@ -146,7 +147,7 @@ class Graft(Policy):
 
     def state(self) -> dict[str, Tensor]:
         counts = self._calibration.state().values()
-        by_source = {name: torch.stack([c[number] for c in counts]) for number, name in enumerate(self.sources)}
+        by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
         return super().state() | named("calibration", by_source) | named("prospect", self._prospect.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -163,8 +164,8 @@ class Graft(Policy):
         for number, name in enumerate(self.sources):
             if name in by_source:
                 for own, known in zip(new.values(), by_source[name], strict=True):
-                    width = min(own.shape[1], len(known))
-                    own[number, :width] = known[:width]
+                    width = min(own.shape[2], known.shape[1])
+                    own[:, number, :width] = known[:, :width]
         self._calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:

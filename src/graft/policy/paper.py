@@ -54,6 +54,7 @@ class Recycle(Policy):
                 self.sources.index("adjacency"),
                 batch.max_depth,
             )
+            pool.merge()
             return Grown.without_drafts(pool.best(self._budget, batch.max_depth)[0].trimmed())
 
 
@@ -85,6 +86,7 @@ class Paper(Policy):
         with clock("graft"):
             pool.keep_best([self._kept[stop] for stop in drafted.stops])
             fill(pool, [self._templates[s] for s in drafted.stops], self._matrix.table, _ADJACENCY, batch.max_depth)
+            pool.merge()
             return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
 
     def state(self) -> dict[str, Tensor]:
@@ -105,6 +107,7 @@ class Root(Paper):
         with clock("graft"):
             pool.keep_best([self._kept[NEVER - 1]] * len(roots))
             self._retrieve(pool, batch.max_depth)
+            pool.merge()
             return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
 
     def _retrieve(self, pool: Pool, max_depth: int) -> None:
