@@ -534,6 +534,7 @@ def test_calibration_learns_how_often_a_source_is_right():
         one = torch.ones(1, 1, dtype=torch.int64)
         pool.add(7 * one, 0 * one, 0.5 * one, one, 0 * one)
         pool.add(8 * one, one, 0.5 * one, 2 * one, 0 * one)
+        pool.merge()
         calibration.observe(pool, [[7, 9] if rng.random() < 0.75 else [5, 8]])
     probability = calibration.probability(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 0]]))[0].tolist()
     assert probability == pytest.approx([1.0, 0.75, 0.0], abs=0.06)
@@ -545,9 +546,10 @@ def test_calibration_follows_a_source_that_gets_better():
     calibration = Calibration([torch.tensor([0.5])], CPU)
     pool = pool_for(Words(1))
     draft(pool, [7])
+    pool.merge()
     seen = []
     for token in (5, 7):
-        for _ in range(1000):
+        for _ in range(4000):
             calibration.observe(pool, [[token]])
         seen.append(calibration.probability(torch.tensor([1]), torch.tensor([0])).item())
     assert seen == pytest.approx([0.0, 1.0], abs=0.05)
@@ -557,6 +559,7 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
     calibration = Calibration([torch.tensor([0.5])], CPU)
     pool = pool_for(Words(1), Words(2))
     draft(pool, [7, 8, 3])
+    pool.merge()
     before = calibration.state()["tried"]
     calibration.observe(pool, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
     assert (calibration.state()["tried"] - before).sum() == 1
@@ -566,6 +569,7 @@ def test_calibration_is_restored_from_its_state_and_from_nothing():
     made, other = (Calibration([torch.tensor([0.5, 0.2])], CPU) for _ in range(2))
     pool = pool_for(Words(1))
     draft(pool, [7])
+    pool.merge()
     both = (torch.tensor([1, 1]), torch.tensor([0, 1]))
     made.observe(pool, [[7]])
     state = made.state()

@@ -1,6 +1,7 @@
 """Pool by its properties, each against the same thing done node by node in plain Python."""
 
 import random
+from copy import copy
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.pool import AGREED, ALONE, NO_TOKEN, OPPOSED, Pool, before_roots
 from graft.tree import PADDING
 from proposers import assert_is_tree, token_paths
 
@@ -67,6 +68,13 @@ def rows_of(pool):
             node["path"] = (*nodes[node["parents"]]["path"], node["tokens"]) if n else ()
         result.append(nodes)
     return result
+
+
+def merged(pool):
+    """The pool merged; the one given stays as it is."""
+    pool = copy(pool)
+    pool.merge()
+    return pool
 
 
 def best_by_path(nodes):
@@ -145,7 +153,7 @@ def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(propos
 
 @given(proposals(), st.integers(0, 40))
 def test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_ancestors(proposed, budget):
-    tree, paths = proposed.pool.best(budget, max_depth=6)
+    tree, paths = merged(proposed.pool).best(budget, max_depth=6)
     assert_is_tree(tree)
     assert tree.width == min(budget + 1, proposed.pool.width)
     for row, nodes in enumerate(rows_of(proposed.pool)):
@@ -162,7 +170,7 @@ def test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_an
 
 @given(proposals(), st.integers(0, 40))
 def test_each_of_the_best_has_its_proposers_source_evidence_and_its_chance_after_its_parent(proposed, budget):
-    tree, paths = proposed.pool.best(budget, max_depth=6)
+    tree, paths = merged(proposed.pool).best(budget, max_depth=6)
     for row, nodes in enumerate(rows_of(proposed.pool)):
         offered = {(n["path"], n["paths"], n["sources"], n["evidence"]) for n in nodes}
         places = [n for n in range(tree.width) if tree.valid[row, n]]
@@ -178,7 +186,7 @@ def test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept():
     ones = torch.ones(1, 2, dtype=torch.int64)
     pool.add(torch.tensor([[5, 5]]), torch.tensor([[0, 0]]), torch.tensor([[0.6, 0.5]]), ones, ones)
     pool.add(torch.tensor([[6, 7]]), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.8]]), ones + 1, ones)
-    tree, paths = pool.best(9, 2)
+    tree, paths = merged(pool).best(9, 2)
     assert tree.tokens.tolist() == [[1, 5, 7, 6, 5]]
     assert tree.parents.tolist() == [[0, 0, 1, 1, 0]]
     assert tree.sources.tolist() == [[0, 1, 2, 2, PADDING]]
@@ -191,7 +199,7 @@ def test_neither_rounding_nor_underflow_lifts_a_child_above_its_parent(chances, 
     tokens = torch.arange(length)[None]
     ones = torch.ones_like(tokens)
     chain.add_chains(tokens, tokens, tokens + 1, torch.tensor([chances]), ones, ones)
-    tree, _ = chain.best(budget, length)
+    tree, _ = merged(chain).best(budget, length)
     assert_is_tree(tree)
     kept = int(tree.valid.sum()) - 1
     assert token_paths(tree, 0) == [tuple(range(depth)) for depth in range(kept + 1)]
@@ -203,7 +211,7 @@ def test_a_path_too_unlikely_for_a_float_is_left_out_rather_than_torn_from_its_b
     tokens = torch.arange(length)[None]
     ones = torch.ones_like(tokens)
     pool.add_chains(tokens, tokens, tokens + 1, torch.tensor([[1e-9] * 4 + [1e-7] + [0.7] * 55]), ones, ones)
-    tree = pool.best(budget, length)[0].trimmed()
+    tree = merged(pool).best(budget, length)[0].trimmed()
     assert tree.parents.tolist() == [[0, *range(tree.width - 1)]]
 
 
@@ -234,11 +242,14 @@ def test_a_proposal_is_judged_by_what_came_where_its_parent_came_true(proposed, 
 @given(proposals(), st.integers(1, 40))
 def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, budget):
     most = proposed.num_passes
-    values = proposed.pool.values_by_need(most, budget)
+    values = merged(proposed.pool).values_by_need(most, budget)
     assert values.shape == (proposed.num_rows, most + 1)
     for nodes, found in zip(rows_of(proposed.pool), values.tolist(), strict=True):
         for passes, value in enumerate(found):
-            best = best_by_path(node for node in nodes if node["needs"] <= passes)
+            least = {}
+            for node in (node for node in nodes if node["paths"] > 0):
+                least[node["path"]] = min(node["needs"], least.get(node["path"], node["needs"]))
+            best = {path: chance for path, chance in best_by_path(nodes).items() if least[path] <= passes}
             assert value == pytest.approx(sum(sorted(best.values(), reverse=True)[1 : budget + 1]), abs=1e-5)
         assert all(less <= more + 1e-5 for less, more in pairwise(found))
 
@@ -250,7 +261,32 @@ def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_nee
     pool.add(6 * one, 1 * one, torch.tensor([[0.5]]), one, one)  # retrieved below it
     pool.add(5 * one, 0 * one, torch.tensor([[0.3]]), one, one)  # the same as the drafted, retrieved
     assert pool.nodes.needs.tolist() == [[0, 1, 1, 0]]
-    torch.testing.assert_close(pool.values_by_need(1, 9), torch.tensor([[0.3, 0.75]]))
+    torch.testing.assert_close(merged(pool).values_by_need(1, 9), torch.tensor([[0.5, 0.75]]))
+
+
+# How a proposal stands among the others
+
+
+def test_a_node_is_weighed_by_whether_others_propose_it_too_and_whether_the_drafter_proposes_something_else():
+    pool = Pool(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+    drafted, retrieved = 1, 2
+    for token, parent, source in (
+        (5, 0, drafted),
+        (6, 0, drafted),
+        (5, 0, retrieved),
+        (7, 0, retrieved),
+        (8, 1, retrieved),
+    ):
+        fields = (torch.tensor([[value]]) for value in (token, parent))
+        pool.add(*fields, torch.tensor([[0.5]]), torch.tensor([[source]]), torch.tensor([[0]]))
+    chances = {ALONE: 0.4, OPPOSED: 0.1, AGREED: 0.8}
+    table = torch.tensor([chances[standing] for standing in range(3)])
+    pool.merge(drafted, lambda sources, evidence, standing: table[standing])
+    tree, paths = pool.best(9, 2)
+    found = {t: path for t, path in zip(tree.tokens[0].tolist(), paths[0].tolist(), strict=True) if path > 0}
+    # 5 is proposed by both; 6 by the drafter alone; 7 against the drafter; 8 where the drafter said nothing, under 5.
+    expected = {1: 1.0, 5: 0.8, 6: 0.4, 7: 0.1, 8: 0.8 * 0.4}
+    assert found == pytest.approx(expected)
 
 
 # Before the root

@@ -128,16 +128,15 @@ class Pool:
         kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
         is_node = (kept_of == index) & (old.paths > 0)
         parents = kept_of.gather(1, old.parents)
-        needs = torch.full_like(old.needs, 1 << 20).scatter_reduce_(1, kept_of, old.needs, "amin")
+        is_real = old.paths > 0  # copies with no chance are none
+        needs = _least(torch.where(is_real, old.needs, old.needs.gather(1, kept_of)), kept_of)
         paths = old.paths.masked_fill(~is_node, 0.0)
         standing = torch.zeros_like(parents)
         if weigh is not None:
-            proposed = torch.where(old.paths > 0, old.sources, old.sources.gather(1, kept_of))
-            others = torch.zeros_like(parents).scatter_reduce_(1, kept_of, proposed, "amax")
-            agreed = others != torch.full_like(parents, 99).scatter_reduce_(1, kept_of, proposed, "amin")
-            spoke = torch.zeros_like(parents).scatter_reduce_(
-                1, parents, ((old.sources == drafted) & (old.paths > 0)).long(), "amax"
-            )
+            sources = torch.where(is_real, old.sources, old.sources.gather(1, kept_of))
+            agreed = _least(sources, kept_of) != -_least(-sources, kept_of)
+            by_drafter = ((old.sources == drafted) & is_real).long()
+            spoke = -_least(-by_drafter, parents)  # [B, N] whether the drafter proposed something below a node
             opposed = (spoke.gather(1, parents) > 0) & (old.sources != drafted)
             standing = torch.where(agreed, AGREED, opposed * OPPOSED)
             chances = weigh(old.sources, old.evidence, standing).clamp(max=_SURE) * is_node
@@ -207,6 +206,11 @@ class Pool:
         goes_on = torch.arange(longest + 1, device=pool.keys.device) < ended  # [B, longest + 1]
         followed = (is_true & goes_on[:, None]).any(dim=2)  # came true, and was not the last to come
         return followed.gather(1, pool.parents) & (pool.sources > ROOT) & (pool.paths > 0), fitted
+
+
+def _least(values: Tensor, places: Tensor) -> Tensor:
+    """[B, N] at each place the least of the `values` [B, N] that `places` [B, N] sends there; 0 where there is none."""
+    return torch.zeros_like(values).scatter_reduce_(1, places, values, "amin", include_self=False)
 
 
 def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
