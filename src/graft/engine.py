@@ -21,6 +21,7 @@ from graft.accept import Chooser, walk
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.errors import ContextError, GraftError
+from graft.index.store import Datastore
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
 from graft.record import RoundRecord
 from graft.sampling import Sampler, SamplingSettings
@@ -80,12 +81,15 @@ class Engine:
         drafter: Drafter | None = None,
         budget: int | None = None,
         chunk_size: int = 256,
+        datastore: Datastore | None = None,
     ) -> None:
-        """policy: a name, or a policy of one's own made for this model. budget: see `make_policy`."""
+        """policy: a name, or a policy of one's own made for this model. budget, datastore: see `make_policy`."""
         self.target = TargetRunner(model, drafter.hidden_layers if drafter is not None else (), chunk_size)
         self.tokenizer = tokenizer
         self.drafter = drafter
-        self.policy = make_policy(policy, self.target, drafter, budget) if isinstance(policy, str) else policy
+        if isinstance(policy, str):
+            policy = make_policy(policy, self.target, drafter, budget, datastore=datastore)
+        self.policy = policy
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     # The verbs

@@ -13,11 +13,14 @@ from graft.draft.eagle3.checkpoint import load_head
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.index.store import Datastore
 from graft.learn.profile import equip
 from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
-from graft.policy import DEFAULT_POLICY
+from graft.policy import DEFAULT_POLICY, POLICIES
+from graft.settings import require
 from graft.target.cpu import speed_up
 
+_USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,30 +35,41 @@ def load(
     dtype: str = "auto",
     chunk_size: int = 256,
     profile: str | Path | None = "auto",
+    datastore: str | Path | None = None,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
-    packaged model on a GPU, and none on a CPU, where drafting pays for some texts only; None drafts with no head.
+    packaged model; None drafts with no head.
     policy: see `graft.policy`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
     head's; None starts with nothing learned.
+    datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
     """
+    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if isinstance(model, str):
         from graft.models.load import load_model
 
         chosen = pick_device(device)
-        if draft == "auto" and policy != "off" and chosen.type != "cpu" and packaged_head(model) is not None:
+        if draft == "auto" and policy in _USE_A_HEAD and packaged_head(model) is not None:
             draft = model
         model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
     if draft == "auto":
         draft = None
     drafter = load_drafter(draft, model, tree_settings(policy, model.device)) if draft is not None else None
-    engine = Engine(model, tokenizer, policy=policy, drafter=drafter, budget=budget, chunk_size=chunk_size)
+    engine = Engine(
+        model,
+        tokenizer,
+        policy=policy,
+        drafter=drafter,
+        budget=budget,
+        chunk_size=chunk_size,
+        datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
+    )
     equip(engine, profile if policy != "off" else None)
     return engine
 
