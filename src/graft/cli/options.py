@@ -42,7 +42,7 @@ LOADING: Group = MODEL | {
     "draft": _model(
         str, "--draft", "An EAGLE-3 head: a folder, hub id or packaged name; or none.", "auto", metavar="HEAD"
     ),
-    "policy": _model(str, "--policy", "graft, dense (needs --draft), or off.", "graft"),
+    "policy": _model(str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, graft.", "graft"),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
     "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
