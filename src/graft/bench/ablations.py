@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 from torch import Tensor
 
 from graft.accept import Accepted
@@ -77,9 +75,8 @@ class WithoutMerging(Graft):
     """A path that several proposed takes a place of the budget for each of them."""
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        crowded = copy(pool)
-        crowded.keep_best([budget] * len(pool.nodes.tokens))
-        return crowded.best(budget, max_depth)
+        pool.keep_best([budget] * len(pool.nodes.tokens))
+        return super().best_of(pool, budget, max_depth)
 
 
 ABLATIONS: dict[str, type[Graft]] = {
