@@ -100,8 +100,9 @@ def make_contender(
     drafter: Drafter | None = None,
     budget: int | None = None,
     pass_cost: float | None = None,
+    isolated: bool = False,
 ) -> Policy:
     """The policy or the ablation of that name, with nothing learned."""
     if name in ABLATIONS:
-        return ABLATIONS[name](target, drafter, PolicySettings(budget, pass_cost))
-    return make_policy(name, target, drafter, budget, pass_cost)
+        return ABLATIONS[name](target, drafter, PolicySettings(budget, pass_cost, isolated))
+    return make_policy(name, target, drafter, budget, pass_cost, isolated)

@@ -39,14 +39,15 @@ def make_methods(
     rows: int = 1,
     pass_cost: float | None = None,
 ) -> list[Method]:
-    """The methods of these names. rows: prompts they are to decode together."""
+    """The methods of these names. rows: prompts they are to decode together, each as if it were alone."""
     check_names(names)
     methods: list[Method] = []
     for name in names:
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), budget, pass_cost))
+            own = _drafter_for(name, drafter, budget)
+            methods.append(PolicyMethod(name, model, own, budget, pass_cost, isolated=rows > 1))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
         require(rows == 1 or method.is_batched, one_by_one)

@@ -62,13 +62,15 @@ class PolicyMethod(Method):
         drafter: Drafter | None = None,
         budget: int | None = None,
         pass_cost: float | None = None,
+        isolated: bool = False,
     ) -> None:
+        """isolated: prompts that are decoded together learn nothing from each other, as if each were alone."""
         self.name = name
-        self._policy = _make(name, model, drafter, budget, pass_cost)
+        self._policy = _make(name, model, drafter, budget, pass_cost, isolated)
         if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
             # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
             drafter = None
-            self._policy = _make(name, model, None, budget, pass_cost)
+            self._policy = _make(name, model, None, budget, pass_cost, isolated)
         self._engine = Engine(model, policy=self._policy, drafter=drafter)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
@@ -83,7 +85,12 @@ class PolicyMethod(Method):
 
 
 def _make(
-    name: str, model: PreTrainedModel, drafter: Drafter | None, budget: int | None, pass_cost: float | None
+    name: str,
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    budget: int | None,
+    pass_cost: float | None,
+    isolated: bool,
 ) -> Policy:
     target = TargetRunner(model, drafter.hidden_layers if drafter is not None else ())
-    return make_contender(name, target, drafter, budget, pass_cost)
+    return make_contender(name, target, drafter, budget, pass_cost, isolated)

@@ -27,7 +27,9 @@ DECODING: Group = {
     "temperature": _decoding(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
     "seed": _decoding(int, "--seed", "The same seed gives the same text.", "0"),
     "repeat": _decoding(int, "--repeat", "Times each method answers each prompt.", "1"),
-    "rows": _decoding(int, "--rows", "Prompts of a task that decode together; times are then of the batch.", "1"),
+    "rows": _decoding(
+        int, "--rows", "Prompts of a task that decode together, none learning from another; times are the batch's.", "1"
+    ),
 }
 HEADS: Group = {
     "draft": _model(str, "--draft", "An EAGLE-3 head, or none.", "the packaged one of the model", metavar="HEAD"),
