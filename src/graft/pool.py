@@ -126,9 +126,9 @@ class Pool:
         order, starts = self._by_path_key()
         run = (starts * index).cummax(dim=1).values
         kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
-        is_node = (kept_of == index) & (old.paths > 0)
-        parents = kept_of.gather(1, old.parents)
         is_real = old.paths > 0  # copies with no chance are none
+        is_node = (kept_of == index) & is_real
+        parents = kept_of.gather(1, old.parents)
         needs = _least(torch.where(is_real, old.needs, old.needs.gather(1, kept_of)), kept_of)
         paths = old.paths.masked_fill(~is_node, 0.0)
         standing = torch.zeros_like(parents)

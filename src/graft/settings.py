@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
@@ -17,10 +17,7 @@ class Settings:
     def of(cls, options: Mapping[str, Any]) -> Self:
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for key in options:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-                raise GraftError(f"unknown setting {key!r}: {hint}")
+            require_known("setting", key, known)
         return cls(**options)
 
 
@@ -28,3 +25,11 @@ def require(condition: bool, message: str) -> None:
     """Raises a GraftError with `message` unless `condition` holds."""
     if not condition:
         raise GraftError(message)
+
+
+def require_known(what: str, name: str, known: Collection[str]) -> None:
+    """Raises a GraftError unless `name` is among the `known` names of a setting, a policy ...; a slip is put right."""
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        raise GraftError(f"unknown {what} {name!r}: {hint}")

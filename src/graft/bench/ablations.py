@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graft.accept import Accepted
-from graft.draft.base import Drafter
-from graft.policy import DEFAULT_POLICY, Policy, PolicySettings, make_policy
+from graft.policy import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
 from graft.policy.graft import Graft
 from graft.pool import Pool
 from graft.retrieve import Recall, Retriever, SuffixLookup
@@ -92,17 +91,4 @@ ABLATIONS: dict[str, type[Graft]] = {
         ("merging", WithoutMerging),
     )
 }
-
-
-def make_contender(
-    name: str,
-    target: TargetRunner,
-    drafter: Drafter | None = None,
-    budget: int | None = None,
-    pass_cost: float | None = None,
-    isolated: bool = False,
-) -> Policy:
-    """The policy or the ablation of that name, with nothing learned."""
-    if name in ABLATIONS:
-        return ABLATIONS[name](target, drafter, PolicySettings(budget, pass_cost, isolated))
-    return make_policy(name, target, drafter, budget, pass_cost, isolated)
+CONTENDERS: dict[str, type[Policy]] = {**POLICIES, **ABLATIONS}

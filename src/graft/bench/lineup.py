@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import ABLATIONS
+from graft.bench.ablations import ABLATIONS, CONTENDERS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.errors import GraftError
 from graft.loading import tree_settings
-from graft.policy import DEFAULT_POLICY, POLICIES
-from graft.settings import require
+from graft.policy import DEFAULT_POLICY, PolicySettings
+from graft.settings import require, require_known
 
-OURS = (*POLICIES, *ABLATIONS)
+OURS = tuple(CONTENDERS)
 
 
 def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
     """Every name must be known, and stand once."""
     require(bool(names), f"no method is named; known: {', '.join(known)}")
     for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise GraftError(f"unknown method {name!r}: {hint}")
+        require_known("method", name, known)
         require(names.count(name) == 1, f"method {name!r} is named twice; once is enough")
 
 
@@ -41,13 +36,13 @@ def make_methods(
 ) -> list[Method]:
     """The methods of these names. rows: prompts they are to decode together, each as if it were alone."""
     check_names(names)
+    settings = PolicySettings(budget, pass_cost, isolated=rows > 1)
     methods: list[Method] = []
     for name in names:
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            own = _drafter_for(name, drafter, budget)
-            methods.append(PolicyMethod(name, model, own, budget, pass_cost, isolated=rows > 1))
+            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), settings))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
         require(rows == 1 or method.is_batched, one_by_one)

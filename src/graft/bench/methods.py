@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import make_contender
+from graft.bench.ablations import CONTENDERS
 from graft.draft.base import Drafter
 from graft.engine import Engine
-from graft.policy import Policy
+from graft.policy import Policy, PolicySettings, policy_with
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.target import TargetRunner
 
 PLAIN = "off"  # what speeds and texts are compared with
 DENSE = "dense"  # what modelled speeds are compared with
+_USUAL = PolicySettings()
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,14 @@ class PolicyMethod(Method):
         name: str,
         model: PreTrainedModel,
         drafter: Drafter | None = None,
-        budget: int | None = None,
-        pass_cost: float | None = None,
-        isolated: bool = False,
+        settings: PolicySettings = _USUAL,
     ) -> None:
-        """isolated: prompts that are decoded together learn nothing from each other, as if each were alone."""
         self.name = name
-        self._policy = _make(name, model, drafter, budget, pass_cost, isolated)
+        self._policy = _make(name, model, drafter, settings)
         if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
             # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
             drafter = None
-            self._policy = _make(name, model, None, budget, pass_cost, isolated)
+            self._policy = _make(name, model, None, settings)
         self._engine = Engine(model, policy=self._policy, drafter=drafter)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
@@ -84,13 +82,6 @@ class PolicyMethod(Method):
         self._policy.restore(state)
 
 
-def _make(
-    name: str,
-    model: PreTrainedModel,
-    drafter: Drafter | None,
-    budget: int | None,
-    pass_cost: float | None,
-    isolated: bool,
-) -> Policy:
+def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings) -> Policy:
     target = TargetRunner(model, drafter.hidden_layers if drafter is not None else ())
-    return make_contender(name, target, drafter, budget, pass_cost, isolated)
+    return policy_with(settings, name, target, drafter, CONTENDERS)

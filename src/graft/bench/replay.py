@@ -27,6 +27,7 @@ from graft.draft.base import Drafter, DraftState, Level, TreeSettings
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.policy.base import Grown, Policy
+from graft.policy.graft import KEPT_OF_A_LEVEL
 from graft.pool import NO_TOKEN
 from graft.retrieve.base import NUM_SUCCESSORS, Judged, likeliest
 from graft.sampling import SamplingSettings
@@ -38,7 +39,6 @@ from graft.target import TargetRunner, Verified
 from graft.tree import ROOT, DraftTree
 
 FORMAT = "graft-trace-1"
-_KEPT_OF_A_LEVEL = 24
 _JUDGED = 60  # nodes of the recorded dense tree
 
 
@@ -76,7 +76,7 @@ class Recorder(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
-        levels = self.drafter.levels(batch.draft, roots, keep=_KEPT_OF_A_LEVEL)
+        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         self._levels = list(islice(levels, self.drafter.settings.depth + 1))
         pool = self.new_pool(batch, roots)
         for level in self._levels:
@@ -190,7 +190,7 @@ class ReplayedDrafter:
         start, first_parent, paths = 0, 0, torch.ones(1)
         topk = self.settings.topk
         for depth in range(self.settings.depth + 1):
-            end = start + (topk if depth == 0 else min(_KEPT_OF_A_LEVEL, topk * topk))
+            end = start + (topk if depth == 0 else min(KEPT_OF_A_LEVEL, topk * topk))
             own, at = q[start:end], parents[start:end]
             path = paths[at - first_parent] * own
             yield Level(trace.drafted[place, start:end][None], at[None], own[None], path[None])

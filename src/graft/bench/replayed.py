@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from graft.bench.ablations import make_contender
+from graft.bench.ablations import CONTENDERS
 from graft.bench.methods import Answer, Method
 from graft.bench.replay import ReplayedDrafter, Trace, read_traces, replay, replayed_target
 from graft.bench.tasks import Question
 from graft.draft.base import TreeSettings
+from graft.policy import PolicySettings, policy_with
 from graft.sampling import SamplingSettings
 from graft.settings import require
 
@@ -63,7 +64,8 @@ class ReplayMethod(Method):
         about = recorded.about
         self._max_new_tokens: int | None = about.get("max_new_tokens")
         drafter = ReplayedDrafter(TreeSettings(depth=about["depth"], topk=about["topk"]))
-        self._policy = make_contender(name, replayed_target(about), drafter, budget, pass_cost)
+        settings = PolicySettings(budget, pass_cost)
+        self._policy = policy_with(settings, name, replayed_target(about), drafter, CONTENDERS)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         traces = [self._traces[tuple(prompt)] for prompt in prompts]

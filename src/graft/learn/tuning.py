@@ -14,7 +14,7 @@ from graft.draft.base import Drafter, TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.learn.profile import About, Profile
-from graft.policy import PolicySettings, make_policy
+from graft.policy import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
 from graft.policy.base import USUAL_BUDGET
 from graft.policy.dense import Dense
 from graft.policy.gates import GATES, PUBLISHED
@@ -142,5 +142,5 @@ def _wide(drafter: Drafter | None) -> Drafter | None:
 
 def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:
     target = TargetRunner(engine.target.model, drafter.hidden_layers if drafter is not None else ())
-    policy = make_policy("graft", target, drafter, settings.budget, settings.pass_cost)
+    policy = policy_with(settings, DEFAULT_POLICY, target, drafter)
     return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)

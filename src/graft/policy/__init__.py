@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Mapping
 
 from graft.draft.base import Drafter
 from graft.errors import GraftError
@@ -13,6 +13,7 @@ from graft.policy.graft import Graft
 from graft.policy.lookup import Lookup
 from graft.policy.off import Off
 from graft.policy.paper import Paper, Recycle, Root, Tail
+from graft.settings import require_known
 from graft.target import TargetRunner
 
 POLICIES: dict[str, type[Policy]] = {
@@ -45,14 +46,30 @@ def make_policy(
     isolated: texts do not learn from each other, only from themselves.
     datastore: an index on disk that `graft` retrieves from too.
     """
-    settings = PolicySettings(budget, pass_cost, isolated, datastore)
-    if name not in POLICIES:
-        close = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(POLICIES)}"
-        raise GraftError(f"unknown policy {name!r}: {hint}")
-    if POLICIES[name].drafts and drafter is None:
+    return policy_with(PolicySettings(budget, pass_cost, isolated, datastore), name, target, drafter)
+
+
+def policy_with(
+    settings: PolicySettings,
+    name: str,
+    target: TargetRunner,
+    drafter: Drafter | None = None,
+    known: Mapping[str, type[Policy]] = POLICIES,
+) -> Policy:
+    """`make_policy` from settings; `known` may hold more than the policies that users choose from."""
+    require_known("policy", name, known)
+    if known[name].drafts and drafter is None:
         raise GraftError(f"policy {name!r} drafts with a head: name one with draft=")
-    return POLICIES[name](target, drafter, settings)
+    return known[name](target, drafter, settings)
 
 
-__all__ = ["DEFAULT_POLICY", "MAX_BUDGET", "POLICIES", "Grown", "Policy", "PolicySettings", "make_policy"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "MAX_BUDGET",
+    "POLICIES",
+    "Grown",
+    "Policy",
+    "PolicySettings",
+    "make_policy",
+    "policy_with",
+]

@@ -28,7 +28,7 @@ from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
 
 _MAX_WIDTH = 64
-_KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
+KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _MAX_RESTS = 7
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
@@ -187,7 +187,8 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[list[float]] = [[] for _ in range(num_rows)]
-        levels = self.drafter.levels(batch.draft, pool.nodes.tokens[:, 0], keep=_KEPT_OF_A_LEVEL)
+        levels = self.drafter.levels(batch.draft, pool.nodes.tokens[:, 0], keep=KEPT_OF_A_LEVEL)
+        weigh = self._calibration.weigh(DRAFTED)
         first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = self.goes_on(pool, number, reach, [count == number for count in passes])
@@ -196,7 +197,7 @@ class Graft(Policy):
             with clock("draft"):
                 level = next(levels)
                 evidence = probability_bucket(level.probabilities)
-                probabilities = self._calibration.probability(torch.full_like(evidence, DRAFTED), evidence)
+                probabilities = weigh(torch.zeros_like(evidence), evidence)
                 wanted = torch.tensor(going, device=evidence.device)[:, None]
                 parents = torch.where(level.parents > 0, level.parents + first, 0)
                 sources = torch.full_like(evidence, DRAFTED)

@@ -15,7 +15,7 @@ from torch import Tensor
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
-from graft.policy.gates import DRAFTED, NEVER, Gates, draft_through_gates
+from graft.policy.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
 from graft.policy.template import ENVELOPE, LIKELY, Template, fill, make_template, scaled
 from graft.pool import Pool
 from graft.retrieve.matrix import AdjacencyMatrix
@@ -82,12 +82,23 @@ class Paper(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
         pool = self.new_pool(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, pool, self.gates.thresholds, clock)
+        drafted = draft_through_gates(self.drafter, batch, pool, self._thresholds(), clock)
         with clock("graft"):
-            pool.keep_best([self._kept[stop] for stop in drafted.stops])
-            fill(pool, [self._templates[s] for s in drafted.stops], self._matrix.table, _ADJACENCY, batch.max_depth)
+            stops = self._stops(drafted)
+            pool.keep_best([self._kept[stop] for stop in stops])
+            self._retrieve(pool, stops, batch.max_depth)
             pool.merge()
             return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+
+    def _thresholds(self) -> Tensor | None:
+        return self.gates.thresholds
+
+    def _stops(self, drafted: Drafted) -> list[int]:
+        """By row the gate whose split is used."""
+        return drafted.stops
+
+    def _retrieve(self, pool: Pool, stops: list[int], max_depth: int) -> None:
+        fill(pool, [self._templates[stop] for stop in stops], self._matrix.table, _ADJACENCY, max_depth)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | self.gates.state()
@@ -100,24 +111,17 @@ class Paper(Policy):
 class Root(Paper):
     """Retrieval at the root beside the whole drafted tree: no pruning, so both share the budget."""
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
-        assert self.drafter is not None
-        pool = self.new_pool(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, pool, None, clock)
-        with clock("graft"):
-            pool.keep_best([self._kept[NEVER - 1]] * len(roots))
-            self._retrieve(pool, batch.max_depth)
-            pool.merge()
-            return Grown(pool.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+    def _thresholds(self) -> None:
+        return None
 
-    def _retrieve(self, pool: Pool, max_depth: int) -> None:
-        fill(pool, [self._templates[NEVER - 1]] * len(pool.nodes.tokens), self._matrix.table, _ADJACENCY, max_depth)
+    def _stops(self, drafted: Drafted) -> list[int]:
+        return [NEVER - 1] * len(drafted.stops)
 
 
 class Tail(Root):
     """Retrieval at the other end: the likeliest leaves of the drafted tree go on by their first two successors."""
 
-    def _retrieve(self, pool: Pool, max_depth: int) -> None:
+    def _retrieve(self, pool: Pool, stops: list[int], max_depth: int) -> None:
         nodes = pool.nodes
         is_leaf = torch.ones_like(nodes.paths).scatter_reduce_(1, nodes.parents, (nodes.paths <= 0).float(), "amin")
         count = (self._budget - self._kept[NEVER - 1]) // 2
