@@ -130,38 +130,44 @@ def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch: pytest.Mon
 # Gates
 
 
-def test_threshold_parts_the_good_from_the_others():
+def test_threshold_parts_the_rounds_worth_stopping_from_the_others():
     confidences = np.concatenate([np.linspace(0.0, 0.4, 30), np.linspace(0.6, 1.0, 30)])
-    assert best_threshold(confidences, confidences > 0.5) == pytest.approx(0.5)
+    assert best_threshold(confidences, np.where(confidences > 0.5, 2.0, -0.5)) == pytest.approx(0.5)
 
 
-def test_threshold_is_the_best_of_all_by_the_share_of_right_less_the_share_of_wrong():
+def test_threshold_has_the_least_regret_of_all():
     generator = np.random.default_rng(0)
     confidences = generator.random(200)
-    good = generator.random(200) < confidences
+    regrets = np.where(generator.random(200) < confidences, 1.0, -0.5)
 
-    def j(tau: float) -> float:
-        return float(np.mean(confidences[good] > tau) - np.mean(confidences[~good] > tau))
+    def regret(tau: float) -> float:
+        return float(regrets[confidences <= tau].sum())
 
-    found = best_threshold(confidences, good)
-    assert j(found) == pytest.approx(max(j(tau) for tau in confidences))
+    found = best_threshold(confidences, regrets)
+    assert regret(found) == pytest.approx(min(regret(tau) for tau in [0.0, *confidences]))
+
+
+def test_where_every_stop_is_regretted_nothing_is_stopped():
+    regrets = np.array([3.0, -1.0] * 20)
+    found = best_threshold(np.linspace(0.1, 1.0, 40), regrets)
+    assert 0 < found < 0.1
 
 
 def test_gate_with_too_few_rounds_of_a_kind_keeps_its_published_threshold():
-    assert best_threshold(np.linspace(0, 1, 50), np.ones(50, dtype=bool)) is None
-    assert best_threshold(np.full(50, 0.5), np.arange(50) % 2 == 0) is None  # nothing to tell them apart by
+    assert best_threshold(np.linspace(0, 1, 50), np.ones(50)) is None
+    assert best_threshold(np.full(50, 0.5), np.where(np.arange(50) % 2, 1.0, -1.0)) is None  # nothing tells them apart
     assert thresholds([([0.5, 0.0, 0.0], 3)] * 40) == list(PUBLISHED)
 
 
-def test_round_counts_as_worth_drafting_on_when_it_came_deeper_than_the_gate_would_have_left():
+def test_stopping_is_regretted_when_the_round_came_deeper_by_more_than_the_passes_cost():
     """Behind the first gate the tree has one level: a round that accepted one node needed no more."""
-    seen = [([0.2, 0.1, 0.0], 1)] * 20 + [([0.8, 0.1, 0.0], 2)] * 20
-    assert thresholds(seen) == pytest.approx([0.5, *PUBLISHED[1:]])
+    seen = [([0.2, 0.1, 0.0], 1)] * 20 + [([0.8, 0.1, 0.0], 4)] * 20
+    assert thresholds(seen)[0] == pytest.approx(0.5)
 
 
 def test_gate_sees_only_the_rounds_that_came_so_far():
     stopped = [([0.1, 0.9, 0.0], 1)] * 40  # would drag the second threshold up
-    low, high = [([0.8, 0.3, 0.0], 2)] * 20, [([0.9, 0.5, 0.0], 4)] * 20
+    low, high = [([0.8, 0.3, 0.0], 2)] * 20, [([0.9, 0.5, 0.0], 6)] * 20
     assert thresholds(stopped + low + high)[1] == pytest.approx(0.4)
 
 

@@ -23,6 +23,7 @@ from graft.target import TargetRunner
 from graft.tree import DraftTree
 
 _ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
+_PASS_COST = 0.03  # of a draft pass, in verifies: about the published share
 _PORTABLE = ("calibration/", "prospect/", "gates/", "adjacency/")
 _MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
 
@@ -75,36 +76,39 @@ class GateWatch(Dense):
 
 
 def thresholds(seen: Seen) -> list[float]:
-    """For each gate the confidence that best tells the rounds worth drafting on from the others.
+    """For each gate the confidence up to which drafting on was not worth its passes.
 
-    A round is worth it when it came deeper than the tree that stopping there would have left. A gate sees only the
-    rounds that the gates before it let through.
+    To stop a round loses the tokens by which it came deeper than the tree that is left, and saves the passes that
+    were to come, each worth the tokens that its time brings otherwise. What retrieval puts in their place is not
+    counted, so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
     """
+    cost = _PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
+    most = TreeSettings().depth + 1
     chosen = []
     for gate, number in enumerate(GATES):
         confidences = np.array([own[gate] for own, _ in seen])
-        worth_it = np.array([depth > number + 1 for _, depth in seen], dtype=bool)
-        found = best_threshold(confidences, worth_it)
+        left = number + 1  # depth of the tree, and passes made
+        regrets = np.array([max(depth - left, 0) - cost * (most - left) for _, depth in seen])
+        found = best_threshold(confidences, regrets)
         chosen.append(PUBLISHED[gate] if found is None else found)
         seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]
     return chosen
 
 
-def best_threshold(confidences: NDArray[np.float64], is_good: NDArray[np.bool_]) -> float | None:
-    """The threshold with the highest Youden's J: the share of good that pass less the share of others that do.
+def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64]) -> float | None:
+    """The threshold with the least regret, summed over the rounds that it stops: those that are no surer.
 
-    None where too few of either kind were seen. Of equals the lowest, which stops the fewest.
+    None where too few rounds are worth stopping, or too few worth going on. Of equals the lowest.
     """
-    num_good, num_others = int(is_good.sum()), int((~is_good).sum())
-    if min(num_good, num_others) < _ENOUGH:
+    if min(np.sum(regrets < 0), np.sum(regrets > 0)) < _ENOUGH:
         return None
     order = confidences.argsort(kind="stable")
-    values, good = confidences[order], is_good[order]
-    stopped = np.cumsum(~good) / num_others - np.cumsum(good) / num_good  # J when all up to here are stopped
+    values = np.append(0.0, confidences[order])
+    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret when all up to here are stopped
     is_last = np.append(values[1:] > values[:-1], False)  # between equal values no threshold fits
-    if not is_last.any():
+    if not is_last[1:].any():
         return None
-    place = int(np.where(is_last, stopped, -np.inf).argmax())
+    place = int(np.where(is_last, stopped, np.inf).argmin())
     return float((values[place] + values[place + 1]) / 2)
 
 
