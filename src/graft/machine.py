@@ -1,4 +1,4 @@
-"""What a machine calls itself: names by which measured times are kept apart."""
+"""What a machine calls itself, by which measured times are kept apart, and how much memory it has left."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had there; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * kilobytes[0] if kilobytes else None

@@ -50,6 +50,12 @@ def in_short(run: Run) -> str:
     return f"{speed}accepted {run.mean_accepted:.2f}"
 
 
+def titled(words: str, settings: dict[str, Any]) -> str:
+    """A title with what must stand there: tables of a widened model must never pass for those of a large one."""
+    worn = settings.get("as_cost_of")
+    return f"{words} at the cost of {worn} (widened {settings['model']})" if worn else words
+
+
 def html(results: Results) -> str:
     """The whole page."""
     series = {run.key: place for place, run in enumerate(results.averages)}
@@ -72,12 +78,13 @@ def html(results: Results) -> str:
         f"<h3>{escape(task)}</h3>{_table([run for run in every if run.task == task], columns(results))}"
         for task in dict.fromkeys(run.task for run in every)
     )
+    name, numbers = (escape(titled(words, results.settings)) for words in ("Graft benchmark", "All numbers"))
     details = _details("Settings", results.settings) + _details("Environment", results.environment)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>Graft benchmark</title><style>{_STYLE}</style></head><body><main>"
-        f"{_head(results)}{figures}<section><h2>All numbers</h2><p>{_TABLES}</p>{tables}</section>"
+        f"<title>{name}</title><style>{_STYLE}</style></head><body><main>"
+        f"{_head(results)}{figures}<section><h2>{numbers}</h2><p>{_TABLES}</p>{tables}</section>"
         f'<section class="details">{details}</section></main></body></html>\n'
     )
 
@@ -120,8 +127,9 @@ def _head(results: Results) -> str:
     boxes = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles)
     note = note_on(settings)
     warning = f'<p class="note">{escape(note)}</p>' if note else ""
+    name = escape(titled("Graft benchmark", settings))
     line = " · ".join(escape(str(fact)) for fact in facts if fact)
-    return f'<header><h1>Graft benchmark</h1><p>{line}</p>{warning}<div class="tiles">{boxes}</div></header>'
+    return f'<header><h1>{name}</h1><p>{line}</p>{warning}<div class="tiles">{boxes}</div></header>'
 
 
 def _frontier(results: Results, series: dict[tuple[str, str], int]) -> str:

@@ -79,7 +79,8 @@ class Results:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
-        rows = [_flat(run) for run in [*self.runs, *self.averages]]
+        worn = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
+        rows = [worn | _flat(run) for run in [*self.runs, *self.averages]]
         with open(folder / "results.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import load_engine
+from graft.cli.terminal import aside, load_engine
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
+    from graft.bench.costume import Shape
     from graft.bench.tasks import Question
+    from graft.draft.eagle3.drafter import Eagle3Drafter
     from graft.engine import Engine
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
@@ -35,6 +37,9 @@ HEADS: Group = {
     "draft": _model(str, "--draft", "An EAGLE-3 head, or none.", "the packaged one of the model", metavar="HEAD"),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
+    "as_cost_of": _model(
+        str, "--as-cost-of", "Widen the model: llama-1b5, llama-8b, qwen-32b or layers=..,hidden=..", metavar="SHAPE"
+    ),
     "assistant": _model(str, "--assistant", "A small model with the same tokenizer, for hf-assisted.", metavar="MODEL"),
 }
 LEARNING: Group = {
@@ -75,12 +80,15 @@ def bench(
 
     Without --data, the six tasks of ten prompts that come with the package are taken.
 
+    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/benchmark.md.
+
     --record DIR writes down the model's answers and the head's drafts; --replay DIR then tries policies in seconds.
 
     cold: every prompt starts with nothing learned. warm: with what --warmup taught. persistent: learning goes on.
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
+    from graft.bench.costume import Shape
     from graft.bench.lineup import OURS, check_names, make_methods
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
@@ -104,6 +112,7 @@ def bench(
     budget, pass_cost = heads.get("budget"), heads.get("pass_cost")
     PolicySettings(budget, pass_cost)  # which checks them
     require(pass_cost is None or budget is not None or bool(replay), "--pass-cost counts in verifies of a --budget")
+    shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
     if replay:
         own = {"data": data, "record": record, "max_prompt_tokens": max_prompt_tokens}
         given = [_flag(name) for name in [*(name for name in own if own[name]), *loading, *decoding]]
@@ -115,12 +124,15 @@ def bench(
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     if record is not None:
         require(settings.temperature == 0, "--record takes the greedy answers: leave out --temperature")
+        require(shape is None, "--as-cost-of changes times, and --record writes down none: leave it out")
     folder = _checked_folder(record or out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
     head_name = _head_name(heads.get("draft", "auto"), model_name)
     drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
+    if shape is not None:
+        engine, drafter = _dressed(engine, drafter, shape)
 
     def asked(task: Task) -> list[Question]:
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
@@ -138,6 +150,8 @@ def bench(
     facts = {
         "model": _public(model_name),
         "draft": _public(head_name),
+        "as_cost_of": heads.get("as_cost_of"),
+        "shape": _described(shape, engine) if shape is not None else None,
         "dtype": str(engine.target.model.dtype).removeprefix("torch."),
         "methods": names,
         "states": states,
@@ -161,6 +175,24 @@ def _head_name(draft: str, model_name: str) -> str | None:
     if draft == "auto":
         return model_name if packaged_head(model_name) is not None else None
     return draft if draft != "none" else None
+
+
+def _dressed(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
+    """Plain decoding and drafting as before, at the cost of that shape."""
+    from graft.bench.costume import wear, wear_head
+    from graft.draft.eagle3.drafter import Eagle3Drafter
+    from graft.engine import Engine
+
+    aside("Widening it ...")
+    model = wear(engine.target.model, shape)
+    if drafter is not None:
+        head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
+        drafter = Eagle3Drafter(head, drafter.settings)
+    return Engine(model, engine.tokenizer, policy="off"), drafter
+
+
+def _described(shape: Shape, engine: Engine) -> dict[str, int]:
+    return vars(shape) | {"parameters": engine.target.model.num_parameters()}
 
 
 def _assistant(name: str | None, engine: Engine) -> Any | None:

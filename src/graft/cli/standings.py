@@ -122,9 +122,10 @@ def print_results(results: Results) -> None:
 def _table(results: Results, width: int) -> Table:
     from rich.table import Table
 
-    from graft.bench.report import columns, label
+    from graft.bench.report import columns, label, titled
 
-    table = Table("task", "method")
+    is_worn = bool(results.settings.get("as_cost_of"))
+    table = Table("task", "method", title=titled("Graft benchmark", results.settings) if is_worn else None)
     shown = columns(results)
     for column in shown:
         table.add_column(column, justify="right", no_wrap=True)
