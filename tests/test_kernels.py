@@ -131,7 +131,7 @@ def test_query_heads_share_keys_in_groups_of_any_size(kv_heads, group):
     check(Problem.random([50], width=2, kv_heads=kv_heads, group=group))
 
 
-@pytest.mark.parametrize("window", [1, 3, 16, 30, 200])
+@pytest.mark.parametrize("window", [1, 16, 30, 100, 200])
 @pytest.mark.parametrize("lengths", [[0, 33], [100, 130]], ids=str)
 def test_keys_outside_the_window_are_not_seen(lengths, window):
     check(Problem.random(lengths, width=4), window)

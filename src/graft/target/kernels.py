@@ -59,12 +59,16 @@ class Tiles:
         return triton.cdiv(short, self.short_split) + triton.cdiv(num_positions - short, self.long_split)
 
 
+# float32 is multiplied without matrix instructions, and its operands fill the registers.
+_FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
 # By bytes of an element and the head dimension's next power of two; plain `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
-    (2, 256): Tiles(prefix_stages=2),
-    (4, 64): Tiles(prefix_stages=2),
-    (4, 128): Tiles(keys=32, prefix_stages=2),
-    (4, 256): Tiles(keys=32, prefix_stages=1),
+    (2, 256): Tiles(warps=8, prefix_stages=2),
+    (4, 16): _FLOAT32,
+    (4, 32): _FLOAT32,
+    (4, 64): _FLOAT32,
+    (4, 128): _FLOAT32,
+    (4, 256): Tiles(rows=16, keys=16, warps=8, prefix_stages=2),
 }
 
 
@@ -486,7 +490,7 @@ def _commit_kernel(
     max_places: int,
     layer: tl.int64,  # strides
     row: tl.int64,
-    slot: int,
+    slot: tl.int64,
     ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -497,11 +501,10 @@ def _commit_kernel(
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = part < ENTRY
     batch = tl.program_id(2)
-    root = tl.load(lengths + batch) * slot.to(tl.int64)
-    offset = tl.program_id(1) * layer + batch * row + root
+    offset = tl.program_id(1) * layer + batch * row + tl.load(lengths + batch) * slot + part
     for step in range(tl.load(counts + batch)):
         place = tl.load(places + batch * max_places + step)
         if place != step + 1:
-            source, target = offset + place * slot + part, offset + (step + 1) * slot + part
+            source, target = offset + place * slot, offset + (step + 1) * slot
             tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
             tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)
