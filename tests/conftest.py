@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 

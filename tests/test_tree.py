@@ -36,6 +36,16 @@ def test_the_mask_is_the_ancestor_relation(tree):
 
 
 @given(trees())
+def test_a_path_leads_from_the_root_to_the_node(tree):
+    paths = tree.paths()
+    assert paths.shape == (*tree.tokens.shape, tree.max_depth + 1)
+    for row in range(tree.tokens.shape[0]):
+        for node in range(tree.width):
+            path = ancestors_of(tree, row, node)[::-1]
+            assert paths[row, node].tolist() == path + [0] * (tree.max_depth + 1 - len(path))
+
+
+@given(trees())
 def test_depths_are_the_numbers_of_steps_to_the_root_and_positions_count_on_from_the_text(tree):
     depths = tree.depths()
     for row in range(tree.tokens.shape[0]):

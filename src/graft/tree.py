@@ -68,6 +68,14 @@ class DraftTree:
         itself = torch.eye(width, dtype=torch.bool, device=self.tokens.device).expand(batch, -1, -1)
         return self.fold_to_root(itself, torch.logical_or)
 
+    def paths(self) -> Tensor:
+        """[B, N, max_depth + 1] int64, the nodes from the root to each node itself, in order; 0 behind it."""
+        batch, width = self.tokens.shape
+        nodes = torch.arange(width, device=self.tokens.device).expand(batch, width, width)
+        # Whoever is no ancestor goes to one place more, which is cut off.
+        steps = torch.where(self.ancestors(), self.depths()[:, None, :], self.max_depth + 1)
+        return nodes.new_zeros(batch, width, self.max_depth + 2).scatter_(2, steps, nodes)[:, :, :-1]
+
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""
         return self.first(int(self.valid.sum(dim=1).max()))

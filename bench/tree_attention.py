@@ -1,0 +1,243 @@
+"""Tree attention on a GPU: the kernels beside SDPA under a mask and, with --flex, FlexAttention.
+
+    python bench/tree_attention.py
+    python bench/tree_attention.py --shape 8b --width 64 --tiles keys=128,prefix_stages=2 --parts
+
+Times are of one layer in microseconds, from a CUDA graph that runs through many layers, so that keys do not wait in
+the L2 cache. `read` is the time to read keys and values once, at the bandwidth of a copy measured in the same run.
+Every line also says whether nodes got the bits of plain decoding, and how far the result is from SDPA's. Ends with an
+error if bits differ. `--dry-run` goes through all of it with small shapes, without a GPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+if "--dry-run" in sys.argv:  # before Triton is imported
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import interpreter  # noqa: F401
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from graft.target.attention import Visibility, attend
+from graft.target.cache import Aim
+from graft.target.kernels import Tiles, scratch_size, tiles_for, tree_attention
+from graft.tree import DraftTree
+
+SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
+WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
+FAR_FROM_CACHED = 512e6  # bytes of keys and values that a graph runs through
+NUM_CHECKED = 8  # nodes decoded plainly
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
+
+
+class Case:
+    """A tree of one row over random layers."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles) -> None:
+        self.context, self.tiles = context, tiles
+        self.tree = random_tree(width)
+        layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
+        num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
+        shape = (num_layers, 1, context + width, kv_heads, head_dim)
+        self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
+        self.query = torch.randn(1, heads, width, head_dim, dtype=DTYPE, device=DEVICE)
+        self.lengths = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        self.paths, self.depths = self.tree.paths().int(), self.tree.depths().int()
+        size = scratch_size(1, heads, width, head_dim, self.tree.max_depth, context, tiles)
+        self.scratch = torch.empty(size, device=DEVICE)
+        aim = Aim(self.lengths, exact_end=True)
+        visibility = Visibility(aim, self.tree.positions(self.lengths), self.tree.ancestors(), DTYPE)
+        self.mask = visibility.mask(context + width, None, heads // kv_heads)
+        self.read_bytes = layer_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    def by_kernels(self, layer: int) -> Tensor:
+        return tree_attention(
+            self.query,
+            self.keys[layer],
+            self.values[layer],
+            self.lengths,
+            self.paths,
+            self.depths,
+            max_context=self.context,
+            tiles=self.tiles,
+            scratch=self.scratch,
+        )
+
+    def by_sdpa(self, layer: int) -> Tensor:
+        out = attend(self.query, self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2), self.mask)
+        return out.transpose(1, 2).flatten(2)
+
+    def flex(self) -> Callable[[int], Tensor]:
+        """FlexAttention with the tree's mask, compiled for this case."""
+        ancestors, length = self.tree.ancestors()[0], self.context
+        num_slots = self.keys.shape[2]
+
+        def seen(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
+            return (slot < length) | ancestors[node, (slot - length).clamp(min=0)]
+
+        mask = create_block_mask(seen, None, None, self.tree.width, num_slots, device=DEVICE.type)
+        compiled = torch.compile(flex_attention, dynamic=False) if DEVICE.type == "cuda" else flex_attention
+
+        def run(layer: int) -> Tensor:
+            key, value = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
+            out = compiled(self.query, key, value, block_mask=mask, enable_gqa=True)
+            return out.transpose(1, 2).flatten(2)
+
+        return run
+
+    def nodes_that_differ(self) -> int:
+        """Of a few nodes, how many get other bits than the same token decoded plainly."""
+        out = self.by_kernels(0)
+        nodes = random.Random(1).sample(range(self.tree.width), min(NUM_CHECKED, self.tree.width))
+        return sum(not torch.equal(out[:, node], self.decoded_plainly(node)) for node in nodes)
+
+    def decoded_plainly(self, node: int) -> Tensor:
+        depth = int(self.depths[0, node])
+        path = self.context + self.paths[0, node, : depth + 1].long()
+        slots = torch.cat([torch.arange(self.context, device=DEVICE), path])
+        nothing = self.depths.new_zeros(1, 1)
+        out = tree_attention(
+            self.query[:, :, node : node + 1],
+            self.keys[0][:, slots],
+            self.values[0][:, slots],
+            self.lengths + depth,
+            nothing[:, :, None],
+            nothing,
+            max_context=self.context + depth,
+            tiles=self.tiles,
+        )
+        return out[:, 0]
+
+
+def random_tree(width: int) -> DraftTree:
+    rng = random.Random(width)
+    parents = [0, *(rng.randrange(node) for node in range(1, width))]
+    depths = [0] * width
+    for node in range(1, width):
+        depths[node] = depths[parents[node]] + 1
+    numbers = torch.zeros(1, width, dtype=torch.int64, device=DEVICE)
+    return DraftTree(max(depths), numbers, torch.tensor([parents], device=DEVICE), numbers.float(), numbers, numbers)
+
+
+def microseconds(run: Callable[[int], Tensor], num_layers: int, replays: int = 20) -> tuple[float, Callable[[], None]]:
+    """Of one layer, and what was timed: a graph of all layers; without a GPU, one plain pass over them."""
+
+    def all_layers() -> None:
+        for layer in range(num_layers):
+            run(layer)
+
+    all_layers()
+    if DEVICE.type == "cpu":
+        start = time.perf_counter()
+        all_layers()
+        return (time.perf_counter() - start) / num_layers * 1e6, all_layers
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_layers()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / replays / num_layers * 1e3, graph.replay
+
+
+def kernel_times(replay: Callable[[], None]) -> str:
+    """Mean microseconds of each of our kernels."""
+    activity = torch.profiler.ProfilerActivity.CUDA if DEVICE.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        replay()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    events = [event for event in profile.key_averages() if event.key.endswith("_kernel")]
+    return ", ".join(f"{event.key.strip('_')} {event.device_time:.1f}" for event in events)
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes read and written per second."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / (microseconds(lambda _: target.copy_(source), num_layers=1)[0] * 1e-6)
+
+
+def time_flex(case: Case) -> str:
+    try:
+        return f"{microseconds(case.flex(), case.num_layers)[0]:9.1f}"
+    except Exception as error:
+        print(f"FlexAttention: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+        return f"{'-':>9s}"
+
+
+def parse_tiles(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    parser.add_argument("--width", action="append", type=int)
+    parser.add_argument("--context", action="append", type=int)
+    parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=128,warps=8")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled anew for every line")
+    parser.add_argument("--parts", action="store_true", help="the time of each kernel too")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    if DEVICE.type == "cpu" and not options.dry_run:
+        parser.error("no GPU; --dry-run runs small shapes without one")
+
+    shapes = {name: SHAPES[name] for name in options.shape or SHAPES}
+    widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
+    if options.dry_run:
+        shapes, widths, contexts, copied = {"tiny": (2, 1, 16)}, (1, 3), (70,), 2**20
+    bandwidth = copy_bandwidth(copied)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
+    print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'shape':14s}{'context':>8s}{'width':>6s}{'graft':>9s}{'sdpa':>9s}{'flex':>9s}{'read':>9s}  bits, error")
+
+    wrong = 0
+    for shape, (heads, kv_heads, head_dim) in shapes.items():
+        for context in contexts:
+            for width in widths:
+                for changes in options.tiles or [{}]:
+                    tiles = replace(tiles_for(head_dim, DTYPE), **changes)
+                    case = Case(heads, kv_heads, head_dim, width, context, tiles)
+                    ours, replay = microseconds(case.by_kernels, case.num_layers)
+                    sdpa, _ = microseconds(case.by_sdpa, case.num_layers)
+                    flex = time_flex(case) if options.flex else f"{'':9s}"
+                    read = case.read_bytes / bandwidth * 1e6
+                    differ = case.nodes_that_differ()
+                    error = (case.by_kernels(0).float() - case.by_sdpa(0).float()).abs().max().item()
+                    wrong += differ > 0 or error > 0.02
+                    print(
+                        f"{shape:14s}{context:8d}{width:6d}{ours:9.1f}{sdpa:9.1f}{flex}{read:9.1f}  "
+                        f"{f'{differ} nodes differ' if differ else 'same'}, {error:.1e}",
+                        "".join(f" {name}={value}" for name, value in changes.items()),
+                        flush=True,
+                    )
+                    if options.parts:
+                        print(f"{'':14s}{kernel_times(replay)}")
+                    del case
+    if wrong:
+        sys.exit(f"{wrong} lines are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The Triton kernels, on a GPU or in Triton's interpreter: attention against a plain softmax, and bit for bit
+between a tree and plain decoding; the commit against the cache's own."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from graft.target import TreeCache
+from graft.tree import DraftTree
+from proposers import random_tree
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+from graft.target import kernels
+from graft.target.kernels import Tiles, scratch_size, tree_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter cannot multiply matrices of bfloat16.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+# Small enough that short texts have many blocks and splits of both kinds.
+SMALL = Tiles(
+    rows=16, keys=16, short_split=32, border=64, long_split=48, combined_splits=2, combined_dims=64, prefix_stages=2
+)
+
+
+@dataclass
+class Problem:
+    """A forward's queries, and the cache they meet. What lies behind a row's nodes is NaN: nobody may look there."""
+
+    lengths: list[int]
+    tree: DraftTree
+    nodes: list[int]  # those of the tree whose queries are in the forward
+    query: Tensor  # [B, heads, W, head_dim]
+    keys: Tensor  # [B, slots, kv_heads, head_dim]
+    values: Tensor
+
+    @classmethod
+    def make(cls, lengths, tree, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32) -> "Problem":
+        torch.manual_seed(0)
+        nodes = list(range(tree.width)) if nodes is None else nodes
+        query = torch.randn(len(lengths), kv_heads * group, len(nodes), head_dim).to(DEVICE, dtype)
+        shape = (len(lengths), max(lengths) + tree.width + 3, kv_heads, head_dim)
+        keys, values = torch.randn(2, *shape).to(DEVICE, dtype)
+        for row, length in enumerate(lengths):
+            keys[row, length + tree.width :] = values[row, length + tree.width :] = torch.nan
+        return cls(lengths, tree, nodes, query, keys, values)
+
+    @classmethod
+    def random(cls, lengths, width=5, **shape) -> "Problem":
+        return cls.make(lengths, random_tree(random.Random(3), [1] * len(lengths), width - 1, vocab_size=4), **shape)
+
+    def slots(self, row: int, node: int) -> list[int]:
+        """Where the node's text is, in order."""
+        length, depth = self.lengths[row], int(self.tree.depths()[row, node])
+        return [*range(length), *(length + place for place in self.tree.paths()[row, node, : depth + 1].tolist())]
+
+    def attend(self, tiles: Tiles = SMALL, max_context: int | None = None, **options) -> Tensor:
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
+        paths, depths = (index[:, self.nodes].int().to(DEVICE) for index in (self.tree.paths(), self.tree.depths()))
+        limit = max(self.lengths) if max_context is None else max_context
+        return tree_attention(
+            self.query, self.keys, self.values, lengths, paths, depths, max_context=limit, tiles=tiles, **options
+        )
+
+    def expected(self, window: int | None = None) -> Tensor:
+        """Softmax over each node's own text, in double precision."""
+        batch, heads, width, head_dim = self.query.shape
+        group = heads // self.keys.shape[2]
+        out = torch.empty(batch, width, heads, head_dim, dtype=torch.float64, device=DEVICE)
+        for row in range(batch):
+            for place, node in enumerate(self.nodes):
+                slots = self.slots(row, node)[-(window or 0) :]
+                key, value = (
+                    stored[row, slots].double().repeat_interleave(group, dim=1) for stored in (self.keys, self.values)
+                )
+                scores = torch.einsum("hd,shd->hs", self.query[row, :, place].double(), key) * head_dim**-0.5
+                out[row, place] = torch.einsum("hs,shd->hd", scores.softmax(dim=1), value)
+        return out.flatten(2)
+
+    def decoded_plainly(self) -> "Problem":
+        """Every node as a row of its own, in which its path is committed."""
+        batch, heads, width, head_dim = self.query.shape
+        kv_heads = self.keys.shape[2]
+        texts = [(row, self.slots(row, node)) for row in range(batch) for node in self.nodes]
+        roots = DraftTree.roots(torch.ones(len(texts), dtype=torch.int64))
+        shape = {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
+        plain = Problem.make([len(slots) - 1 for _, slots in texts], roots, **shape)
+        plain.query[:] = self.query.transpose(1, 2).reshape(batch * width, heads, 1, head_dim)
+        for place, (row, slots) in enumerate(texts):
+            plain.keys[place, : len(slots)] = self.keys[row, slots]
+            plain.values[place, : len(slots)] = self.values[row, slots]
+        return plain
+
+
+def check(problem: Problem, window: int | None = None, tiles: Tiles = SMALL) -> None:
+    """Attention is what it should be, and for every node has the very bits of plain decoding."""
+    out = problem.attend(tiles, window=window)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
+    torch.testing.assert_close(out.double(), problem.expected(window), atol=tolerance, rtol=tolerance)
+    plain = problem.decoded_plainly().attend(tiles, window=window)
+    assert torch.equal(out.flatten(0, 1), plain.flatten(0, 1))
+
+
+# No text at all, then lengths around the borders of blocks (16), of short splits (32) and of long ones (64, 112).
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [[0, 1], [15, 16, 17], [30, 32], [63, 61, 65], [111, 150]], ids=str)
+def test_a_node_sees_its_text_alone_and_gets_what_plain_decoding_gives_it(lengths, dtype):
+    check(Problem.random(lengths, dtype=dtype))
+
+
+def test_a_path_may_cross_several_splits_and_most_of_it_be_of_earlier_forwards():
+    chain = DraftTree.chain(torch.ones(1, 90, dtype=torch.int64))
+    check(Problem.make([27], chain, nodes=[4, 5, 36, 37, 84, 85, 89]))
+
+
+def test_a_wide_tree_fills_several_tiles():
+    check(Problem.random([40], width=20))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_dims(head_dim, dtype):
+    check(Problem.random([21, 40], width=2, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 3), (2, 4), (1, 20)])
+def test_query_heads_share_keys_in_groups_of_any_size(kv_heads, group):
+    check(Problem.random([50], width=2, kv_heads=kv_heads, group=group))
+
+
+@pytest.mark.parametrize("window", [1, 16, 30, 100, 200])
+@pytest.mark.parametrize("lengths", [[0, 33], [100, 130]], ids=str)
+def test_keys_outside_the_window_are_not_seen(lengths, window):
+    check(Problem.random(lengths, width=4), window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tiles_of_real_use(dtype):
+    check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=kernels.tiles_for(64, dtype))
+
+
+def test_room_for_a_longer_context_changes_nothing():
+    problem = Problem.random([3, 70])
+    assert torch.equal(problem.attend(), problem.attend(max_context=200))
+
+
+def test_what_is_left_in_the_scratch_changes_nothing():
+    problem = Problem.random([3, 70])
+    batch, heads, width, head_dim = problem.query.shape
+    size = scratch_size(batch, heads, width, head_dim, problem.tree.max_depth, 70, SMALL)
+    first, second = (
+        problem.attend(scratch=torch.full((size,), rubbish, device=DEVICE)) for rubbish in (torch.nan, 1e30)
+    )
+    assert torch.equal(first, second)
+
+
+def test_any_layout_of_queries_and_cache():
+    """As they come: heads and nodes transposed, one layer and some rows of a cache."""
+    problem = Problem.random([3, 40])
+    expected = problem.attend()
+    problem.query = problem.query.transpose(1, 2).contiguous().transpose(1, 2)
+    stored = torch.full((2, 2, 5, *problem.keys.shape[1:]), torch.nan, device=DEVICE)  # [kind, layers, rows, ...]
+    stored[0, 1, 2:4], stored[1, 1, 2:4] = problem.keys, problem.values
+    problem.keys, problem.values = stored[0, 1, 2:4], stored[1, 1, 2:4]
+    assert torch.equal(problem.attend(), expected)
+
+
+@pytest.mark.parametrize("borders", [(30, 64, 64), (32, 64, 40), (48, 64, 64)])
+def test_splits_that_do_not_fit_blocks_are_refused(borders):
+    short, border, long = borders
+    with pytest.raises(ValueError, match="whole blocks"):
+        Tiles(keys=16, short_split=short, border=border, long_split=long)
+
+
+@pytest.mark.parametrize("num_positions", [1, 31, 32, 33, 63, 64, 65, 112, 113, 300])
+def test_splits_are_counted_as_the_kernels_count_them(num_positions):
+    starts = [0, 32, *range(64, 400, 48)]
+    assert SMALL.count_splits(num_positions) == sum(start < num_positions for start in starts)
+
+
+@pytest.mark.parametrize("paths", [[[2, 3, 5], [1, 2]], [[7], []], [[1, 3, 4, 5, 6, 7], [4]], [[], []]], ids=str)
+def test_committing_moves_what_the_cache_moves(paths):
+    torch.manual_seed(0)
+    layers, width, kv_heads, head_dim = 2, 8, 3, 8
+    cache = TreeCache(layers, num_rows=3, num_slots=20)
+    cache.lengths = [5, 0, 9]
+    cache.aim(slice(0, 3), width, torch.device(DEVICE))
+    for layer in range(layers):
+        cache.update(*torch.randn(2, 3, kv_heads, width, head_dim, device=DEVICE), layer)
+    cache.aim(slice(1, 3), width, torch.device(DEVICE))  # the other row stays as it is
+    keys, values = cache._keys.clone(), cache._values.clone()
+
+    places = [path + [0] * (width - len(path)) for path in paths]
+    lengths, places, counts = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        for numbers in (cache.lengths[1:], places, [len(path) for path in paths])
+    )
+    kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
+    cache.commit(paths)
+    assert torch.equal(keys, cache._keys) and torch.equal(values, cache._values)
