@@ -85,6 +85,10 @@ class VerifyCost:
         if known is not None:
             self._seconds[width] += _BLEND * (min(seconds, 2 * known) - known)
 
+    def plain_seconds(self, num_rows: int) -> float:
+        """Of a round of the least width."""
+        return self._predict(num_rows * next(iter(self._seconds)))
+
     def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
         """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.
 
