@@ -11,4 +11,4 @@ BUCKET_PROBABILITIES = 2.0 ** (-torch.arange(NUM_BUCKETS) / 2)  # two buckets pe
 
 def probability_bucket(probabilities: Tensor) -> Tensor:
     """The evidence that a probability is."""
-    return (-2 * probabilities.log2()).clamp(0, NUM_BUCKETS - 1).long()
+    return (-2 * probabilities.float().log2()).clamp(0, NUM_BUCKETS - 1).long()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS
-from graft.kernels import ChancesStruct, PoolStruct, kernels, serve
+from graft.kernels import ChancesStruct, PoolStruct, kernels, plain, serve
 from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool
 from graft.tree import DraftTree
 
@@ -38,13 +38,13 @@ class HostPool(Pool):
         library: Any = kernels()
         self._kernels = library
         num_rows = roots.shape[0]
-        self.salts = torch.zeros_like(roots) if salts is None else _plain(salts)
+        self.salts = torch.zeros_like(roots) if salts is None else plain(salts)
         self._factors = DEPTH_FACTORS
         self._chances: tuple[Tensor | None, Any] | None = None
         self._fields = torch.empty(_NUM_FIELDS, num_rows, _CAPACITY, dtype=torch.int64)
         self._paths = torch.empty(num_rows, _CAPACITY)
         self._point()
-        given = [_plain(column) for column in (roots, before, earlier)]
+        given = [plain(column) for column in (roots, before, earlier)]
         self._kernels.graft_begin(self._ref, *(column.data_ptr() for column in given))
 
     def _point(self, width: int = 0, deepest: int = 0) -> None:
@@ -105,8 +105,8 @@ class HostPool(Pool):
         needs: int | None = None,
     ) -> None:
         self._make_room(tokens.shape[1])
-        tokens, parents, sources, evidence = (_plain(column) for column in (tokens, parents, sources, evidence))
-        probabilities = _plain(probabilities, torch.float32)
+        tokens, parents, sources, evidence = (plain(column) for column in (tokens, parents, sources, evidence))
+        probabilities = plain(probabilities, torch.float32)
         self._kernels.graft_add(
             self._ref,
             tokens.shape[1],
@@ -142,8 +142,8 @@ class HostPool(Pool):
     ) -> list[float]:
         count = level.tokens.shape[1]
         self._make_room(count)
-        tokens, parents = _plain(level.tokens), _plain(level.parents)
-        probabilities = _plain(level.probabilities, torch.float32)
+        tokens, parents = plain(level.tokens), plain(level.parents)
+        probabilities = plain(level.probabilities, torch.float32)
         reached = (ctypes.c_double * len(going))()
         self._kernels.graft_add_level(
             self._ref,
@@ -235,11 +235,6 @@ class HostPool(Pool):
         self._kernels.graft_count(
             self._ref, _address(came), _address(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
         )
-
-
-def _plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """As the kernels read it. It must live until they have."""
-    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 
 def _address(numbers: array[int]) -> int:

@@ -107,6 +107,11 @@ def serve(device: torch.device) -> bool:
     return device.type == "cpu" and kernels() is not None
 
 
+def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A column as the kernels read it. It must live until they have."""
+    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
+
+
 def _check(failed: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if failed == 1:
         raise MemoryError(f"{function.__name__} found no memory")

@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ _BLEND = 0.3  # weight of a new observation
 _DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A round: how wide its verify is, root included, what it should bring and what it should take."""
 
     width: int

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graft.kernels import kernels, serve
+from graft.kernels import kernels, plain, serve
 from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.target import Verified
 from graft.tree import DraftTree
@@ -70,10 +70,9 @@ def contexts(tree: DraftTree, before: Tensor, earlier: Tensor) -> tuple[Tensor, 
     for the root, whose judgement comes last.
     """
     library: Any = kernels()
-    columns = (tree.tokens, tree.parents, tree.sources, before, earlier)
-    plain = [column.contiguous() for column in columns]
+    columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, before, earlier)]
     found = torch.empty(3, tree.tokens.numel(), dtype=torch.int64)
-    library.graft_contexts(*tree.tokens.shape, *(column.data_ptr() for column in plain), found.data_ptr())
+    library.graft_contexts(*tree.tokens.shape, *(column.data_ptr() for column in columns), found.data_ptr())
     return found.unbind()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS, probability_bucket
 from graft.hashing import mix64
-from graft.kernels import TableStruct, kernels, serve
+from graft.kernels import TableStruct, kernels, plain, serve
 from graft.retrieve.base import NUM_SUCCESSORS, Judged
 
 COLD = -1  # stands for the successor of an n-gram that was never judged
@@ -127,9 +127,9 @@ class HostTables(SuccessorTables):
 
     def learn(self, judged: Judged) -> None:
         library: Any = kernels()
-        columns = (judged.tokens, judged.before, judged.earlier, judged.salts, judged.successors, judged.shares)
-        plain = [column.contiguous() for column in columns]
-        addresses = (column.data_ptr() for column in plain)
+        whole = (judged.tokens, judged.before, judged.earlier, judged.salts, judged.successors)
+        columns = [*map(plain, whole), plain(judged.shares, torch.float32)]
+        addresses = (column.data_ptr() for column in columns)
         library.graft_learn(self.structs, len(self.structs), *judged.successors.shape, *addresses)
 
 
