@@ -16,7 +16,7 @@ from graft.host_pool import HostPool, make_pool
 from graft.learn.calibration import Calibration
 from graft.pool import NOBODY, Columns, Pool
 from graft.retrieve import Judged, Recall
-from graft.retrieve.base import contexts, contexts_by_torch
+from graft.retrieve.base import nodes_in_context, nodes_in_context_by_torch
 from graft.retrieve.copies import copies, copies_in_python
 from graft.retrieve.suffix import SuffixIndex
 from graft.retrieve.table import HostTables, SuccessorTable, SuccessorTables
@@ -206,12 +206,17 @@ def test_tables_learn_the_same_and_are_followed_alike(both, bits, isolated, num_
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 12))
-def test_nodes_of_a_tree_have_the_same_contexts(seed, num_rows, num_nodes):
+def test_nodes_of_a_tree_come_in_the_same_order_and_context(seed, num_rows, num_nodes):
     rng = random.Random(seed)
     tree = random_tree(rng, [rng.randrange(9) for _ in range(num_rows)], num_nodes, vocab_size=9)
-    before, earlier = torch.randint(0, 9, (2, num_rows), generator=torch.Generator().manual_seed(seed))
-    found = [torch.stack(each(tree, before, earlier)) for each in (contexts, contexts_by_torch)]
-    assert torch.equal(*found)
+    histories = [[rng.randrange(9) for _ in range(rng.randrange(1, 4))] for _ in range(num_rows)]
+    successors = torch.arange(tree.tokens.numel() * 3).view(-1, 3)
+    salts = rng.choice([None, torch.arange(num_rows)])
+    one, other = (
+        order(tree, histories, salts, successors, successors.float())
+        for order in (nodes_in_context, nodes_in_context_by_torch)
+    )
+    assert all(map(torch.equal, one, other))
 
 
 # Copies

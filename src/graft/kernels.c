@@ -427,21 +427,28 @@ static int64_t table_row(
     return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
 }
 
-/* The nodes of trees [num_rows][width] and the two tokens before each, from the last node to the root, which stands for
-   padding too. found: [3][num_rows * width]. */
-int graft_contexts(
-    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
-    const int64_t *before, const int64_t *earlier, int64_t *found) {
+/* The nodes of trees [num_rows][width], from the last to the root, which stands for padding too, with what was said of
+   each [num_rows * width][num_successors]. salts may be NULL. nodes: [4][num_rows * width] of tokens, the two before
+   each and salts. */
+int graft_nodes_in_context(
+    int64_t num_rows, int64_t width, int64_t num_successors, const int64_t *tokens, const int64_t *parents,
+    const int64_t *sources, const int64_t *successors, const float *shares, const int64_t *before,
+    const int64_t *earlier, const int64_t *salts, int64_t *nodes, int64_t *said, float *said_shares) {
     int64_t size = num_rows * width;
     for (int64_t r = 0; r < num_rows; r++) {
         for (int64_t i = 0; i < width; i++) {
             int64_t first = r * width, node = sources[first + i] == PADDING ? 0 : i, parent = parents[first + node];
-            int64_t *at = found + first + width - 1 - i;
+            int64_t to = first + width - 1 - i;
             if (parent < 0 || parent >= width || parents[first + parent] < 0 || parents[first + parent] >= width)
                 return OUT_OF_RANGE;
-            at[0] = tokens[first + node];
-            at[size] = node ? tokens[first + parent] : before[r];
-            at[2 * size] = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
+            nodes[to] = tokens[first + node];
+            nodes[size + to] = node ? tokens[first + parent] : before[r];
+            nodes[2 * size + to] = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
+            nodes[3 * size + to] = salts == NULL ? 0 : salts[r];
+            for (int64_t s = 0; s < num_successors; s++) {
+                said[to * num_successors + s] = successors[(first + i) * num_successors + s];
+                said_shares[to * num_successors + s] = shares[(first + i) * num_successors + s];
+            }
         }
     }
     return OK;

@@ -85,7 +85,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
-    "graft_contexts": [c_int64, c_int64, *[c_void_p] * 6],
+    "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
     "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],
     "graft_copies": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3],
 }

@@ -373,6 +373,11 @@ def _least(values: Tensor, places: Tensor) -> Tensor:
 
 def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The token before each text's last, and the one before that, both [B]."""
-    columns = [[ids[-place] if len(ids) >= place else NO_TOKEN for ids in histories] for place in (2, 3)]
-    before, earlier = torch.tensor(columns, device=device).unbind()
+    before, earlier = torch.tensor(last_before_roots(histories), device=device).unbind()
+    return before, earlier
+
+
+def last_before_roots(histories: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """`before_roots` as lists."""
+    before, earlier = ([ids[-n] if len(ids) >= n else NO_TOKEN for ids in histories] for n in (2, 3))
     return before, earlier

@@ -5,6 +5,7 @@ A new retriever is a new file.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graft.kernels import kernels, plain, serve
-from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.pool import NO_TOKEN, Pool, before_roots, last_before_roots
 from graft.target import Verified
 from graft.tree import DraftTree
 
@@ -53,36 +54,52 @@ class Judged:
     def of_trees(
         cls, verified: Verified, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None = None
     ) -> Judged:
-        """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones."""
-        before, earlier = before_roots(histories, tree.tokens.device)
-        said = (column.view(*tree.tokens.shape, -1) for column in likeliest(verified.logits.flatten(0, 1)))
-        successors, shares = (column.flip(1).flatten(0, 1) for column in said)
-        in_context = contexts if serve(tree.tokens.device) else contexts_by_torch
-        tokens, before, earlier = in_context(tree, before, earlier)
-        whose = torch.zeros_like(tokens) if salts is None else salts.repeat_interleave(tree.width)
-        return cls(tokens, before, earlier, successors, shares, whose)
+        """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones.
+
+        Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.
+        """
+        order = nodes_in_context if serve(tree.tokens.device) else nodes_in_context_by_torch
+        return cls(*order(tree, histories, salts, *likeliest(verified.logits.flatten(0, 1))))
 
 
-def contexts(tree: DraftTree, before: Tensor, earlier: Tensor) -> tuple[Tensor, ...]:
-    """Tokens of all nodes and the two before each, all [B * N]; in every row from the last node to the root.
-
-    before, earlier: [B] the tokens before the root. Padding was judged as well, but in no context of its own: it passes
-    for the root, whose judgement comes last.
-    """
+def nodes_in_context(
+    tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
+) -> tuple[Tensor, ...]:
+    """The fields of `Judged`, in every row from the last node to the root; successors and shares come root first."""
     library: Any = kernels()
-    columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, before, earlier)]
-    found = torch.empty(3, tree.tokens.numel(), dtype=torch.int64)
-    library.graft_contexts(*tree.tokens.shape, *(column.data_ptr() for column in columns), found.data_ptr())
-    return found.unbind()
+    before, earlier = (array("q", column) for column in last_before_roots(histories))
+    whole = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, successors)]
+    shares = plain(shares, torch.float32)
+    whose = None if salts is None else plain(salts)
+    nodes = torch.empty(4, tree.tokens.numel(), dtype=torch.int64)
+    said, chances = torch.empty_like(successors), torch.empty_like(shares)
+    library.graft_nodes_in_context(
+        *tree.tokens.shape,
+        successors.shape[1],
+        *(column.data_ptr() for column in whole),
+        shares.data_ptr(),
+        before.buffer_info()[0],
+        earlier.buffer_info()[0],
+        None if whose is None else whose.data_ptr(),
+        *(column.data_ptr() for column in (nodes, said, chances)),
+    )
+    tokens, first_before, second_before, owners = nodes.unbind()
+    return tokens, first_before, second_before, said, chances, owners
 
 
-def contexts_by_torch(tree: DraftTree, before: Tensor, earlier: Tensor) -> tuple[Tensor, ...]:
+def nodes_in_context_by_torch(
+    tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
+) -> tuple[Tensor, ...]:
+    before, earlier = before_roots(histories, tree.tokens.device)
     text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
     parents = tree.parents + 2
     parents[:, 0] = 1
     above = torch.cat([parents.new_zeros(len(parents), 2), parents], dim=1).gather(1, parents)
     fields = (tree.tokens, text.gather(1, parents), text.gather(1, above))
-    return tuple(torch.where(tree.valid, field, field[:, :1]).flip(1).flatten() for field in fields)
+    nodes = (torch.where(tree.valid, field, field[:, :1]).flip(1).flatten() for field in fields)
+    said = (column.view(*tree.tokens.shape, -1).flip(1).flatten(0, 1) for column in (successors, shares))
+    whose = (torch.zeros_like(before) if salts is None else salts).repeat_interleave(tree.width)
+    return (*nodes, *said, whose)
 
 
 class Learner(Protocol):
