@@ -63,9 +63,10 @@ def each_path_once(tree: DraftTree) -> DraftTree:
     """The tree as a pool makes it of the same proposals."""
     nothing = torch.zeros_like(tree.tokens[:, 0])
     pool = Pool(tree.tokens[:, 0], nothing, nothing)
-    columns = (tree.tokens, tree.parents, tree.depths(), tree.probabilities * tree.valid, tree.sources, tree.evidence)
     if tree.width > 1:
-        pool.add_chains(*(column[:, 1:] for column in columns))
+        columns = (tree.tokens, tree.parents, tree.depths(), tree.probabilities * tree.valid)
+        tokens, parents, depths, chances = (column[:, 1:] for column in columns)
+        pool.add_chains(tokens, parents, depths, tree.max_depth, chances, tree.sources[:, 1:], tree.evidence[:, 1:])
     return pool.best(tree.width - 1, tree.max_depth)[0]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from graft import native
 from graft.target import cpu
 from tiny import tiny_model
 
@@ -121,7 +122,7 @@ def test_layer_works_where_there_is_no_kernel(no_kernel):
 def test_no_kernel_is_no_error(monkeypatch, tmp_path, trouble):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
     if trouble == "no compiler":
-        monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
     elif trouble == "compiler fails":
         monkeypatch.setattr(cpu, "_FLAGS", ("--no-such-flag",))
     else:
@@ -132,7 +133,7 @@ def test_no_kernel_is_no_error(monkeypatch, tmp_path, trouble):
 @needs_kernel
 def test_kernel_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
-    library = cpu._library()
+    library = native.compiled(cpu._SOURCE, cpu._FLAGS, ["-fopenmp"])
     monkeypatch.setattr(subprocess, "run", None)
-    assert cpu._library() == library
+    assert native.compiled(cpu._SOURCE, cpu._FLAGS, ["-fopenmp"]) == library
     assert [path.name for path in library.parent.iterdir()] == [library.name]

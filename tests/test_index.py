@@ -453,10 +453,8 @@ def pool_for(*texts: str) -> Pool:
 
 
 def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, first: int = 1) -> None:
-    def weigh(sources: torch.Tensor, evidence: torch.Tensor) -> torch.Tensor:
-        return lookup.prior[sources, evidence]
-
-    lookup.propose(pool, [history(text) for text in texts], first, weigh, max_depth)
+    chances = torch.nn.functional.pad(lookup.prior, (0, 0, first, 0))[None]  # by standing, source and evidence
+    lookup.propose(pool, [history(text) for text in texts], first, chances, max_depth)
 
 
 # As a command

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.learn.calibration import BUCKET_PROBABILITIES, NUM_BUCKETS, Calibration, probability_bucket
+from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
+from graft.learn.calibration import Calibration
 from graft.learn.cost import VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import NUM_SUCCESSORS, likeliest
-from graft.retrieve.suffix import _MAX_MATCH, _MAX_OCCURRENCES, SuffixIndex
+from graft.retrieve.copies import MAX_MATCH, continuations
+from graft.retrieve.suffix import _MAX_OCCURRENCES, SuffixIndex
 from graft.retrieve.table import COLD, SuccessorTable, adjacency_table, unpack
 from graft.target import TargetRunner, Verified
 from proposers import random_tree, token_paths
@@ -51,7 +53,8 @@ def draft(pool, chain, chance=0.9):
 def proposed(retriever, pool, *histories, max_depth=8, first=1):
     """What a retriever adds to the pool: by row, {token path: (source, evidence)}; the likeliest of equal ones."""
     before = pool.width
-    retriever.propose(pool, histories, first, Calibration(list(retriever.prior), CPU).weigh(1), max_depth)
+    priors = [torch.ones(1)] * (first - 1) + list(retriever.prior)
+    retriever.propose(pool, histories, first, Calibration(priors, CPU).chances, max_depth)
     nodes = pool.nodes
     rows = []
     for row in range(len(histories)):
@@ -402,6 +405,11 @@ def indexed(*texts, max_tokens=None):
     return index
 
 
+def following(index, suffix, length):
+    """Of every occurrence of the suffix's last pair: how far back it matches, and what follows."""
+    return continuations(index.occurrences(tuple(suffix[-2:])), list(suffix), length) if len(suffix) > 1 else []
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4),
@@ -413,11 +421,11 @@ def test_the_index_finds_what_a_search_of_the_texts_finds(texts, suffix, length)
     for text in texts:
         for end in range(2, len(text)):  # an occurrence at a text's end is followed by nothing
             match = 0
-            while match < min(end, len(suffix), _MAX_MATCH) and text[end - match - 1] == suffix[-match - 1]:
+            while match < min(end, len(suffix), MAX_MATCH) and text[end - match - 1] == suffix[-match - 1]:
                 match += 1
             if match >= 2:
                 expected.append((match, text[end : end + length]))
-    found = indexed(*texts).continuations(suffix, length)
+    found = following(indexed(*texts), suffix, length)
     # Of a pair of tokens only the last few occurrences are known, among them those at a text's end.
     assert found == expected[len(expected) - len(found) :]
     num_ends = sum(text[-2:] == suffix[-2:] for text in texts if len(text) > 1)
@@ -434,7 +442,7 @@ def test_the_oldest_texts_go_when_there_are_too_many_tokens_and_leave_nothing(te
     new = indexed(*left)
     assert set(index._ends) == set(new._ends), "no pair of tokens is kept for a text that is gone"
     for pair in new._ends:
-        assert index.continuations(pair, 4)[-6:] == new.continuations(pair, 4)[-6:]
+        assert following(index, pair, 4)[-6:] == following(new, pair, 4)[-6:]
 
 
 def test_the_index_grows_token_by_token_as_at_once():
@@ -443,7 +451,7 @@ def test_the_index_grows_token_by_token_as_at_once():
     index = indexed([])
     for end in range(len(tokens)):
         index.extend(tokens[len(index) : end])
-        assert index.continuations(tokens[:end], 4) == indexed(tokens[:end]).continuations(tokens[:end], 4)
+        assert following(index, tokens[:end], 4) == following(indexed(tokens[:end]), tokens[:end], 4)
 
 
 def test_memory_is_bounded_however_often_a_pair_comes():
@@ -539,7 +547,6 @@ def test_calibration_learns_how_often_a_source_is_right():
     probability = calibration.probability(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 0]]))[0].tolist()
     assert probability == pytest.approx([1.0, 0.75, 0.0], abs=0.06)
     assert calibration.probability(torch.tensor([[1]]), torch.tensor([[1]])).item() == 0.5, "unseen: the prior"
-    assert calibration.weigh(2)(torch.tensor([0]), torch.tensor([0])).item() == probability[2]
 
 
 def test_calibration_follows_a_source_that_gets_better():

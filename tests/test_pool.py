@@ -120,7 +120,13 @@ def test_paths_as_deep_as_any_text_have_keys():
     tokens = torch.full((1, depth), 5)
     zeros = torch.zeros_like(tokens)
     pool.add_chains(
-        tokens, torch.arange(depth)[None], torch.arange(1, depth + 1)[None], torch.ones(1, depth), zeros + 1, zeros
+        tokens,
+        torch.arange(depth)[None],
+        torch.arange(1, depth + 1)[None],
+        depth,
+        torch.ones(1, depth),
+        zeros + 1,
+        zeros,
     )
     assert len(set(pool.nodes.keys[0].tolist())) == depth + 1
     tested, fitted = pool.judged([[5] * depth])
@@ -142,7 +148,8 @@ def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(propos
     if levels:
         columns = zip(*(level[:5] for level in levels), strict=True)
         tokens, parents, chances, sources, evidence = (torch.cat(column, dim=1) for column in columns)
-        pool.add_chains(tokens, parents, alone.nodes.depths[:, pool.width :], chances, sources, evidence)
+        depths = alone.nodes.depths[:, pool.width :]
+        pool.add_chains(tokens, parents, depths, len(proposed.levels), chances, sources, evidence)
     for one, other in zip(pool.nodes, alone.nodes, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-29)
@@ -198,7 +205,7 @@ def test_neither_rounding_nor_underflow_lifts_a_child_above_its_parent(chances, 
     chain, length = Pool(torch.tensor([1]), torch.tensor([2]), torch.tensor([3])), len(chances)
     tokens = torch.arange(length)[None]
     ones = torch.ones_like(tokens)
-    chain.add_chains(tokens, tokens, tokens + 1, torch.tensor([chances]), ones, ones)
+    chain.add_chains(tokens, tokens, tokens + 1, length, torch.tensor([chances]), ones, ones)
     tree, _ = merged(chain).best(budget, length)
     assert_is_tree(tree)
     kept = int(tree.valid.sum()) - 1
@@ -210,7 +217,8 @@ def test_a_path_too_unlikely_for_a_float_is_left_out_rather_than_torn_from_its_b
     pool, length = Pool(torch.tensor([1]), torch.tensor([2]), torch.tensor([3])), 60
     tokens = torch.arange(length)[None]
     ones = torch.ones_like(tokens)
-    pool.add_chains(tokens, tokens, tokens + 1, torch.tensor([[1e-9] * 4 + [1e-7] + [0.7] * 55]), ones, ones)
+    chances = torch.tensor([[1e-9] * 4 + [1e-7] + [0.7] * 55])
+    pool.add_chains(tokens, tokens, tokens + 1, length, chances, ones, ones)
     tree = merged(pool).best(budget, length)[0].trimmed()
     assert tree.parents.tolist() == [[0, *range(tree.width - 1)]]
 
@@ -243,8 +251,8 @@ def test_a_proposal_is_judged_by_what_came_where_its_parent_came_true(proposed, 
 def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, budget):
     most = proposed.num_passes
     values = merged(proposed.pool).values_by_need(most, budget)
-    assert values.shape == (proposed.num_rows, most + 1)
-    for nodes, found in zip(rows_of(proposed.pool), values.tolist(), strict=True):
+    assert [len(found) for found in values] == [most + 1] * proposed.num_rows
+    for nodes, found in zip(rows_of(proposed.pool), values, strict=True):
         for passes, value in enumerate(found):
             least = {}
             for node in (node for node in nodes if node["paths"] > 0):
@@ -261,7 +269,7 @@ def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_nee
     pool.add(6 * one, 1 * one, torch.tensor([[0.5]]), one, one)  # retrieved below it
     pool.add(5 * one, 0 * one, torch.tensor([[0.3]]), one, one)  # the same as the drafted, retrieved
     assert pool.nodes.needs.tolist() == [[0, 1, 1, 0]]
-    torch.testing.assert_close(merged(pool).values_by_need(1, 9), torch.tensor([[0.5, 0.75]]))
+    assert merged(pool).values_by_need(1, 9) == [pytest.approx([0.5, 0.75])]
 
 
 # How a proposal stands among the others
@@ -280,8 +288,7 @@ def test_a_node_is_weighed_by_whether_others_propose_it_too_and_whether_the_draf
         fields = (torch.tensor([[value]]) for value in (token, parent))
         pool.add(*fields, torch.tensor([[0.5]]), torch.tensor([[source]]), torch.tensor([[0]]))
     chances = {ALONE: 0.4, OPPOSED: 0.1, AGREED: 0.8}
-    table = torch.tensor([chances[standing] for standing in range(3)])
-    pool.merge(drafted, lambda sources, evidence, standing: table[standing])
+    pool.merge(drafted, torch.tensor([[[chances[standing]]] * 3 for standing in range(3)]))
     tree, paths = pool.best(9, 2)
     found = {t: path for t, path in zip(tree.tokens[0].tolist(), paths[0].tolist(), strict=True) if path > 0}
     # 5 is proposed by both; 6 by the drafter alone; 7 against the drafter; 8 where the drafter said nothing, under 5.

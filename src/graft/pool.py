@@ -6,22 +6,27 @@ added: nothing is folded over the tree afterwards. Equal paths, whoever proposed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from graft.buckets import NUM_BUCKETS, probability_bucket
 from graft.hashing import mix64
 from graft.tree import PADDING, ROOT, DraftTree
 
+if TYPE_CHECKING:
+    from graft.draft.base import Level
+    from graft.retrieve.table import SuccessorTables
+
 NOBODY = -1  # no source
 ALONE, OPPOSED, AGREED = range(3)  # how a node stands among the proposals (see `Pool.merge`)
-WeighAgain = Callable[[Tensor, Tensor, Tensor], Tensor]  # (source, evidence, standing) -> P(accepted | parent)
 NO_TOKEN = -1  # stands where a text has no earlier token
 # A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
 # rare as equal random numbers.
-_DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
+DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
 _SURE = 0.999  # a node is always a little less likely than its parent, so it never ranks before it
 _LEAST = 1e-30  # less likely paths count as 0: near the least float, rounding could make a node its parent's equal
 _INHERITED = 5  # the first fields below are what a node's own follow from, one gather for all
@@ -42,8 +47,29 @@ class Nodes(NamedTuple):
     paths: Tensor  # P(the target accepts the node); 0 is padding
 
 
+class Place(NamedTuple):
+    """A node of the pool, and how it is reached."""
+
+    node: int
+    depth: int
+    path: list[int]  # the tokens from the root down to it, without the root's
+
+
+class Columns(NamedTuple):
+    """Nodes of one row, put together on the host, a list a field."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    sources: list[int]
+    evidence: list[int]
+
+
 class Pool:
-    """Proposals for `roots` [B], with the two tokens before each."""
+    """Proposals for `roots` [B], with the two tokens before each; as tensor operations, on any device.
+
+    `chances` are P(accepted | parent) as `Calibration` has them, by standing, source and evidence.
+    """
 
     def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> None:
         """salts [B]: whose tables each row uses, if not everybody's (see `Judged`)."""
@@ -52,12 +78,18 @@ class Pool:
         self._fields = torch.stack(fields)[:, :, None]  # [fields, B, N], all but the paths
         self._paths = torch.ones_like(roots, dtype=torch.float32)[:, None]  # [B, N]
         self.salts = zeros if salts is None else salts
-        self.standing = zeros[:, None]  # [B, N] once it is merged
-        self._factors = _DEPTH_FACTORS.to(roots.device)
+        self._standing = zeros[:, None]
+        self._factors = DEPTH_FACTORS.to(roots.device)
+        self._deepest = 0  # no node is deeper
 
     @property
     def nodes(self) -> Nodes:
         return Nodes._make((*self._fields.unbind(), self._paths))
+
+    @property
+    def standing(self) -> Tensor:
+        """[B, N] how each node stands among the proposals, once they are merged."""
+        return self._standing
 
     @property
     def width(self) -> int:
@@ -82,16 +114,68 @@ class Pool:
             (tokens, before, depths, keys, own_needs, parents, earlier, sources, evidence),
             self._paths.gather(1, parents) * probabilities.clamp(max=_SURE),
         )
+        self._deepest += 1
+
+    def add_level(
+        self,
+        level: Level,
+        chances: Tensor,
+        source: int,
+        needs: int,
+        first: int,
+        going: Sequence[bool],
+        num_beams: int,
+    ) -> list[float]:
+        """Adds a drafted level, weighed by its probabilities' buckets; it is padding in rows that are not `going`.
+
+        first: places in the pool between the root and the first drafted level. Returns how likely the target is to
+        come as far as one of the first `num_beams`, by row.
+        """
+        evidence = probability_bucket(level.probabilities)
+        wanted = torch.tensor(going, device=evidence.device)[:, None]
+        parents = torch.where(level.parents > 0, level.parents + first, 0)
+        sources = torch.full_like(evidence, source)
+        self.add(level.tokens, parents, chances[ALONE, source][evidence] * wanted, sources, evidence, needs)
+        beams = self._paths[:, -level.tokens.shape[1] :][:, :num_beams]
+        return beams.sum(dim=1).clamp(max=1.0).tolist()
+
+    def add_rows(self, rows: Sequence[Columns], chances: Tensor) -> None:
+        """Adds nodes put together on the host, for each row its own."""
+        width = max(len(row.tokens) for row in rows)
+        if width == 0:
+            return
+        # One array and one transfer: from nested lists, torch takes ten times as long as numpy.
+        padding = (0, 0, 1, 0, 0, 0)  # a token below the root, of no source
+        filled = [
+            [
+                column + [fill] * (width - len(column))
+                for column, fill in zip((*row, [1] * len(row.tokens)), padding, strict=True)
+            ]
+            for row in rows
+        ]
+        tokens, parents, depths, sources, evidence, is_node = (
+            torch.from_numpy(np.array(filled)).to(self._paths.device).unbind(dim=1)
+        )
+        deepest = max(max(row.depths, default=0) for row in rows)
+        probabilities = chances[ALONE][sources, evidence] * is_node
+        self.add_chains(tokens, parents, depths, deepest, probabilities, sources, evidence)
 
     def add_chains(
-        self, tokens: Tensor, parents: Tensor, depths: Tensor, probabilities: Tensor, sources: Tensor, evidence: Tensor
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        depths: Tensor,
+        deepest: int,
+        probabilities: Tensor,
+        sources: Tensor,
+        evidence: Tensor,
     ) -> None:
         """Adds nodes [B, n] that may hang below each other: parents count on from the nodes that are there."""
         old, width = self.nodes, self.width
         jump = torch.cat([torch.arange(width, device=tokens.device).expand(len(tokens), -1), parents], dim=1)
         paths = torch.cat([torch.ones_like(old.paths), probabilities.clamp(max=_SURE)], dim=1)
         keys = torch.cat([torch.zeros_like(old.keys), (tokens + 1) * self._factors[depths]], dim=1)
-        for _ in range(int(depths.max()).bit_length()):  # doublings: no chain is longer than it is deep
+        for _ in range(deepest.bit_length()):  # doublings: no chain is longer than it is deep
             paths, keys = paths * paths.gather(1, jump), keys + keys.gather(1, jump)
             jump = jump.gather(1, jump)
         anchors = jump[:, width:]  # the old node that each hangs under
@@ -103,6 +187,33 @@ class Pool:
             (tokens, before, depths, keys, needs, parents, earlier, sources, evidence),
             paths[:, width:] * old.paths.gather(1, anchors),
         )
+        self._deepest = max(self._deepest, deepest)
+
+    def follow(
+        self, tables: SuccessorTables, chances: Tensor, first: int, waves: int, beam: int, max_depth: int
+    ) -> None:
+        """Adds what the tables know to follow: wave by wave, of the `beam` likeliest nodes not yet looked up.
+
+        Nodes have the number of their table, counted from `first`, as their source.
+        """
+        done = torch.zeros_like(self._paths, dtype=torch.bool)  # [B, N] looked up already
+        for _ in range(min(waves, max_depth)):
+            nodes = self.nodes
+            open_paths = nodes.paths.masked_fill(done | (nodes.depths >= max_depth), 0.0)
+            reached, best = _highest(open_paths, beam)  # [B, F]
+            grams = (nodes.tokens.gather(1, best), nodes.before.gather(1, best), nodes.earlier.gather(1, best))
+            tokens, numbers, evidence = tables.successors(*grams, self.salts[:, None])  # [B, F, k]
+            known = (tokens != NO_TOKEN) & (reached > 0)[:, :, None]  # fewer than the beam may be open
+            tokens, sources = tokens.masked_fill(~known, 0), numbers + first
+            evidence = evidence.masked_fill(~known, NUM_BUCKETS - 1)
+            self.add(
+                tokens.flatten(1),
+                best[:, :, None].expand_as(tokens).flatten(1),
+                (chances[ALONE][sources, evidence] * known).flatten(1),
+                sources.flatten(1),
+                evidence.flatten(1),
+            )
+            done = nn.functional.pad(done.scatter(1, best, True), (0, self.width - done.shape[1]))
 
     def _append(self, fields: tuple[Tensor, ...], paths: Tensor) -> None:
         self._fields = torch.cat([self._fields, torch.stack(fields)], dim=2)
@@ -110,16 +221,17 @@ class Pool:
 
     def keep_best(self, counts: Sequence[int]) -> None:
         """Of each row only the root and its `counts[row]` likeliest nodes stay, equal paths counted apart."""
-        rank = self._paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
+        paths = self.nodes.paths
+        rank = paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
         limit = torch.tensor(counts, device=rank.device)[:, None]
-        self._paths = self._paths.masked_fill(rank > limit, 0.0)
+        paths.masked_fill_(rank > limit, 0.0)
 
-    def merge(self, drafted: int = NOBODY, weigh: WeighAgain | None = None) -> None:
+    def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
         """Makes equal paths one node, the likeliest standing for all; the others become padding.
 
-        With `weigh`, nodes are weighed again by how they stand: proposed by several, by one where the source `drafted`
-        had its say and proposed something else, or by one alone. What retrieval proposes against the drafter seldom
-        comes true, whatever its record elsewhere.
+        With `chances`, nodes are weighed again by how they stand: proposed by several, by one where the source
+        `drafted` had its say and proposed something else, or by one alone. What retrieval proposes against the drafter
+        seldom comes true, whatever its record elsewhere.
         """
         old = self.nodes
         index = torch.arange(self.width, device=old.paths.device).expand_as(old.parents)
@@ -132,21 +244,21 @@ class Pool:
         needs = _least(torch.where(is_real, old.needs, old.needs.gather(1, kept_of)), kept_of)
         paths = old.paths.masked_fill(~is_node, 0.0)
         standing = torch.zeros_like(parents)
-        if weigh is not None:
+        if chances is not None:
             sources = torch.where(is_real, old.sources, old.sources.gather(1, kept_of))
             agreed = _least(sources, kept_of) != -_least(-sources, kept_of)
             by_drafter = ((old.sources == drafted) & is_real).long()
             spoke = -_least(-by_drafter, parents)  # [B, N] whether the drafter proposed something below a node
             opposed = (spoke.gather(1, parents) > 0) & (old.sources != drafted)
             standing = torch.where(agreed, AGREED, opposed * OPPOSED)
-            chances = weigh(old.sources, old.evidence, standing).clamp(max=_SURE) * is_node
-            chances[:, 0] = 1.0
-            paths, jump = chances, parents
-            for _ in range(int(old.depths.max()).bit_length()):
+            paths = chances[standing, old.sources, old.evidence].clamp(max=_SURE) * is_node
+            paths[:, 0] = 1.0
+            jump = parents
+            for _ in range(self._deepest.bit_length()):
                 paths, jump = paths * paths.gather(1, jump), jump.gather(1, jump)
             paths = paths.masked_fill(paths < _LEAST, 0.0)
         fields = old._replace(parents=parents, needs=needs)
-        self._fields, self._paths, self.standing = torch.stack(fields[:-1]), paths, standing
+        self._fields, self._paths, self._standing = torch.stack(fields[:-1]), paths, standing
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The root and the `budget` likeliest nodes of a merged pool, likeliest first; and their path probabilities.
@@ -155,7 +267,7 @@ class Pool:
         `max_depth`.
         """
         pool = self.nodes
-        paths, chosen = pool.paths.topk(min(budget + 1, self.width), dim=1)  # the root has 1, all others less
+        paths, chosen = _highest(pool.paths, budget + 1)  # the root has 1, all others less
         places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
         place = torch.zeros_like(pool.parents).scatter_(1, chosen, places)
         parents = place.gather(1, pool.parents.gather(1, chosen))
@@ -170,8 +282,35 @@ class Pool:
         )
         return tree, paths
 
-    def values_by_need(self, max_passes: int, budget: int) -> Tensor:
-        """[B, max_passes + 1]: expected tokens of a merged pool's `budget` best, had there been 0, 1, 2 ... passes."""
+    def best_paths(self, count: int) -> list[list[float]]:
+        """By row the path probabilities of the `count` likeliest nodes below the root, best first."""
+        return self.nodes.paths[:, 1:].topk(min(count, self.width - 1), dim=1).values.tolist()
+
+    def places(self, count: int, max_depth: int) -> list[list[Place]]:
+        """Where to look up what is likely to come, by row.
+
+        That is the root, as long as nothing was drafted, whatever others retrieved; from then on up to `count` nodes
+        below it, those likeliest to be reached that may still have children.
+        """
+        nodes = self.nodes
+        if self.width == 1 or not nodes.needs.any():
+            return [[Place(0, 0, [])] for _ in range(len(nodes.tokens))]
+        best = _highest(nodes.paths[:, 1:], count)[1] + 1
+        columns = (best, nodes.tokens, nodes.parents, nodes.depths, nodes.paths)
+        found = []
+        for chosen, tokens, parents, depths, paths in zip(*(column.tolist() for column in columns), strict=True):
+            places = []
+            for node in (node for node in chosen if paths[node] > 0 and depths[node] < max_depth):
+                path, at = [], node
+                while at:
+                    path.append(tokens[at])
+                    at = parents[at]
+                places.append(Place(node, depths[node], path[::-1]))
+            found.append(places)
+        return found
+
+    def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
+        """By row: expected tokens of a merged pool's `budget` best, had there been 0, 1, 2 ... `max_passes` passes."""
         budget = min(budget, self.width - 1)
         needs = self.nodes.needs
         values = [
@@ -179,7 +318,7 @@ class Pool:
             - 1  # the root is sure
             for passes in range(max_passes + 1)
         ]
-        return torch.stack(values, dim=1)
+        return torch.stack(values, dim=1).tolist()
 
     def _by_path_key(self) -> tuple[Tensor, Tensor]:
         """An order [B, N] with equal paths side by side, the likeliest first, and where such a run starts."""
@@ -207,6 +346,25 @@ class Pool:
         followed = (is_true & goes_on[:, None]).any(dim=2)  # came true, and was not the last to come
         return followed.gather(1, pool.parents) & (pool.sources > ROOT) & (pool.paths > 0), fitted
 
+    def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
+        """Adds to the counts [standings, sources, buckets] what was put to the test, and what of it fitted.
+
+        Beyond a `memory` of tests old ones fade.
+        """
+        judged, fits = self.judged(emitted)
+        cell = (self.standing[judged], self.nodes.sources[judged], self.nodes.evidence[judged])
+        tried.index_put_(cell, torch.ones_like(cell[0], dtype=torch.float32), accumulate=True)
+        fitted.index_put_(cell, fits[judged].float(), accumulate=True)
+        fade = (memory / tried).clamp(max=1.0)
+        tried *= fade
+        fitted *= fade
+
+
+def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest of each row [B, N], best first, and where they stand; of equals the first."""
+    ordered, places = values.sort(dim=1, descending=True, stable=True)
+    return ordered[:, :count], places[:, :count]
+
 
 def _least(values: Tensor, places: Tensor) -> Tensor:
     """[B, N] at each place the least of the `values` [B, N] that `places` [B, N] sends there; 0 where there is none."""
@@ -215,6 +373,11 @@ def _least(values: Tensor, places: Tensor) -> Tensor:
 
 def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The token before each text's last, and the one before that, both [B]."""
-    rows = [([NO_TOKEN] * 2 + list(ids[-3:-1]))[-2:] for ids in histories]
-    both = torch.tensor(rows, device=device)
-    return both[:, 1], both[:, 0]
+    before, earlier = torch.tensor(last_before_roots(histories), device=device).unbind()
+    return before, earlier
+
+
+def last_before_roots(histories: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """`before_roots` as lists."""
+    before, earlier = ([ids[-n] if len(ids) >= n else NO_TOKEN for ids in histories] for n in (2, 3))
+    return before, earlier

@@ -82,6 +82,8 @@ class DraftTree:
 
     def first(self, width: int) -> DraftTree:
         """The first `width` places."""
+        if width == self.width:
+            return self
         return DraftTree(
             max_depth=self.max_depth,
             tokens=self.tokens[:, :width],

@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ _BLEND = 0.3  # weight of a new observation
 _DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A round: how wide its verify is, root included, what it should bring and what it should take."""
 
     width: int
@@ -84,6 +83,10 @@ class VerifyCost:
         known = self._seconds.get(width)
         if known is not None:
             self._seconds[width] += _BLEND * (min(seconds, 2 * known) - known)
+
+    def plain_seconds(self, num_rows: int) -> float:
+        """Of a round of the least width."""
+        return self._predict(num_rows * next(iter(self._seconds)))
 
     def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
         """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.

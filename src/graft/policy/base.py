@@ -15,9 +15,10 @@ from torch import Tensor
 from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
+from graft.host_pool import make_pool
 from graft.index.store import Datastore
 from graft.pool import Pool, before_roots
-from graft.retrieve.base import History, Judged, Retriever
+from graft.retrieve.base import History, Judged, Learner
 from graft.settings import Settings, require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
@@ -60,7 +61,7 @@ class Policy(ABC):
     drafts = False  # whether it cannot do without a drafter
     sources: tuple[str, ...] = ("root",)  # names by source number
     drafter: Drafter | None = None
-    retrievers: Sequence[Retriever] = ()
+    retrievers: Sequence[Learner] = ()
     isolated = False
 
     @abstractmethod
@@ -128,7 +129,7 @@ class Policy(ABC):
     def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
         """A pool with the batch's roots and nothing else."""
         before, earlier = before_roots([sequence.ids for sequence in batch.sequences], roots.device)
-        return Pool(roots, before, earlier, self._salts(batch, roots.device))
+        return make_pool(roots, before, earlier, self._salts(batch, roots.device))
 
     def _salts(self, batch: Batch, device: torch.device) -> Tensor | None:
         """[B] whose tables each row uses; None if all share them."""

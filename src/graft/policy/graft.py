@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from graft.accept import Accepted
 from graft.batch import Batch
+from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
-from graft.learn.calibration import BUCKET_PROBABILITIES, Calibration, probability_bucket
+from graft.learn.calibration import Calibration
 from graft.learn.cost import WIDTHS, VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
@@ -84,7 +86,7 @@ class Graft(Policy):
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The tree of the likeliest proposals, and their path probabilities."""
-        pool.merge(DRAFTED, self._calibration.weigh_again())
+        pool.merge(DRAFTED, self._calibration.chances)
         return pool.best(budget, max_depth)
 
     # The round
@@ -103,16 +105,16 @@ class Graft(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         self._pool = None
-        self._planned_seconds = self._cost.plans([], len(roots))[0].seconds
+        self._planned_seconds = self._cost.plain_seconds(len(batch.sequences))
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
         pool = self.new_pool(batch, roots)
         with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
-        passes: list[int] = [0] * len(roots)
+        passes: list[int] = [0] * len(batch.sequences)
         reaches: list[list[float]] = []
         if self.drafter is not None:
-            passes, reaches = self._draft(pool, batch, clock)
+            passes, reaches = self._draft(pool, batch, roots, clock)
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             tree, paths = self.best_of(pool, max(self._cost.widths) - 1, batch.max_depth)
@@ -123,7 +125,7 @@ class Graft(Policy):
         self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
         self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
-        if self._is_timed(len(roots)):
+        if self._is_timed(len(batch.sequences)):
             self._cost.doubt(used=width)
         return Grown(tree.first(width), passes)
 
@@ -141,7 +143,7 @@ class Graft(Policy):
             self._cost.observe(tree.width, seconds)
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
         if self._seconds == 0.0:  # before the first round all that is known is plain decoding
-            self._tokens, self._seconds = 1.0, self._cost.plans([], len(accepted))[0].seconds
+            self._tokens, self._seconds = 1.0, self._cost.plain_seconds(len(accepted))
         self._tokens += _BLEND * (num_tokens - self._tokens)
         self._seconds += _BLEND * (self._planned_seconds - self._seconds)
 
@@ -178,7 +180,7 @@ class Graft(Policy):
 
     # Draft and prune
 
-    def _draft(self, pool: Pool, batch: Batch, clock: Clock) -> tuple[list[int], list[list[float]]]:
+    def _draft(self, pool: Pool, batch: Batch, roots: Tensor, clock: Clock) -> tuple[list[int], list[list[float]]]:
         """Adds drafted levels for as long as another is worth its time, row by row.
 
         Returns how many passes each row took, and by row how likely the target was to come as far as each pass.
@@ -187,8 +189,7 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[list[float]] = [[] for _ in range(num_rows)]
-        levels = self.drafter.levels(batch.draft, pool.nodes.tokens[:, 0], keep=KEPT_OF_A_LEVEL)
-        weigh = self._calibration.weigh(DRAFTED)
+        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = self.goes_on(pool, number, reach, [count == number for count in passes])
@@ -196,14 +197,9 @@ class Graft(Policy):
                 break
             with clock("draft"):
                 level = next(levels)
-                evidence = probability_bucket(level.probabilities)
-                probabilities = weigh(torch.zeros_like(evidence), evidence)
-                wanted = torch.tensor(going, device=evidence.device)[:, None]
-                parents = torch.where(level.parents > 0, level.parents + first, 0)
-                sources = torch.full_like(evidence, DRAFTED)
-                pool.add(level.tokens, parents, probabilities * wanted, sources, evidence, needs=number + 1)
-                beams = pool.nodes.paths[:, -level.tokens.shape[1] :][:, : self.drafter.settings.topk]
-                reached = beams.sum(dim=1).clamp(max=1.0).tolist()
+                reached = pool.add_level(
+                    level, self._calibration.chances, DRAFTED, number + 1, first, going, self.drafter.settings.topk
+                )
             for row in (row for row in range(num_rows) if going[row]):
                 passes[row] += 1
                 reaches[row].append(reach[row])
@@ -224,7 +220,7 @@ class Graft(Policy):
                 )
                 for row, is_going in enumerate(going)
             ]
-        best = pool.nodes.paths[:, 1:].topk(min(_MAX_WIDTH, pool.width - 1), dim=1).values.cumsum(dim=1).tolist()
+        best = [list(accumulate(paths)) for paths in pool.best_paths(_MAX_WIDTH)]
         for row in (row for row in range(num_rows) if going[row]):
             plans = self._cost.plans(best[row], overhead=self._overhead)
             now = max(plan.worth(rate) for plan in plans)
@@ -241,7 +237,7 @@ class Graft(Policy):
         if not any(passes) or self._num_looks % _OBSERVE_EVERY:
             return
         budget = max(width, min(self._cost.widths)) - 1 or _MAX_WIDTH
-        values = pool.values_by_need(max(passes), budget).tolist()
+        values = pool.values_by_need(max(passes), budget)
         for row, count in enumerate(passes):
             self._prospect.observe(reaches[row], values[row][: count + 1])
 
@@ -250,23 +246,24 @@ class Graft(Policy):
     def _retrieve(self, pool: Pool, batch: Batch, retrievers: Sequence[Retriever]) -> None:
         for retriever in retrievers:
             first = self.sources.index(retriever.names[0])
-            retriever.propose(pool, batch.sequences, first, self._calibration.weigh(first), batch.max_depth)
+            retriever.propose(pool, batch.sequences, first, self._calibration.chances, batch.max_depth)
 
     # The width that pays
 
     def _best_width(self, paths: Tensor) -> tuple[int, float]:
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
-        num_rows = len(paths)
-        plans = self._cost.plans(paths[:, 1:].sum(dim=0).cumsum(0).tolist(), num_rows, self._overhead)
+        num_rows, width = paths.shape
+        gains = list(accumulate(map(sum, zip(*(row[1:] for row in paths.tolist()), strict=True))))
+        plans = self._cost.plans(gains, num_rows, self._overhead)
         rate = num_rows * self._rate(num_rows)
         best = max(plans[1:], key=lambda plan: plan.worth(rate), default=plans[0])
         if best.worth(rate) < plans[0].worth(rate) + _MARGIN * num_rows:
             best = plans[0]
-        return min(best.width, paths.shape[1]), best.seconds
+        return min(best.width, width), best.seconds
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second of a row's usual round; at least what plain decoding brings."""
-        plain = 1 / self._cost.plans([], num_rows)[0].seconds
+        plain = 1 / self._cost.plain_seconds(num_rows)
         return max(self._tokens / self._seconds, plain) if self._seconds else plain
 
     def _is_timed(self, num_rows: int) -> bool:

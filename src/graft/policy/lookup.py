@@ -28,6 +28,6 @@ class Lookup(Policy):
         with clock("graft"):
             pool = self.new_pool(batch, roots)
             first = ROOT + 1
-            self._suffix.propose(pool, batch.sequences, first, self._prior.weigh(first), batch.max_depth)
+            self._suffix.propose(pool, batch.sequences, first, self._prior.chances, batch.max_depth)
             pool.merge()
             return Grown.without_drafts(pool.best(self._budget, batch.max_depth)[0].trimmed())

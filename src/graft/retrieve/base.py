@@ -5,18 +5,19 @@ A new retriever is a new file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.kernels import kernels, plain, serve
+from graft.pool import NO_TOKEN, Pool, before_roots, last_before_roots
 from graft.target import Verified
 from graft.tree import DraftTree
 
-Weigh = Callable[[Tensor, Tensor], Tensor]  # (a retriever's own source, evidence) -> P(accepted | parent)
 NUM_SUCCESSORS = 8  # of each judged token that are remembered: retrieval of 8 was best where it was published
 _BLOCK = 128  # logits of which only the highest are looked at again
 
@@ -53,30 +54,58 @@ class Judged:
     def of_trees(
         cls, verified: Verified, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None = None
     ) -> Judged:
-        """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones."""
-        before, earlier = before_roots(histories, tree.tokens.device)
-        text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
-        parents = tree.parents + 2
-        parents[:, 0] = 1
-        above = torch.cat([parents.new_zeros(len(parents), 2), parents], dim=1).gather(1, parents)
-        whose = (torch.zeros_like(before) if salts is None else salts)[:, None].expand_as(tree.tokens)
-        fields = (tree.tokens, text.gather(1, parents), text.gather(1, above), whose)
-        # Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.
-        tokens, before, earlier, whose = (
-            torch.where(tree.valid, field, field[:, :1]).flip(1).flatten() for field in fields
-        )
-        return cls(tokens, before, earlier, *likeliest(verified.logits.flip(1).flatten(0, 1)), whose)
+        """Every node of every tree, the likeliest last: later judgements of a token replace earlier ones.
+
+        Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.
+        """
+        order = nodes_in_context if serve(tree.tokens.device) else nodes_in_context_by_torch
+        return cls(*order(tree, histories, salts, *likeliest(verified.logits.flatten(0, 1))))
 
 
-class Retriever(Protocol):
-    """A source of nodes, or several."""
+def nodes_in_context(
+    tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
+) -> tuple[Tensor, ...]:
+    """The fields of `Judged`, in every row from the last node to the root; successors and shares come root first."""
+    library: Any = kernels()
+    before, earlier = (array("q", column) for column in last_before_roots(histories))
+    whole = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, successors)]
+    shares = plain(shares, torch.float32)
+    whose = None if salts is None else plain(salts)
+    nodes = torch.empty(4, tree.tokens.numel(), dtype=torch.int64)
+    said, chances = torch.empty_like(successors), torch.empty_like(shares)
+    library.graft_nodes_in_context(
+        *tree.tokens.shape,
+        successors.shape[1],
+        *(column.data_ptr() for column in whole),
+        shares.data_ptr(),
+        before.buffer_info()[0],
+        earlier.buffer_info()[0],
+        None if whose is None else whose.data_ptr(),
+        *(column.data_ptr() for column in (nodes, said, chances)),
+    )
+    tokens, first_before, second_before, owners = nodes.unbind()
+    return tokens, first_before, second_before, said, chances, owners
+
+
+def nodes_in_context_by_torch(
+    tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
+) -> tuple[Tensor, ...]:
+    before, earlier = before_roots(histories, tree.tokens.device)
+    text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
+    parents = tree.parents + 2
+    parents[:, 0] = 1
+    above = torch.cat([parents.new_zeros(len(parents), 2), parents], dim=1).gather(1, parents)
+    fields = (tree.tokens, text.gather(1, parents), text.gather(1, above))
+    nodes = (torch.where(tree.valid, field, field[:, :1]).flip(1).flatten() for field in fields)
+    said = (column.view(*tree.tokens.shape, -1).flip(1).flatten(0, 1) for column in (successors, shares))
+    whose = (torch.zeros_like(before) if salts is None else salts).repeat_interleave(tree.width)
+    return (*nodes, *said, whose)
+
+
+class Learner(Protocol):
+    """What the target said, kept for later: all that is asked of a retriever that others look into."""
 
     names: tuple[str, ...]  # of its sources, which it numbers from 0
-    prior: Tensor  # [sources, buckets] P(accepted | parent accepted) of each evidence bucket before any is observed
-
-    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
-        """Adds its proposals to the pool, at most `max_depth` deep; its source 0 has the number `first` there."""
-        ...
 
     def learn(self, judged: Judged) -> None:
         """Takes in the target's judgement of a prompt chunk or of verified trees, accepted or not."""
@@ -92,6 +121,19 @@ class Retriever(Protocol):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes on what `state` once gave, among other things; what is missing there starts anew."""
+        ...
+
+
+class Retriever(Learner, Protocol):
+    """A source of nodes, or several."""
+
+    prior: Tensor  # [sources, buckets] P(accepted | parent accepted) of each evidence bucket before any is observed
+
+    def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
+        """Adds its proposals to the pool, at most `max_depth` deep; its source 0 has the number `first` there.
+
+        chances: P(accepted | parent) by standing, source number in the pool, and evidence.
+        """
         ...
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graft.index.store import MAX_MATCH, Continuation, Datastore
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh
-from graft.retrieve.rows import Row, add_rows, likeliest_places
+from graft.retrieve.base import History, Judged
+from graft.retrieve.rows import Row, Twig
 
 _NUM_LENGTHS = 5  # classes of the match length: from 2, 4, 8, 16, 32 tokens
 _SHARES = (0.15, 0.35, 0.6, 0.85)  # limits between the classes of the share
@@ -38,19 +38,22 @@ class DatastoreLookup:
         self._datastore = datastore
         self._num_chains, self._depth, self._num_drafted = num_chains, depth, num_drafted
 
-    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
-        rows = [Row(pool) for _ in histories]
-        places = likeliest_places(pool, self._num_drafted, max_depth)
-        for history, row, its_places in zip(histories, rows, places, strict=True):
-            for place in its_places:
+    def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
+        rows = []
+        for history, places in zip(histories, pool.places(self._num_drafted, max_depth), strict=True):
+            row = Row(pool, first)
+            for place in places:
                 context = history.ids[-MAX_MATCH:] + place.path
                 depth = min(self._depth, max_depth - place.depth)
                 match = self._datastore.continuations(context, self._num_chains, depth)
+                twig = Twig()
                 for chain in match.continuations:
-                    node = place.node
+                    node = 0
                     for step, bucket in enumerate(_evidence(match.length, match.num_read, chain), start=1):
-                        node = row.add(node, chain.tokens[step - 1], place.depth + step, 0, bucket)
-        add_rows(pool, rows, first, weigh)
+                        node = twig.add(node, chain.tokens[step - 1], step, 0, bucket)
+                row.hang(place, twig.columns)
+            rows.append(row.columns)
+        pool.add_rows(rows, chances)
 
     def learn(self, judged: Judged) -> None:
         """Nothing to do: the index is read-only."""

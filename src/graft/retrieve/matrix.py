@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh, named, part_of
-from graft.retrieve.table import adjacency_table
+from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.table import adjacency_table, make_tables
 
 
 class AdjacencyMatrix:
     """M[vocab, k]; `table` is what a template is filled from."""
 
     names: tuple[str, ...] = ("adjacency",)
-    prior = torch.zeros(1, 1)  # a template asks for no probability
 
     def __init__(self, vocab_size: int, device: torch.device, isolated: bool = False) -> None:
         self.table = adjacency_table(vocab_size, device, isolated)
-
-    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
-        """Nothing of its own accord."""
+        self._tables = make_tables([self.table], device)
 
     def learn(self, judged: Judged) -> None:
-        self.table.learn(judged)
+        self._tables.learn(judged)
 
     def finish(self, history: History) -> None:
         """Nothing to do: every token was learned when it was judged."""

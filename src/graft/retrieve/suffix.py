@@ -6,7 +6,8 @@ nodes: a drafted token may complete an occurrence that the text alone does not h
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
@@ -16,16 +17,12 @@ import torch
 from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, Weigh, named, part_of
-from graft.retrieve.rows import Place, Row, add_rows, likeliest_places
+from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.copies import MATCHES, MAX_MATCH, Occurrences, copies
+from graft.retrieve.rows import Row
 
 _MIN_MATCH = 2
-_MAX_MATCH = 24
 _MAX_OCCURRENCES = 12  # the most recent ones of a pair of tokens are looked at
-_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # least lengths of the evidence buckets
-_SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
-
-Continuation = tuple[int, list[int]]  # match length, following tokens
 
 
 class SuffixIndex:
@@ -33,7 +30,7 @@ class SuffixIndex:
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
-        self._tokens: list[int] = []
+        self._tokens = array("i")
         self._starts: list[int] = []  # of each text, as places count since the first ever
         self._dropped = 0  # tokens that are gone
         self._ends: dict[tuple[int, int], deque[int]] = {}  # pair -> places just behind its occurrences
@@ -44,7 +41,7 @@ class SuffixIndex:
     @property
     def texts(self) -> list[list[int]]:
         places = [start - self._dropped for start in self._starts] + [len(self._tokens)]
-        return [self._tokens[a:b] for a, b in pairwise(places)]
+        return [self._tokens[a:b].tolist() for a, b in pairwise(places)]
 
     def begin(self) -> None:
         """What comes from here on is another text: no match and no continuation reaches over its start."""
@@ -63,23 +60,18 @@ class SuffixIndex:
         while self._max_tokens is not None and len(self._tokens) > self._max_tokens and len(self._starts) > 1:
             self._drop_oldest()
 
-    def continuations(self, suffix: Sequence[int], length: int) -> list[Continuation]:
-        """Of every occurrence of the suffix's last pair: how far back it matches, and up to `length` tokens behind."""
-        if len(suffix) < _MIN_MATCH:
-            return []
-        found = []
-        tokens, starts = self._tokens, self._starts
-        for absolute in self._ends.get((suffix[-2], suffix[-1]), ()):
+    def occurrences(self, pair: tuple[int, int]) -> Occurrences:
+        """Those of a pair of tokens that are not at their text's end."""
+        spans: list[int] = []
+        ends = self._ends.get(pair, ())
+        starts, dropped = self._starts, self._dropped
+        for absolute in ends:
             following = bisect_left(starts, absolute)  # the text behind the occurrence's
-            start, end = starts[following - 1] - self._dropped, absolute - self._dropped
-            stop = starts[following] - self._dropped if following < len(starts) else len(tokens)
-            if end == stop:
-                continue  # its text's end
-            match, most = _MIN_MATCH, min(end - start, len(suffix), _MAX_MATCH)
-            while match < most and tokens[end - match - 1] == suffix[-match - 1]:
-                match += 1
-            found.append((match, tokens[end : min(end + length, stop)]))
-        return found
+            end = absolute - dropped
+            stop = starts[following] - dropped if following < len(starts) else len(self._tokens)
+            if end < stop:
+                spans += (starts[following - 1] - dropped, end, stop)
+        return Occurrences(self._tokens, spans)
 
     def _drop_oldest(self) -> None:
         del self._starts[0]
@@ -100,7 +92,7 @@ class SuffixLookup:
     names: tuple[str, ...] = ("suffix", "past")
     # Longer matches are surer, and so are tokens that all occurrences agree on.
     prior = (
-        (torch.linspace(0.35, 0.95, len(_MATCHES))[:, None] * torch.tensor([0.25, 0.5, 0.75, 1.0]))
+        (torch.linspace(0.35, 0.95, len(MATCHES))[:, None] * torch.tensor([0.25, 0.5, 0.75, 1.0]))
         .flatten()
         .expand(2, -1)
         .clone()
@@ -120,38 +112,19 @@ class SuffixLookup:
         self._past = SuffixIndex(max_past_tokens)
         self._keeps_past = keep_past
 
-    def propose(self, pool: Pool, histories: Sequence[History], first: int, weigh: Weigh, max_depth: int) -> None:
-        rows = [Row(pool) for _ in histories]
-        places = likeliest_places(pool, self._num_drafted, max_depth)
-        for history, row, its_places in zip(histories, rows, places, strict=True):
+    def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
+        rows = []
+        for history, places in zip(histories, pool.places(self._num_drafted, max_depth), strict=True):
+            row = Row(pool, first)
             indices = (self._index(history), self._past)
-            for place in its_places:
-                suffix = history.ids[-_MAX_MATCH:] + place.path
-                length = min(self._depth, max_depth - place.depth)
-                for source, index in enumerate(indices):
-                    self._add(row, place, source, index.continuations(suffix, length))
-        add_rows(pool, rows, first, weigh)
-
-    def _add(self, row: Row, place: Place, source: int, found: list[Continuation]) -> None:
-        """A tree of what was found, below a place, breadth first until it is full."""
-        if not found:
-            return
-        longest = max(match for match, _ in found)
-        # Shorter matches than half the longest only spread the same few places thinner.
-        branches = deque([(place.node, place.depth, [chain for match, chain in found if 2 * match > longest])])
-        left = self._num_nodes
-        while branches and left > 0:
-            parent, depth, branch = branches.popleft()
-            # A token further down is reached only if the ones before fitted: by then the match is longer.
-            match = longest + depth - place.depth
-            following: dict[int, list[list[int]]] = {}
-            for chain in branch:
-                if len(chain) > depth - place.depth:
-                    following.setdefault(chain[depth - place.depth], []).append(chain)
-            for token, chains in sorted(following.items(), key=lambda item: -len(item[1]))[:left]:
-                evidence = _evidence(match, len(chains) / len(branch))
-                branches.append((row.add(parent, token, depth + 1, source, evidence), depth + 1, chains))
-                left -= 1
+            end = history.ids[-MAX_MATCH:]
+            for place in places:
+                suffix = end + place.path
+                found = [index.occurrences((suffix[-2], suffix[-1])) for index in indices if len(suffix) >= _MIN_MATCH]
+                if any(each.spans for each in found):
+                    row.hang(place, copies(found, suffix, min(self._depth, max_depth - place.depth), self._num_nodes))
+            rows.append(row.columns)
+        pool.add_rows(rows, chances)
 
     def learn(self, judged: Judged) -> None:
         """Nothing to do: texts are taken from their histories."""
@@ -182,8 +155,3 @@ class SuffixLookup:
             index.begin()
         index.extend(history.ids[len(index) :])
         return index
-
-
-def _evidence(match: int, share: float) -> int:
-    length = bisect_right(_MATCHES, match) - 1
-    return length * len(_SHARES) + bisect_right(_SHARES, share) - 1

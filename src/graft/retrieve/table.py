@@ -7,19 +7,24 @@ carries a tag, so that another n-gram on the same row is told apart. Where texts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from ctypes import Array
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from graft.buckets import NUM_BUCKETS, probability_bucket
 from graft.hashing import mix64
-from graft.learn.calibration import NUM_BUCKETS, probability_bucket
+from graft.kernels import TableStruct, kernels, plain, serve
 from graft.retrieve.base import NUM_SUCCESSORS, Judged
 
 COLD = -1  # stands for the successor of an n-gram that was never judged
 ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
 # A row is named by the high bits of a sum of products: cheap, and as good as random for such keys.
-_FACTORS = [int(factor) | 1 for factor in mix64(torch.arange(4))]
+_FACTORS = mix64(torch.arange(4)) | 1
+_TOKEN, _BEFORE, _EARLIER, _SALT = _FACTORS.tolist()
 
 
 class SuccessorTable:
@@ -50,6 +55,18 @@ class SuccessorTable:
         if tags is not None:
             self._tags[rows] = tags[last]
 
+    def struct(self) -> TableStruct:
+        """Where the kernels find it, on a CPU."""
+        return TableStruct(
+            self._entries.data_ptr(),
+            self._tags.data_ptr() if self._is_hashed else None,
+            *self._entries.shape,
+            self.order,
+            64 - self._shift,
+            NUM_BUCKETS,
+            _FACTORS.data_ptr(),
+        )
+
     def state(self) -> dict[str, Tensor]:
         """The rows that were judged: a few thousand of many."""
         rows = (self._entries[:, 0] != COLD).nonzero().squeeze(1)
@@ -68,15 +85,62 @@ class SuccessorTable:
     def _place(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self._is_hashed:
             return tokens, None
-        key = salts * _FACTORS[3] + tokens * _FACTORS[0]
-        for part, factor in zip((before, earlier)[: self.order - 1], _FACTORS[1:], strict=False):
+        key = salts * _SALT + tokens * _TOKEN
+        for part, factor in ((before, _BEFORE), (earlier, _EARLIER))[: self.order - 1]:
             key = key + part * factor
         return (key >> self._shift) & (len(self._entries) - 1), key
+
+
+class SuccessorTables:
+    """Tables of several orders, the longest first: what follows is what the first that knows the n-gram says."""
+
+    num_successors = NUM_SUCCESSORS
+
+    def __init__(self, tables: Sequence[SuccessorTable]) -> None:
+        self.tables = tables
+
+    @cached_property
+    def structs(self) -> Array[TableStruct]:
+        """Where the kernels find them, on a CPU."""
+        return (TableStruct * len(self.tables))(*(table.struct() for table in self.tables))
+
+    def successors(
+        self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, the number of their table and evidence [B, F, k] after n-grams [B, F]; token `COLD` if unknown."""
+        entries = self.tables[-1].lookup(tokens, before, earlier, salts)
+        numbers = torch.full_like(tokens, len(self.tables) - 1)[:, :, None]
+        for number in range(len(self.tables) - 2, -1, -1):
+            longer = self.tables[number].lookup(tokens, before, earlier, salts)
+            known = longer[:, :, :1] != COLD
+            entries, numbers = torch.where(known, longer, entries), numbers.masked_fill(known, number)
+        found, evidence = unpack(entries.long())
+        return found, numbers.expand_as(found), evidence
+
+    def learn(self, judged: Judged) -> None:
+        for table in self.tables:
+            table.learn(judged)
+
+
+class HostTables(SuccessorTables):
+    """The same in a CPU's memory, learning by `kernels.c`."""
+
+    def learn(self, judged: Judged) -> None:
+        library: Any = kernels()
+        whole = (judged.tokens, judged.before, judged.earlier, judged.salts, judged.successors)
+        columns = [*map(plain, whole), plain(judged.shares, torch.float32)]
+        addresses = (column.data_ptr() for column in columns)
+        library.graft_learn(self.structs, len(self.structs), *judged.successors.shape, *addresses)
 
 
 def unpack(entries: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and buckets of entries; of cold ones token -1 and some bucket."""
     return entries >> (NUM_BUCKETS.bit_length() - 1), entries & (NUM_BUCKETS - 1)
+
+
+def make_tables(tables: Sequence[SuccessorTable], device: torch.device) -> SuccessorTables:
+    """The tables, which are all on that device, as one."""
+    return HostTables(tables) if serve(device) else SuccessorTables(tables)
 
 
 def adjacency_table(vocab_size: int, device: torch.device, isolated: bool) -> SuccessorTable:

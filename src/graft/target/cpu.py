@@ -8,11 +8,6 @@ compiler, or where it is not faster, a model stays as it is.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
@@ -23,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from graft.models.home import graft_home
+from graft import native
 
 _SOURCE = Path(__file__).with_name("cpu_linear.c")
 # GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
-_FLAGS = ("-O2", "-fno-schedule-insns", "-fopenmp", "-fPIC")
+_FLAGS = ("-O2", "-fno-schedule-insns", "-fopenmp")
 _MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight
 _WORTH_IT = 0.9  # of torch's time
 
@@ -117,43 +112,16 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
 @cache
 def _kernel() -> Callable[..., int] | None:
     """The compiled kernel, or None where it cannot be had."""
-    try:
-        function: Any = ctypes.CDLL(str(_library())).graft_linear
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
-    function.restype = ctypes.c_int
-    return function
-
-
-def _library() -> Path:
-    """The shared library under the cache folder, made unless it is there. Raises OSError or SubprocessError."""
-    flags = [*_FLAGS, *_instruction_set()]
     # Torch's own OpenMP, so that one set of threads does both kinds of work and not two against each other.
     openmp = sorted(Path(torch.__file__).parent.glob("lib/lib[gi]omp*"))
     link = [str(openmp[0])] if openmp else ["-fopenmp"]
-    key = hashlib.sha256(repr((_SOURCE.read_bytes(), flags, link)).encode()).hexdigest()[:16]
-    path = graft_home() / "kernels" / f"cpu_linear-{key}.so"
-    if path.exists():
-        return path
-    compiler = _compiler()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        for step in (
-            [compiler, *flags, "-c", str(_SOURCE), "-o", f"{made}.o"],
-            [compiler, "-shared", f"{made}.o", *link, "-o", str(made)],
-        ):
-            subprocess.run(step, check=True, capture_output=True, timeout=60)
-        made.replace(path)  # at once, so that another process sees a whole file or none
-    return path
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise FileNotFoundError("no C compiler")
+    library = native.load(_SOURCE, [*_FLAGS, *_instruction_set()], link)
+    if library is None:
+        return None
+    function: Any = library.graft_linear
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
+    function.restype = ctypes.c_int
+    return function
 
 
 def _instruction_set() -> list[str]:

@@ -1,0 +1,228 @@
+"""What a round of `graft` takes beside the models on a CPU: growing its tree, merging, learning; by phase.
+
+    python bench/tree_building.py
+
+Nothing is drafted or verified in earnest. Texts are made of phrases that come again, levels (9 of them, top-k 10) and
+judgements are made up beforehand around what really follows, and every pass is made, so that all sources are at work.
+Of each phase the median over the rounds is printed, in processor time, so that other work beside does not count.
+Between rounds logits are made up, which leaves as little in the processor's caches as a verify does. `--torch` does
+without the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import graft.retrieve.base
+from graft import kernels
+from graft.accept import Accepted
+from graft.batch import Batch
+from graft.draft.base import Level, TreeSettings
+from graft.policy import make_policy
+from graft.policy.graft import KEPT_OF_A_LEVEL
+from graft.retrieve.base import Judged
+from graft.sampling import SamplingSettings
+from graft.sequence import Sequence, TreeRow
+from graft.stats import Clock
+from graft.target import Verified
+from graft.tree import ROOT, DraftTree
+
+VOCAB = 49_152
+BUDGET = 60
+RIGHT = 0.75  # how often the drafter's first choice is what follows
+SURE = 12.0  # a logit that stands out
+LIKELIEST = "- likeliest of the logits"
+
+
+class Phrases:
+    """Texts of a few hundred phrases, the common ones more often."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._phrases = [
+            [self._random.randrange(VOCAB) for _ in range(self._random.randint(3, 12))] for _ in range(400)
+        ]
+
+    def text(self, length: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += self._phrases[int(len(self._phrases) * self._random.random() ** 3)]
+        return tokens[:length]
+
+
+class MadeUpDrafter:
+    """Gives levels that were made beforehand."""
+
+    hidden_layers: tuple[int, ...] = ()
+    device = torch.device("cpu")
+    settings = TreeSettings()
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._levels: list[Level] = []
+
+    def make(self, following: list[int]) -> None:
+        """Levels before a place of a text: what follows it may be among the likeliest."""
+        rng, topk = self._random, self.settings.topk
+        self._levels = []
+        beams, width = [(0, 1.0, True)], 1  # (place, path probability, whether all of it is right)
+        for depth in range(self.settings.depth + 1):
+            nodes = []
+            for place, path, is_right in beams:
+                first = rng.choice((0.95, 0.8, 0.5, 0.3))
+                for rank in range(topk):
+                    q = first if rank == 0 else (1 - first) * 0.5**rank
+                    good = is_right and rank == 0 and depth < len(following) and rng.random() < RIGHT
+                    token = following[depth] if good else rng.randrange(VOCAB)
+                    nodes.append((path * q, token, place, q, good))
+            nodes = sorted(nodes, reverse=True)[:KEPT_OF_A_LEVEL]
+            paths, tokens, parents, chances = ([node[i] for node in nodes] for i in range(4))
+            self._levels.append(Level(*(torch.tensor([column]) for column in (tokens, parents, chances, paths))))
+            beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
+            width += len(nodes)
+
+    def levels(self, state: Any, roots: Any, keep: int | None = None) -> Iterator[Level]:
+        return iter(self._levels)
+
+    def learn(self, *round: Any) -> None: ...
+
+
+class Judge:
+    """Logits in which what follows a token in some text stands out."""
+
+    def __init__(self) -> None:
+        self._logits = torch.randn(1, BUDGET + 1, VOCAB, generator=torch.Generator().manual_seed(0))
+        self._following: defaultdict[int, set[int]] = defaultdict(set)
+
+    def learn(self, text: list[int]) -> None:
+        for token, following in pairwise(text):
+            self._following[token].add(following)
+
+    def verified(self, tokens: Tensor) -> Verified:
+        logits = self._logits[:, : tokens.shape[1]].clone()
+        for node, token in enumerate(tokens[0].tolist()):
+            for rank, following in enumerate(self._following[token]):
+                logits[0, node, following] = SURE - rank
+        return Verified(tokens, logits, ())
+
+
+class Stopwatch:
+    """Processor seconds of methods, call by call, summed over a round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[defaultdict[str, float]] = []
+        self.phases: list[str] = []
+        self.now: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self) -> None:
+        """A round."""
+        self.now = defaultdict(float)
+        self.rounds.append(self.now)
+
+    def watch(self, owner: Any, method: str, phase: str) -> None:
+        self.phases.append(phase)
+        function: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = function(*args, **options)
+            self.now[phase] += time.thread_time() - start
+            return result
+
+        setattr(owner, method, timed)
+
+    def median(self, *phases: str, less: str | None = None) -> float:
+        """Milliseconds a round, of phases together, less one that is part of them."""
+        return 1e3 * median(sum(each[p] for p in phases) - (each[less] if less else 0.0) for each in self.rounds)
+
+
+def run(policy: Any, drafter: MadeUpDrafter, judge: Judge, text: list[int], watch: Stopwatch) -> list[int]:
+    """Decodes the second half of a text; the tokens of each round."""
+    half = len(text) // 2
+    sequence = Sequence(text[:half], SamplingSettings(max_new_tokens=half))
+    batch = Batch([sequence], cast(Any, None), cast(Any, None))
+    watch.now = defaultdict(float)  # of no round
+    judge.learn(text)
+    prompt = torch.tensor([text[: half - 1]])
+    for chunk in prompt.split(BUDGET, dim=1):
+        policy.learn_judged(Judged.of_chunk(judge.verified(chunk), []))
+    counts = []
+    while sequence.finish_reason is None:
+        following = text[len(sequence.ids) :]
+        drafter.make(following)
+        watch.begin()
+        tree = policy.grow(batch, batch.roots(drafter.device), Clock()).tree
+        nodes = accepted_nodes(tree, following)
+        tokens = following[: len(nodes) + 1]
+        verified = judge.verified(tree.tokens)
+        policy.learn(batch, tree, verified, Accepted([nodes], [tokens]), 1.0)
+        sequence.extend(tokens, nodes, TreeRow(tree, verified.logits, 0, policy.sources))
+        counts.append(len(tokens))
+    policy.finish(sequence)
+    return counts
+
+
+def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
+    columns = (tree.parents, tree.tokens, tree.sources)
+    rows = enumerate(zip(*(column[0].tolist() for column in columns), strict=True))
+    children = {(parent, token): node for node, (parent, token, source) in rows if source > ROOT}
+    path: list[int] = []
+    for token in following[:-1]:  # the last is the target's own
+        node = children.get((path[-1] if path else 0, token))
+        if node is None:
+            break
+        path.append(node)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=10, help="of 400 tokens each, the second half decoded")
+    parser.add_argument("--torch", action="store_true", help="without the kernels")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.torch:
+        kernels.kernels = lambda: None  # type: ignore[assignment]
+
+    phrases, judge, watch = Phrases(0), Judge(), Stopwatch()
+    drafter = MadeUpDrafter(random.Random(1))
+    target = cast(Any, SimpleNamespace(vocab_size=VOCAB, device=drafter.device))
+    policy: Any = make_policy("graft", target, cast(Any, drafter), BUDGET, pass_cost=0.0)
+    policy.prepare()
+    for _ in range(5):  # texts to remember
+        run(policy, drafter, judge, phrases.text(400), watch)
+
+    watch.watch(policy, "grow", "grow")
+    watch.watch(policy, "new_pool", "- pool")
+    watch.watch(policy, "_draft", "- drafted levels")
+    for retriever in policy.retrievers:
+        watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
+    watch.watch(policy, "best_of", "- merge and best")
+    watch.watch(policy, "_best_width", "- width")
+    watch.watch(policy, "_prospect_from", "- worth of passes")
+    watch.watch(policy, "learn", "learn")
+    watch.watch(graft.retrieve.base, "likeliest", LIKELIEST)
+    watch.watch(policy, "learn_judged", "- tables")
+    watch.watch(policy, "learn_accepted", "- calibration")
+    watch.rounds.clear()
+    counts = [count for _ in range(options.texts) for count in run(policy, drafter, judge, phrases.text(400), watch)]
+
+    for phase in watch.phases:
+        print(f"{phase:36}{watch.median(phase):8.3f} ms")
+    print(f"{'grow and learn, less the likeliest':36}{watch.median('grow', 'learn', less=LIKELIEST):8.3f} ms")
+    print(f"median of {len(counts)} rounds; {sum(counts) / len(counts):.2f} tokens a round")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""HostPool: the pool in a CPU's memory, put together by the kernels of `kernels.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import byref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graft.buckets import NUM_BUCKETS
+from graft.kernels import ChancesStruct, PoolStruct, kernels, plain, serve
+from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool
+from graft.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.draft.base import Level
+    from graft.retrieve.table import SuccessorTables
+
+_NUM_FIELDS = len(Nodes._fields)  # of whole numbers: the standing takes the place of the paths
+_CAPACITY = 1024  # nodes a row has room for at first
+_INHERITED = -1  # needs what its parent needs
+
+
+def make_pool(roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> Pool:
+    """A pool on the roots' device."""
+    kind = HostPool if serve(roots.device) else Pool
+    return kind(roots, before, earlier, salts)
+
+
+class HostPool(Pool):
+    """Does what `Pool` does, in place."""
+
+    def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> None:
+        library: Any = kernels()
+        self._kernels = library
+        num_rows = roots.shape[0]
+        self.salts = torch.zeros_like(roots) if salts is None else plain(salts)
+        self._factors = DEPTH_FACTORS
+        self._chances: tuple[Tensor | None, Any] | None = None
+        self._fields = torch.empty(_NUM_FIELDS, num_rows, _CAPACITY, dtype=torch.int64)
+        self._paths = torch.empty(num_rows, _CAPACITY)
+        self._point()
+        given = [plain(column) for column in (roots, before, earlier)]
+        self._kernels.graft_begin(self._ref, *(column.data_ptr() for column in given))
+
+    def _point(self, width: int = 0, deepest: int = 0) -> None:
+        """Tells the kernels where everything is."""
+        self._struct = PoolStruct(
+            *self._paths.shape,
+            width,
+            deepest,
+            self._fields.data_ptr(),
+            self._paths.data_ptr(),
+            self.salts.data_ptr(),
+            DEPTH_FACTORS.data_ptr(),
+            DEPTH_FACTORS.numel(),
+        )
+        self._ref = byref(self._struct)
+
+    def _make_room(self, count: int) -> None:
+        """For so many more nodes in each row."""
+        width, capacity = self.width, self._struct.capacity
+        if width + count > capacity:
+            more = max(capacity, width + count - capacity)
+            self._fields = torch.nn.functional.pad(self._fields, (0, more))
+            self._paths = torch.nn.functional.pad(self._paths, (0, more))
+            self._point(width, self._struct.deepest)
+
+    def _weigh_by(self, chances: Tensor | None) -> Any:
+        """Where the kernels find the chances, which are mostly the same in a round."""
+        if self._chances is None or chances is not self._chances[0]:
+            self._chances = (chances, byref(ChancesStruct.of(chances)))
+        return self._chances[1]
+
+    def __copy__(self) -> HostPool:
+        other = object.__new__(HostPool)
+        other.__dict__.update(self.__dict__)
+        other._fields, other._paths = self._fields.clone(), self._paths.clone()
+        other._point(self.width, self._struct.deepest)
+        return other
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes._make((*self._fields[:-1, :, : self.width].unbind(), self._paths[:, : self.width]))
+
+    @property
+    def standing(self) -> Tensor:
+        return self._fields[-1, :, : self.width]
+
+    @property
+    def width(self) -> int:
+        return self._struct.width
+
+    def add(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        probabilities: Tensor,
+        sources: Tensor,
+        evidence: Tensor,
+        needs: int | None = None,
+    ) -> None:
+        self._make_room(tokens.shape[1])
+        tokens, parents, sources, evidence = (plain(column) for column in (tokens, parents, sources, evidence))
+        probabilities = plain(probabilities, torch.float32)
+        self._kernels.graft_add(
+            self._ref,
+            tokens.shape[1],
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            probabilities.data_ptr(),
+            sources.data_ptr(),
+            evidence.data_ptr(),
+            _INHERITED if needs is None else needs,
+        )
+
+    def add_chains(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        depths: Tensor,
+        deepest: int,
+        probabilities: Tensor,
+        sources: Tensor,
+        evidence: Tensor,
+    ) -> None:
+        self.add(tokens, parents, probabilities, sources, evidence)
+
+    def add_level(
+        self,
+        level: Level,
+        chances: Tensor,
+        source: int,
+        needs: int,
+        first: int,
+        going: Sequence[bool],
+        num_beams: int,
+    ) -> list[float]:
+        count = level.tokens.shape[1]
+        self._make_room(count)
+        tokens, parents = plain(level.tokens), plain(level.parents)
+        probabilities = plain(level.probabilities, torch.float32)
+        reached = (ctypes.c_double * len(going))()
+        self._kernels.graft_add_level(
+            self._ref,
+            count,
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            probabilities.data_ptr(),
+            self._weigh_by(chances),
+            NUM_BUCKETS,
+            source,
+            needs,
+            first,
+            bytes(going),
+            num_beams,
+            reached,
+        )
+        return reached[:]
+
+    def add_rows(self, rows: Sequence[Columns], chances: Tensor) -> None:
+        counts = [len(row.tokens) for row in rows]
+        width = max(counts)
+        if width == 0:
+            return
+        self._make_room(width)
+        columns, lengths = array("q"), array("q", counts)
+        for column in (0, 1, 3, 4):  # depths follow from the parents
+            for row, count in zip(rows, counts, strict=True):
+                columns.extend(row[column])
+                columns.extend([0] * (width - count))
+        self._kernels.graft_add_rows(self._ref, width, _address(columns), _address(lengths), self._weigh_by(chances))
+
+    def follow(
+        self, tables: SuccessorTables, chances: Tensor, first: int, waves: int, beam: int, max_depth: int
+    ) -> None:
+        waves = min(waves, max_depth)
+        self._make_room(waves * beam * tables.num_successors)
+        structs = tables.structs
+        self._kernels.graft_follow(
+            self._ref, structs, len(structs), self._weigh_by(chances), first, waves, beam, max_depth
+        )
+
+    def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
+        self._kernels.graft_merge(self._ref, drafted, self._weigh_by(chances))
+
+    def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        count = min(budget + 1, self.width)
+        num_rows = self._struct.num_rows
+        numbers = torch.empty(4, num_rows, count, dtype=torch.int64)
+        shares = torch.empty(2, num_rows, count)
+        self._kernels.graft_best(self._ref, count, numbers.data_ptr(), shares.data_ptr())
+        tokens, parents, sources, evidence = numbers.unbind()
+        probabilities, paths = shares.unbind()
+        return DraftTree(max_depth, tokens, parents, probabilities, sources, evidence), paths
+
+    def best_paths(self, count: int) -> list[list[float]]:
+        count = min(count, self.width - 1)
+        return self._by_row(self._kernels.graft_best_paths, count, count)
+
+    def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
+        return self._by_row(self._kernels.graft_values_by_need, max_passes + 1, max_passes, budget)
+
+    def _by_row(self, kernel: Any, count: int, *arguments: int) -> list[list[float]]:
+        """What a kernel says, `count` numbers a row."""
+        num_rows = self._struct.num_rows
+        values = (ctypes.c_double * (num_rows * count))()
+        kernel(self._ref, *arguments, values)
+        return [values[row * count : (row + 1) * count] for row in range(num_rows)]
+
+    def places(self, count: int, max_depth: int) -> list[list[Place]]:
+        num_rows = self._struct.num_rows
+        room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
+        found = (ctypes.c_int64 * (num_rows * room))()
+        self._kernels.graft_places(self._ref, count, max_depth, found)
+        places: list[list[Place]] = []
+        at = 0
+        for _ in range(num_rows):
+            places.append([])
+            num_places = found[at]
+            at += 1
+            for _ in range(num_places):
+                node, depth = found[at : at + 2]
+                places[-1].append(Place(node, depth, found[at + 2 : at + 2 + depth]))
+                at += 2 + depth
+        return places
+
+    def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
+        came = array("q", [token for tokens in emitted for token in tokens])
+        lengths = array("q", map(len, emitted))
+        self._kernels.graft_count(
+            self._ref, _address(came), _address(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
+        )
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]

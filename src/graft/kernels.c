@@ -1,0 +1,666 @@
+/* What a round does beside the model, on a CPU: the pool, the tables and the copies, each as the torch or Python code
+   of the same name does it. A round is a thousand small steps, and a tensor operation costs more than such a step.
+
+   Functions return 0, or what went wrong. Nothing is kept between calls. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { OK, NO_MEMORY, OUT_OF_RANGE };
+enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, EVIDENCE, STANDING };
+enum { ALONE, OPPOSED, AGREED };
+enum { ROOT = 0, PADDING = -1, INHERITED = -1 };
+
+static const float SURE = 0.999f, LEAST = 1e-30f;
+
+/* The pool */
+
+typedef struct {
+    int64_t num_rows, capacity, width;
+    int64_t deepest; /* depth of any node so far */
+    int64_t *fields; /* [fields][num_rows][capacity] */
+    float *paths;    /* [num_rows][capacity] */
+    const int64_t *salts;
+    const int64_t *factors; /* of each depth, in a path's key */
+    int64_t num_factors;
+} Pool;
+
+/* P(accepted | parent), [standings][num_sources][num_buckets] */
+typedef struct {
+    const float *values;
+    int64_t num_sources, num_buckets;
+} Chances;
+
+/* One row of the pool: where its columns begin. */
+typedef struct {
+    int64_t *fields[STANDING + 1];
+    float *paths;
+} Row;
+
+static Row row_of(const Pool *pool, int64_t row) {
+    Row found;
+    for (int field = 0; field <= STANDING; field++)
+        found.fields[field] = pool->fields + (field * pool->num_rows + row) * pool->capacity;
+    found.paths = pool->paths + row * pool->capacity;
+    return found;
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t step_key(int64_t token, int64_t factor) {
+    return (int64_t)(((uint64_t)token + 1) * (uint64_t)factor);
+}
+
+static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+
+static int chance_of(const Chances *chances, int64_t standing, int64_t source, int64_t evidence, float *chance) {
+    if (source < 0 || source >= chances->num_sources || evidence < 0 || evidence >= chances->num_buckets)
+        return OUT_OF_RANGE;
+    *chance = chances->values[(standing * chances->num_sources + source) * chances->num_buckets + evidence];
+    return OK;
+}
+
+static float path_of(float above, float chance) {
+    float path = above * (chance < SURE ? chance : SURE);
+    return path < LEAST ? 0.0f : path;
+}
+
+static int64_t bucket_of(float probability, int64_t num_buckets) {
+    float place = -2.0f * log2f(probability);
+    if (!(place > 0)) return 0;
+    return place < (float)(num_buckets - 1) ? (int64_t)place : num_buckets - 1;
+}
+
+/* The `count` places with the highest values, best first, of equals the first. */
+static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < num_values && count > 0; i++) {
+        float value = values[i];
+        if (found == count && !(value > values[places[count - 1]])) continue;
+        int64_t at = found < count ? found++ : count - 1;
+        for (; at > 0 && values[places[at - 1]] < value; at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+}
+
+static int add_node(
+    Pool *pool, const Row *row, int64_t node, int64_t token, int64_t parent, float chance, int64_t source,
+    int64_t evidence, int64_t needs) {
+    int64_t *const *fields = row->fields;
+    if (node >= pool->capacity || parent < 0 || parent >= node) return OUT_OF_RANGE;
+    int64_t depth = fields[DEPTH][parent] + 1;
+    if (depth >= pool->num_factors) return OUT_OF_RANGE;
+    fields[TOKEN][node] = token;
+    fields[BEFORE][node] = fields[TOKEN][parent];
+    fields[DEPTH][node] = depth;
+    fields[KEY][node] = sum_keys(fields[KEY][parent], step_key(token, pool->factors[depth]));
+    fields[NEED][node] = needs == INHERITED ? fields[NEED][parent] : needs;
+    fields[PARENT][node] = parent;
+    fields[EARLIER][node] = fields[BEFORE][parent];
+    fields[SOURCE][node] = source;
+    fields[EVIDENCE][node] = evidence;
+    fields[STANDING][node] = ALONE;
+    row->paths[node] = path_of(row->paths[parent], chance);
+    if (depth > pool->deepest) pool->deepest = depth;
+    return OK;
+}
+
+/* roots, before, earlier: [num_rows] */
+int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
+    if (pool->capacity < 1) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int field = 0; field <= STANDING; field++) row.fields[field][0] = 0;
+        row.fields[TOKEN][0] = roots[r];
+        row.fields[BEFORE][0] = before[r];
+        row.fields[EARLIER][0] = earlier[r];
+        row.fields[SOURCE][0] = ROOT;
+        row.paths[0] = 1.0f;
+    }
+    pool->width = 1;
+    pool->deepest = 0;
+    return OK;
+}
+
+/* All columns are [num_rows][count]; a node may hang below one before it. */
+int graft_add(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *chances,
+    const int64_t *sources, const int64_t *evidence, int64_t needs) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i;
+            int failed = add_node(
+                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], evidence[at], needs);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* Nodes put together on the host. columns: [4][num_rows][count] of tokens, parents, sources and evidence; the first
+   counts[row] of each row are nodes. */
+int graft_add_rows(
+    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const Chances *chances) {
+    int64_t size = pool->num_rows * count;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t *at = columns + r * count + i;
+            int64_t source = at[2 * size], evidence = at[3 * size];
+            float chance = 0.0f;
+            int failed = i < counts[r] ? chance_of(chances, ALONE, source, evidence, &chance) : OK;
+            if (!failed)
+                failed = add_node(
+                    pool, &row, pool->width + i, at[0], at[size], chance, source, evidence, INHERITED);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* A drafted level: tokens, parents and probabilities are [num_rows][count], places in the drafted tree, which begins
+   `first` places further on in the pool. reached: P(one of the first num_beams of them comes true), by row. */
+int graft_add_level(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
+    const Chances *chances, int64_t num_buckets, int64_t source, int64_t needs, int64_t first, const uint8_t *going,
+    int64_t num_beams, double *reached) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        float sum = 0.0f;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i, node = pool->width + i;
+            int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
+            int64_t evidence = bucket_of(probabilities[at], num_buckets);
+            float chance;
+            int failed = chance_of(chances, ALONE, source, evidence, &chance);
+            if (!failed)
+                failed = add_node(
+                    pool, &row, node, tokens[at], parent, going[r] ? chance : 0.0f, source, evidence, needs);
+            if (failed) return failed;
+            if (i < num_beams) sum += row.paths[node];
+        }
+        reached[r] = sum < 1.0f ? sum : 1.0f;
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* Makes equal paths one. values of chances may be NULL: then nothing is weighed again. */
+int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
+    int64_t width = pool->width, num_slots = 16;
+    int bits = 4, failed = OK;
+    for (; num_slots < 2 * width; num_slots *= 2) bits++;
+    int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    int64_t *slots = memory;                 /* the likeliest node of each path so far, or -1 */
+    int64_t *kept = slots + num_slots;       /* node -> the one that stands for it */
+    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all copies */
+    int64_t *last_source = first_source + width;
+    int64_t *needs = last_source + width;
+    int64_t *spoke = needs + width;          /* whether the drafter proposed something below */
+    int64_t *order = spoke + width;          /* nodes by depth */
+    int64_t *starts = order + width;         /* of each depth there */
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
+        int64_t *parents = row.fields[PARENT], *standing = row.fields[STANDING];
+        float *paths = row.paths;
+        for (int64_t s = 0; s < num_slots; s++) slots[s] = -1;
+        for (int64_t i = 0; i < width; i++) {
+            uint64_t slot = ((uint64_t)keys[i] * UINT64_C(0x9E3779B97F4A7C15)) >> (64 - bits);
+            while (slots[slot] >= 0 && keys[slots[slot]] != keys[i]) slot = (slot + 1) & (uint64_t)(num_slots - 1);
+            if (slots[slot] < 0 || paths[i] > paths[slots[slot]]) slots[slot] = i;
+            kept[i] = (int64_t)slot;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            kept[i] = slots[kept[i]];
+            first_source[i] = last_source[i] = sources[i];
+            needs[i] = row.fields[NEED][i];
+            spoke[i] = 0;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            int64_t k = kept[i];
+            parents[i] = kept[parents[i]];
+            if (!(paths[i] > 0)) continue; /* copies with no chance are none */
+            needs[k] = least(needs[k], row.fields[NEED][i]);
+            first_source[k] = least(first_source[k], sources[i]);
+            last_source[k] = -least(-last_source[k], -sources[i]);
+            if (sources[i] == drafted) spoke[parents[i]] = 1;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            row.fields[NEED][i] = kept[i] == i ? needs[i] : 0;
+            if (kept[i] != i) paths[i] = 0.0f;
+            standing[i] = ALONE;
+        }
+        if (chances->values == NULL) continue;
+        /* A likelier copy of its parent may stand behind a node: weighed again depth by depth. */
+        memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
+        for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
+        for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
+        for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
+        for (int64_t o = 0; o < width && !failed; o++) {
+            int64_t i = order[o];
+            float chance;
+            if (kept[i] == i && first_source[i] != last_source[i])
+                standing[i] = AGREED;
+            else if (spoke[parents[i]] && sources[i] != drafted)
+                standing[i] = OPPOSED;
+            if (i == 0 || !(paths[i] > 0)) continue;
+            failed = chance_of(chances, standing[i], sources[i], row.fields[EVIDENCE][i], &chance);
+            if (!failed) paths[i] = path_of(paths[parents[i]], chance);
+        }
+    }
+    free(memory);
+    return failed;
+}
+
+/* numbers: [4][num_rows][count] of tokens, parents, sources, evidence; shares: [2][num_rows][count] of probabilities
+   after the parent, and paths. */
+int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares) {
+    int64_t size = pool->num_rows * count;
+    if (count > pool->width) return OUT_OF_RANGE;
+    int64_t *chosen = malloc((size_t)(count + pool->width) * sizeof(int64_t));
+    if (chosen == NULL) return NO_MEMORY;
+    int64_t *place = chosen + count; /* node -> where it stands among the chosen */
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        memset(place, 0, (size_t)pool->width * sizeof(int64_t));
+        highest(row.paths, pool->width, count, chosen);
+        for (int64_t i = 0; i < count; i++) place[chosen[i]] = i;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t node = chosen[i], parent = row.fields[PARENT][node], at = r * count + i;
+            float path = row.paths[node], above = row.paths[chosen[place[parent]]];
+            numbers[at] = row.fields[TOKEN][node];
+            numbers[size + at] = path > 0 ? place[parent] : 0;
+            numbers[2 * size + at] = path > 0 ? row.fields[SOURCE][node] : PADDING;
+            numbers[3 * size + at] = row.fields[EVIDENCE][node];
+            shares[at] = path / (above > LEAST ? above : LEAST);
+            shares[size + at] = path;
+        }
+    }
+    free(chosen);
+    return OK;
+}
+
+/* paths: [num_rows][count] of the likeliest nodes below the root, best first */
+int graft_best_paths(const Pool *pool, int64_t count, double *paths) {
+    if (count > pool->width - 1) return OUT_OF_RANGE;
+    int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (chosen == NULL) return NO_MEMORY;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const float *below = pool->paths + r * pool->capacity + 1;
+        highest(below, pool->width - 1, count, chosen);
+        for (int64_t i = 0; i < count; i++) paths[r * count + i] = below[chosen[i]];
+    }
+    free(chosen);
+    return OK;
+}
+
+/* values: [num_rows][max_passes + 1] */
+int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, double *values) {
+    int64_t count = least(budget + 1, pool->width);
+    int64_t *chosen = malloc((size_t)count * sizeof(int64_t));
+    float *had = malloc((size_t)pool->width * sizeof(float));
+    int failed = chosen == NULL || had == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t passes = 0; passes <= max_passes; passes++) {
+            double sum = -1.0; /* the root is sure */
+            for (int64_t i = 0; i < pool->width; i++) had[i] = row.fields[NEED][i] > passes ? 0.0f : row.paths[i];
+            highest(had, pool->width, count, chosen);
+            for (int64_t i = 0; i < count; i++) sum += had[chosen[i]];
+            values[r * (max_passes + 1) + passes] = sum;
+        }
+    }
+    free(chosen);
+    free(had);
+    return failed;
+}
+
+/* For each row of found: how many places, and of each its node, its depth and the tokens on the way there.
+   found: room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, depth being the least of max_depth and the
+   deepest node's. */
+int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
+    int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (chosen == NULL) return NO_MEMORY;
+    int64_t is_drafted = 0;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const int64_t *needs = row_of(pool, r).fields[NEED];
+        for (int64_t i = 0; i < pool->width && !is_drafted; i++) is_drafted = needs[i];
+    }
+    count = least(count, pool->width - 1);
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        if (!is_drafted) { /* the root alone */
+            *found++ = 1;
+            *found++ = 0;
+            *found++ = 0;
+            continue;
+        }
+        int64_t *num_found = found++;
+        *num_found = 0;
+        highest(row.paths + 1, pool->width - 1, count, chosen);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t node = chosen[i] + 1, depth = row.fields[DEPTH][node];
+            if (!(row.paths[node] > 0) || depth >= max_depth) continue;
+            ++*num_found;
+            *found++ = node;
+            *found++ = depth;
+            for (int64_t d = depth, at = node; d > 0; at = row.fields[PARENT][at]) found[--d] = row.fields[TOKEN][at];
+            found += depth;
+        }
+    }
+    free(chosen);
+    return OK;
+}
+
+/* Counts what was put to the test by the tokens that came, row after row, and what of it fitted, by standing, source
+   and evidence. Beyond a memory of tests old ones fade. */
+int graft_count(
+    const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
+    int64_t num_standings, int64_t num_sources, int64_t num_buckets, float memory) {
+    enum { FOLLOWED = 1, FITTED = 2 };
+    uint8_t *came = malloc((size_t)pool->width); /* what came of each node */
+    int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of what came, from the root on */
+    int failed = came == NULL || keys == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; emitted += lengths[r++]) {
+        Row row = row_of(pool, r);
+        if (lengths[r] >= pool->num_factors) failed = OUT_OF_RANGE;
+        keys[0] = 0;
+        for (int64_t d = 1; d <= lengths[r] && !failed; d++)
+            keys[d] = sum_keys(keys[d - 1], step_key(emitted[d - 1], pool->factors[d]));
+        for (int64_t i = 0; i < pool->width && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][i];
+            int is_true = depth <= lengths[r] && row.fields[KEY][i] == keys[depth];
+            came[i] = (uint8_t)(is_true ? (depth < lengths[r] ? FOLLOWED : 0) | (depth > 0 ? FITTED : 0) : 0);
+        }
+        for (int64_t i = 1; i < pool->width && !failed; i++) {
+            int64_t source = row.fields[SOURCE][i], evidence = row.fields[EVIDENCE][i];
+            int64_t standing = row.fields[STANDING][i];
+            if (!(came[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
+            if (standing >= num_standings || source >= num_sources || evidence < 0 || evidence >= num_buckets) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            int64_t cell = (standing * num_sources + source) * num_buckets + evidence;
+            tried[cell] += 1.0f;
+            if (came[i] & FITTED) fitted[cell] += 1.0f;
+        }
+    }
+    for (int64_t cell = 0; cell < num_standings * num_sources * num_buckets && !failed; cell++) {
+        float fade = memory / tried[cell];
+        if (!(fade < 1.0f)) continue;
+        tried[cell] *= fade;
+        fitted[cell] *= fade;
+    }
+    free(came);
+    free(keys);
+    return failed;
+}
+
+/* The tables */
+
+typedef struct {
+    int32_t *entries; /* [num_rows][num_successors]: token and bucket in one, or -1 */
+    int64_t *tags;    /* [num_rows] if hashed, else NULL and a row is a token */
+    int64_t num_rows, num_successors, order;
+    int64_t row_bits;       /* of a hash that name the row */
+    int64_t num_buckets;    /* an entry is its token times this, plus its bucket */
+    const int64_t *factors; /* of the last token, the one before, the one before that and the salt */
+} Table;
+
+/* The row of an n-gram, or -1 where there is none; the tag is 0 if rows have none. */
+static int64_t table_row(
+    const Table *table, int64_t token, int64_t before, int64_t earlier, int64_t salt, int64_t *tag) {
+    *tag = 0;
+    if (table->tags == NULL) return token >= 0 && token < table->num_rows ? token : -1;
+    const int64_t *factors = table->factors;
+    uint64_t key = (uint64_t)salt * (uint64_t)factors[3] + (uint64_t)token * (uint64_t)factors[0];
+    if (table->order > 1) key += (uint64_t)before * (uint64_t)factors[1];
+    if (table->order > 2) key += (uint64_t)earlier * (uint64_t)factors[2];
+    *tag = (int64_t)key;
+    return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
+}
+
+/* The nodes of trees [num_rows][width], from the last to the root, which stands for padding too, with what was said of
+   each [num_rows * width][num_successors]. salts may be NULL. nodes: [4][num_rows * width] of tokens, the two before
+   each and salts. */
+int graft_nodes_in_context(
+    int64_t num_rows, int64_t width, int64_t num_successors, const int64_t *tokens, const int64_t *parents,
+    const int64_t *sources, const int64_t *successors, const float *shares, const int64_t *before,
+    const int64_t *earlier, const int64_t *salts, int64_t *nodes, int64_t *said, float *said_shares) {
+    int64_t size = num_rows * width;
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t i = 0; i < width; i++) {
+            int64_t first = r * width, node = sources[first + i] == PADDING ? 0 : i, parent = parents[first + node];
+            int64_t to = first + width - 1 - i;
+            if (parent < 0 || parent >= width || parents[first + parent] < 0 || parents[first + parent] >= width)
+                return OUT_OF_RANGE;
+            nodes[to] = tokens[first + node];
+            nodes[size + to] = node ? tokens[first + parent] : before[r];
+            nodes[2 * size + to] = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
+            nodes[3 * size + to] = salts == NULL ? 0 : salts[r];
+            for (int64_t s = 0; s < num_successors; s++) {
+                said[to * num_successors + s] = successors[(first + i) * num_successors + s];
+                said_shares[to * num_successors + s] = shares[(first + i) * num_successors + s];
+            }
+        }
+    }
+    return OK;
+}
+
+/* All but successors and shares [count][num_successors] are [count]. Of several judgements of a row the last stays. */
+int graft_learn(
+    const Table *tables, int64_t num_tables, int64_t count, int64_t num_successors, const int64_t *tokens,
+    const int64_t *before, const int64_t *earlier, const int64_t *salts, const int64_t *successors,
+    const float *shares) {
+    if (num_successors > tables[0].num_successors) return OUT_OF_RANGE;
+    int32_t *entries = malloc((size_t)(num_successors + 1) * sizeof(int32_t)); /* of one judgement */
+    if (entries == NULL) return NO_MEMORY;
+    int failed = OK;
+    for (int64_t i = 0; i < count && !failed; i++) {
+        for (int64_t s = 0; s < num_successors; s++) {
+            int64_t at = i * num_successors + s, buckets = tables[0].num_buckets;
+            entries[s] = (int32_t)(successors[at] * buckets + bucket_of(shares[at], buckets));
+        }
+        for (int64_t t = 0; t < num_tables; t++) {
+            int64_t tag, row = table_row(tables + t, tokens[i], before[i], earlier[i], salts[i], &tag);
+            if (row < 0) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
+            if (tables[t].tags != NULL) tables[t].tags[row] = tag;
+        }
+    }
+    free(entries);
+    return failed;
+}
+
+/* The entries of the longest n-gram that is known, or NULL; its table's number, that of the last if none is. */
+static const int32_t *longest_known(
+    const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
+    for (*number = 0; *number < num_tables; ++*number) {
+        const Table *table = tables + *number;
+        int64_t tag, place = table_row(
+            table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
+        if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) continue;
+        const int32_t *entries = table->entries + place * table->num_successors;
+        if (entries[0] >= 0) return entries;
+    }
+    --*number;
+    return NULL;
+}
+
+/* Wave by wave the likeliest nodes not looked up yet get the successors of the longest n-gram that is known. */
+int graft_follow(
+    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    int64_t beam, int64_t max_depth) {
+    int64_t width = pool->width, num_buckets = tables[0].num_buckets;
+    int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of the nodes that may be looked up */
+    int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_open = 0;
+        width = pool->width;
+        for (int64_t wave = 0; wave < num_waves && !failed; wave++) {
+            for (; num_open < width; num_open++)
+                open[num_open] = row.fields[DEPTH][num_open] < max_depth ? row.paths[num_open] : 0.0f;
+            int64_t count = least(beam, width);
+            highest(open, width, count, best);
+            for (int64_t b = 0; b < count && !failed; b++) {
+                int64_t number;
+                const int32_t *entries = longest_known(tables, num_tables, &row, best[b], pool->salts[r], &number);
+                if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
+                for (int64_t s = 0; s < tables[0].num_successors && !failed; s++, width++) {
+                    int32_t entry = entries != NULL ? entries[s] : -1;
+                    int64_t token = 0, evidence = num_buckets - 1;
+                    float chance = 0.0f;
+                    if (entry >= 0) {
+                        token = entry / num_buckets;
+                        evidence = entry % num_buckets;
+                        failed = chance_of(chances, ALONE, number + first, evidence, &chance);
+                    }
+                    if (!failed)
+                        failed = add_node(
+                            pool, &row, width, token, best[b], chance, number + first, evidence, INHERITED);
+                }
+                open[best[b]] = 0.0f;
+            }
+        }
+    }
+    free(best);
+    free(open);
+    if (!failed) pool->width = width;
+    return failed;
+}
+
+/* Copies */
+
+typedef struct {
+    const int32_t *tokens; /* texts one behind the other */
+    const int64_t *spans;  /* [num_spans][3]: where its text starts, where the occurrence ends, where its text stops */
+    int64_t num_spans;
+} Texts;
+
+typedef struct {
+    int64_t *tokens, *parents, *depths, *sources, *evidence;
+    int64_t count;
+} Twig;
+
+/* How occurrences are told apart: least lengths of a match and least shares, in rising order. */
+typedef struct {
+    int64_t max_match, num_matches, num_shares;
+    const int64_t *matches;
+    const double *shares;
+} Scale;
+
+static int64_t evidence_of(const Scale *scale, int64_t match, double share) {
+    int64_t m = 0, s = 0;
+    while (m < scale->num_matches && scale->matches[m] <= match) m++;
+    while (s < scale->num_shares && scale->shares[s] <= share) s++;
+    return (m - 1) * scale->num_shares + s - 1;
+}
+
+/* The twig's node for a token below another, 1 and up; a new one if there is none. */
+static int64_t twig_node(Twig *twig, int64_t parent, int64_t token, int64_t depth, int64_t source, int64_t evidence) {
+    for (int64_t i = 0; i < twig->count; i++)
+        if (twig->parents[i] == parent && twig->tokens[i] == token) return i + 1;
+    twig->tokens[twig->count] = token;
+    twig->parents[twig->count] = parent;
+    twig->depths[twig->count] = depth;
+    twig->sources[twig->count] = source;
+    twig->evidence[twig->count] = evidence;
+    return ++twig->count;
+}
+
+/* A part of the twig that is to go on: its node and the chains that came so far. */
+typedef struct {
+    int64_t node, depth, start, count;
+} Branch;
+
+static int64_t match_of(const Texts *texts, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
+    int64_t match = 0;
+    most = least(most, least(length, span[1] - span[0]));
+    while (match < most && texts->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
+    return match;
+}
+
+static int grow_twig(
+    Twig *twig, const Texts *texts, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
+    int64_t num_nodes, const Scale *scale) {
+    int64_t most = texts->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
+    if (most == 0 || num_nodes < 1) return OK;
+    int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t)); /* chains of branches */
+    Branch *branches = malloc((size_t)(num_nodes + 1) * sizeof(Branch));
+    if (members == NULL || branches == NULL) {
+        free(members);
+        free(branches);
+        return NO_MEMORY;
+    }
+    int64_t *group_of = members + (num_nodes + 1) * most, *heads = group_of + most, *sizes = heads + most;
+    for (int64_t s = 0; s < most; s++) {
+        group_of[s] = match_of(texts, texts->spans + 3 * s, suffix, suffix_length, scale->max_match);
+        if (group_of[s] > longest) longest = group_of[s];
+    }
+    /* Shorter matches than half the longest only spread the same few places thinner. */
+    for (int64_t s = 0; s < most; s++)
+        if (2 * group_of[s] > longest) members[num_chains++] = s;
+    branches[0] = (Branch){0, 0, 0, num_chains};
+    int64_t end = num_chains; /* of the members so far */
+    for (int64_t b = 0; b < num_branches && left > 0; b++) {
+        Branch branch = branches[b];
+        int64_t num_groups = 0;
+        for (int64_t m = 0; m < branch.count; m++) { /* by their next token, in the order of their first */
+            const int64_t *span = texts->spans + 3 * members[branch.start + m];
+            int64_t at = span[1] + branch.depth, group = 0;
+            group_of[m] = -1;
+            if (branch.depth >= length || at >= span[2]) continue;
+            while (group < num_groups && texts->tokens[heads[group]] != texts->tokens[at]) group++;
+            if (group == num_groups) {
+                heads[group] = at;
+                sizes[group] = 0;
+                num_groups++;
+            }
+            group_of[m] = group;
+            sizes[group]++;
+        }
+        for (int64_t g = 0; g < num_groups && left > 0; g++, left--) { /* the largest first */
+            int64_t largest = 0;
+            for (int64_t other = 1; other < num_groups; other++)
+                if (sizes[other] > sizes[largest]) largest = other;
+            /* A token further down is reached only if the ones before fitted: by then the match is longer. */
+            int64_t evidence =
+                evidence_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
+            int64_t depth = branch.depth + 1;
+            int64_t node = twig_node(twig, branch.node, texts->tokens[heads[largest]], depth, source, evidence);
+            branches[num_branches++] = (Branch){node, depth, end, sizes[largest]};
+            for (int64_t m = 0; m < branch.count; m++)
+                if (group_of[m] == largest) members[end++] = members[branch.start + m];
+            sizes[largest] = 0;
+        }
+    }
+    free(members);
+    free(branches);
+    return OK;
+}
+
+/* What followed the occurrences in each of the texts, the first's evidence before the others'. columns:
+   [5][num_texts * num_nodes] of tokens, parents (0 is the place it hangs at), depths, sources and evidence. */
+int graft_copies(
+    const Texts *texts, int64_t num_texts, const int32_t *suffix, int64_t suffix_length, int64_t length,
+    int64_t num_nodes, const Scale *scale, int64_t *columns, int64_t *count) {
+    int64_t room = num_texts * num_nodes;
+    Twig twig = {columns, columns + room, columns + 2 * room, columns + 3 * room, columns + 4 * room, 0};
+    int failed = OK;
+    for (int64_t t = 0; t < num_texts && !failed; t++)
+        failed = grow_twig(&twig, texts + t, t, suffix, suffix_length, length, num_nodes, scale);
+    *count = twig.count;
+    return failed;
+}

@@ -1,0 +1,120 @@
+"""The kernels of `kernels.c` as Python calls them: what goes in, and what it means when one fails.
+
+They hold the interpreter's lock: they take microseconds, and read lists' memory that must not move meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft import native
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-std=c99", "-O2")
+
+
+class PoolStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("capacity", c_int64),
+        ("width", c_int64),
+        ("deepest", c_int64),
+        ("fields", c_void_p),
+        ("paths", c_void_p),
+        ("salts", c_void_p),
+        ("factors", c_void_p),
+        ("num_factors", c_int64),
+    )
+
+
+class ChancesStruct(ctypes.Structure):
+    _fields_ = (("values", c_void_p), ("num_sources", c_int64), ("num_buckets", c_int64))
+
+    @classmethod
+    def of(cls, chances: Tensor | None) -> ChancesStruct:
+        """chances [..., sources, buckets], contiguous floats that must stay where they are; none if None."""
+        if chances is None:
+            return cls()
+        assert chances.is_contiguous() and chances.dtype is torch.float32
+        return cls(chances.data_ptr(), *chances.shape[-2:])
+
+
+class TableStruct(ctypes.Structure):
+    _fields_ = (
+        ("entries", c_void_p),
+        ("tags", c_void_p),
+        ("num_rows", c_int64),
+        ("num_successors", c_int64),
+        ("order", c_int64),
+        ("row_bits", c_int64),
+        ("num_buckets", c_int64),
+        ("factors", c_void_p),
+    )
+
+
+class TextsStruct(ctypes.Structure):
+    _fields_ = (("tokens", c_void_p), ("spans", c_void_p), ("num_spans", c_int64))
+
+
+class ScaleStruct(ctypes.Structure):
+    _fields_ = (
+        ("max_match", c_int64),
+        ("num_matches", c_int64),
+        ("num_shares", c_int64),
+        ("matches", POINTER(c_int64)),
+        ("shares", POINTER(c_double)),
+    )
+
+
+_ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passed by reference
+    "graft_begin": [c_void_p] * 4,
+    "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
+    "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
+    "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_void_p, c_int64, c_void_p],
+    "graft_merge": [c_void_p, c_int64, c_void_p],
+    "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
+    "graft_best_paths": [c_void_p, c_int64, c_void_p],
+    "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
+    "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
+    "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
+    "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],
+    "graft_copies": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3],
+}
+
+
+@cache
+def kernels() -> Any | None:
+    """The library, or None where it cannot be had."""
+    library: Any = native.load(_SOURCE, _FLAGS, ["-lm"], ctypes.PyDLL)
+    if library is not None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
+    return library
+
+
+def serve(device: torch.device) -> bool:
+    """Whether tensors on a device are worked on by the kernels."""
+    return device.type == "cpu" and kernels() is not None
+
+
+def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A column as the kernels read it. It must live until they have."""
+    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
+
+
+def _check(failed: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if failed == 1:
+        raise MemoryError(f"{function.__name__} found no memory")
+    if failed:
+        raise IndexError(f"{function.__name__} was given a place, source or bucket that is out of range")
+    return failed
