@@ -251,6 +251,23 @@ def test_texts_under_different_salts_are_kept_apart(order):
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, 30]
 
 
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_isolated_texts_know_what_all_know_until_they_know_better(order):
+    table = SuccessorTable(order, NUM_ROWS, CPU, isolated=True)
+    table.learn(judged([(1, 2, 5)], [40], salt=0))
+    table.learn(judged([(1, 2, 5)], [20], salt=1))
+    assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [40, 20, 40]
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_state_of_a_table_for_all_serves_every_isolated_text(order):
+    common = SuccessorTable(order, NUM_ROWS, CPU) if order > 1 else adjacency_table(VOCAB, CPU, isolated=False)
+    common.learn(judged([(1, 2, 5), (2, 5, 6)], [40, 41]))
+    isolated = SuccessorTable(order, 4 * NUM_ROWS, CPU, isolated=True)
+    isolated.restore(common.state())
+    assert [first_successor(isolated, ngram, salt=7) for ngram in ((1, 2, 5), (2, 5, 6))] == [40, 41]
+
+
 def test_the_adjacency_table_is_one_for_all_texts_unless_they_are_isolated():
     for isolated in (False, True):
         table = adjacency_table(VOCAB, CPU, isolated)

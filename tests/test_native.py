@@ -180,8 +180,8 @@ def judgements(rng, count, num_successors, num_salts=2):
 
 
 def some_tables(kind, bits, isolated):
-    orders = [SuccessorTable(order, 1 << bits, CPU) for order in (3, 2)]
-    return kind([*orders, SuccessorTable(1, 64 if isolated else TOKENS, CPU, hashed=isolated)])
+    orders = [SuccessorTable(order, 1 << bits, CPU, isolated=isolated) for order in (3, 2)]
+    return kind([*orders, SuccessorTable(1, 64 if isolated else TOKENS, CPU, hashed=isolated, isolated=isolated)])
 
 
 @settings(deadline=None)

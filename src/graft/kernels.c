@@ -412,6 +412,7 @@ typedef struct {
     int64_t row_bits;       /* of a hash that name the row */
     int64_t num_buckets;    /* an entry is its token times this, plus its bucket */
     const int64_t *factors; /* of the last token, the one before, the one before that and the salt */
+    int64_t isolated;       /* whether texts have rows of their own, under their salts, before those of all */
 } Table;
 
 /* The row of an n-gram, or -1 where there is none; the tag is 0 if rows have none. */
@@ -482,16 +483,22 @@ int graft_learn(
     return failed;
 }
 
+/* What a table knows after a node under a salt, or NULL. */
+static const int32_t *known_after(const Table *table, const Row *row, int64_t node, int64_t salt) {
+    int64_t tag, place = table_row(
+        table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
+    if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) return NULL;
+    const int32_t *entries = table->entries + place * table->num_successors;
+    return entries[0] >= 0 ? entries : NULL;
+}
+
 /* The entries of the longest n-gram that is known, or NULL; its table's number, that of the last if none is. */
 static const int32_t *longest_known(
     const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
     for (*number = 0; *number < num_tables; ++*number) {
-        const Table *table = tables + *number;
-        int64_t tag, place = table_row(
-            table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
-        if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) continue;
-        const int32_t *entries = table->entries + place * table->num_successors;
-        if (entries[0] >= 0) return entries;
+        const int32_t *entries = known_after(tables + *number, row, node, salt);
+        if (entries == NULL && tables[*number].isolated) entries = known_after(tables + *number, row, node, 0);
+        if (entries != NULL) return entries;
     }
     --*number;
     return NULL;

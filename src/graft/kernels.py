@@ -56,6 +56,7 @@ class TableStruct(ctypes.Structure):
         ("row_bits", c_int64),
         ("num_buckets", c_int64),
         ("factors", c_void_p),
+        ("isolated", c_int64),
     )
 
 

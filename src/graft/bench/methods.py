@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.bench.ablations import CONTENDERS
 from graft.draft.base import Drafter
 from graft.engine import Engine
+from graft.learn.tuning import thresholds, watch_gates
 from graft.policy import Policy, PolicySettings, policy_with
+from graft.policy.gates import THRESHOLDS
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.target import TargetRunner
@@ -45,6 +48,12 @@ class Method(ABC):
         """Whether it must give the text of plain decoding under these settings."""
         return True
 
+    def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
+        """What it knows after answering prompts, those of a group together."""
+        for prompts in groups:
+            self.answer(prompts, settings)
+        return self.state()
+
     def state(self) -> dict[str, Tensor]:
         """All that was learned; empty for a method that learns nothing."""
         return {}
@@ -64,6 +73,7 @@ class PolicyMethod(Method):
         settings: PolicySettings = _USUAL,
     ) -> None:
         self.name = name
+        self._settings = settings
         self._policy = _make(name, model, drafter, settings)
         if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
             # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
@@ -74,6 +84,19 @@ class PolicyMethod(Method):
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         generations = self._engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
         return [Answer(generation.ids, generation.stats) for generation in generations]
+
+    def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
+        """Gates are calibrated too; and where texts are isolated, it is one whose texts are not that learns for all."""
+        model, drafter = self._engine.target.model, self._engine.drafter
+        if self._settings.isolated:
+            taught = PolicyMethod(self.name, model, drafter, replace(self._settings, isolated=False))
+            taught.restore(self.state())
+            return taught.warm_up(groups, settings)
+        state = dict(super().warm_up(groups, settings))
+        if THRESHOLDS in state:
+            assert drafter is not None
+            state[THRESHOLDS] = torch.tensor(thresholds(watch_gates(model, drafter, groups, settings)))
+        return state
 
     def state(self) -> dict[str, Tensor]:
         return self._policy.state()

@@ -113,9 +113,8 @@ def contestants(
         warm: Mapping[str, Tensor] = cold
         if warm_up and any(state != "cold" for state in states):
             method.restore(cold)
-            for group in _groups(warm_up, settings.rows):
-                method.answer([question.ids for question in group], settings.sampling(eos_token_ids))
-            warm = method.state()
+            groups = [[question.ids for question in group] for group in _groups(warm_up, settings.rows)]
+            warm = method.warm_up(groups, settings.sampling(eos_token_ids))
         result += [Contestant(method, state, cold if state == "cold" else warm) for state in states]
     return result
 
@@ -145,10 +144,12 @@ def run(
         yield results
 
 
-def check_states(states: Sequence[str], has_warm_up: bool) -> None:
+def check_states(states: Sequence[str], has_warm_up: bool, rows: int = 1) -> None:
     for state in states:
         require(state in STATES, f"unknown state {state!r}: known are {', '.join(STATES)}")
         require(states.count(state) == 1, f"state {state!r} is named twice; once is enough")
+    alone = rows == 1 or "persistent" not in states
+    require(alone, "state 'persistent' learns from prompt to prompt, and --rows decodes them together: leave one out")
     require(has_warm_up or "warm" not in states, "state 'warm' is what --warmup FILE leaves behind: name the file")
 
 

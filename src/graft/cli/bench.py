@@ -106,7 +106,7 @@ def bench(
     warmup: Path | None = learning.get("warmup")
     states = learning.get("state", ["cold" if warmup is None else "warm"])
     check_names(names, OURS if replay else (*OURS, *PEERS))
-    check_states(states, warmup is not None)
+    check_states(states, warmup is not None, settings.rows)
     require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit is of --warmup FILE: name the file")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
     budget, pass_cost = heads.get("budget"), heads.get("pass_cost")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from graft.accept import Accepted
 from graft.draft.base import Drafter, TreeSettings
@@ -17,8 +18,9 @@ from graft.learn.profile import About, Profile
 from graft.policy import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
 from graft.policy.base import USUAL_BUDGET
 from graft.policy.dense import Dense
-from graft.policy.gates import GATES, PUBLISHED
+from graft.policy.gates import GATES, PUBLISHED, THRESHOLDS
 from graft.report import Report
+from graft.sampling import SamplingSettings
 from graft.target import TargetRunner
 from graft.tree import DraftTree
 
@@ -53,8 +55,9 @@ def tune(
         progress(Report("learning", number, len(prompts), f"accepted {answer.stats.mean_accepted:.2f}"))
     state = engine.policy.state()
     if drafter is not None:
-        seen = _watch_gates(engine, drafter, prompts, max_new_tokens, progress)
-        state["gates/thresholds"] = torch.tensor(thresholds(seen))
+        settings = SamplingSettings(max_new_tokens=max_new_tokens, stop_token_ids=tuple(engine.eos_token_ids))
+        seen = watch_gates(engine.target.model, drafter, [[prompt] for prompt in prompts], settings, progress)
+        state[THRESHOLDS] = torch.tensor(thresholds(seen))
     if portable:
         state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}
         return Profile(About(about.model, about.head, None, None), _most_seen(state, counts), {})
@@ -112,15 +115,19 @@ def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64
     return float((values[place] + values[place + 1]) / 2)
 
 
-def _watch_gates(
-    engine: Engine, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, progress: Progress
+def watch_gates(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    groups: Sequence[Sequence[Sequence[int]]],
+    settings: SamplingSettings,
+    progress: Progress = lambda report: None,
 ) -> Seen:
-    target = TargetRunner(engine.target.model, drafter.hidden_layers)
-    watch = GateWatch(target, drafter, PolicySettings(USUAL_BUDGET))
-    dense = Engine(engine.target.model, engine.tokenizer, policy=watch, drafter=drafter)
-    for number, prompt in enumerate(prompts, start=1):
-        dense.generate(prompt, max_new_tokens=max_new_tokens)
-        progress(Report("gates", number, len(prompts), f"{len(watch.seen)} rounds"))
+    """What gates would have seen while `dense` answers the prompts, those of a group together."""
+    watch = GateWatch(TargetRunner(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
+    dense = Engine(model, policy=watch, drafter=drafter)
+    for number, prompts in enumerate(groups, start=1):
+        dense.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
+        progress(Report("gates", number, len(groups), f"{len(watch.seen)} rounds"))
     return watch.seen
 
 

@@ -34,7 +34,7 @@ class PolicySettings(Settings):
 
     budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
-    isolated: bool = False  # whether texts must not learn from each other
+    isolated: bool = False  # texts learn nothing from each other; a restored state serves all
     datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from graft.tree import ROOT
 DRAFTED = ROOT + 1
 GATES = (0, 1, 5)  # the passes after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
+THRESHOLDS = "gates/thresholds"  # in a policy's state
 NEVER = len(GATES)  # the stop of a row that passed all gates
 
 
@@ -27,10 +28,10 @@ class Gates:
         self.thresholds = torch.tensor(PUBLISHED)
 
     def state(self) -> dict[str, Tensor]:
-        return {"gates/thresholds": self.thresholds.clone()}
+        return {THRESHOLDS: self.thresholds.clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.thresholds = state.get("gates/thresholds", torch.tensor(PUBLISHED)).cpu().clone()
+        self.thresholds = state.get(THRESHOLDS, torch.tensor(PUBLISHED)).cpu().clone()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Recall:
     ) -> None:
         """orders: longest first."""
         tables = [
-            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, device)
+            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, device, isolated=isolated)
             if order > 1
             else adjacency_table(vocab_size, device, isolated)
             for order in orders

@@ -2,7 +2,8 @@
 
 Order 1 is the adjacency matrix, a row a token. Higher orders are hashed: a row is named by its n-gram's hash and
 carries a tag, so that another n-gram on the same row is told apart. Where texts must not learn from each other, order
-1 is hashed too, and every text has a salt that goes into its hashes. Memory is fixed.
+1 is hashed too, and every text has a salt that goes into its hashes; what stands under salt 0 serves all. Memory is
+fixed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ _TOKEN, _BEFORE, _EARLIER, _SALT = _FACTORS.tolist()
 class SuccessorTable:
     """M[rows, k] of entries, likeliest first: a token id and the bucket of its share, in one number (see `unpack`)."""
 
-    def __init__(self, order: int, num_rows: int, device: torch.device, hashed: bool = True) -> None:
-        """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size."""
+    def __init__(
+        self, order: int, num_rows: int, device: torch.device, hashed: bool = True, isolated: bool = False
+    ) -> None:
+        """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size.
+
+        isolated: of a table that is hashed, whether texts look up rows of their own before those of all.
+        """
         self.order = order
+        self._is_isolated = isolated
         self._is_hashed = hashed
         self._shift = 64 - (num_rows.bit_length() - 1)
         self._entries = torch.full((num_rows, NUM_SUCCESSORS), COLD, dtype=torch.int32, device=device)
@@ -40,9 +47,10 @@ class SuccessorTable:
 
     def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> Tensor:
         """Entries [..., k] after n-grams whose last tokens are given; `COLD` where unknown."""
-        rows, tags = self._place(tokens, before, earlier, salts)
-        entries = self._entries[rows]
-        return entries if tags is None else entries.masked_fill((self._tags[rows] != tags)[..., None], COLD)
+        own = self._lookup(tokens, before, earlier, salts)
+        if not self._is_isolated:
+            return own
+        return torch.where(own[..., :1] == COLD, self._lookup(tokens, before, earlier, torch.zeros_like(salts)), own)
 
     def learn(self, judged: Judged) -> None:
         """Of several judgements of one row the last stays."""
@@ -65,6 +73,7 @@ class SuccessorTable:
             64 - self._shift,
             NUM_BUCKETS,
             _FACTORS.data_ptr(),
+            self._is_isolated,
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -78,9 +87,16 @@ class SuccessorTable:
         self._tags.zero_()
         if state:
             rows = state["rows"].to(self._entries.device).long()
+            if self._is_hashed:  # perhaps in a table of another size, or a row a token and not hashed at all
+                tags = state["tags"].to(self._tags) if "tags" in state else rows * _TOKEN
+                rows = self._row_of(tags)
+                self._tags[rows] = tags
             self._entries[rows] = state["entries"].to(self._entries)
-            if self._is_hashed:
-                self._tags[rows] = state["tags"].to(self._tags)
+
+    def _lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> Tensor:
+        rows, tags = self._place(tokens, before, earlier, salts)
+        entries = self._entries[rows]
+        return entries if tags is None else entries.masked_fill((self._tags[rows] != tags)[..., None], COLD)
 
     def _place(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self._is_hashed:
@@ -88,7 +104,10 @@ class SuccessorTable:
         key = salts * _SALT + tokens * _TOKEN
         for part, factor in ((before, _BEFORE), (earlier, _EARLIER))[: self.order - 1]:
             key = key + part * factor
-        return (key >> self._shift) & (len(self._entries) - 1), key
+        return self._row_of(key), key
+
+    def _row_of(self, key: Tensor) -> Tensor:
+        return (key >> self._shift) & (len(self._entries) - 1)
 
 
 class SuccessorTables:
@@ -145,4 +164,4 @@ def make_tables(tables: Sequence[SuccessorTable], device: torch.device) -> Succe
 
 def adjacency_table(vocab_size: int, device: torch.device, isolated: bool) -> SuccessorTable:
     """The matrix of all texts, or rows of it for each."""
-    return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, device, hashed=isolated)
+    return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, device, hashed=isolated, isolated=isolated)
