@@ -107,14 +107,16 @@ def contestants(
     for method in methods:
         cold = method.state()
         method.answer([trial.ids], settings.sampling(eos_token_ids, _NUM_TRIAL_TOKENS))
-        if _is_same(method.state(), cold):
-            result.append(Contestant(method, STATELESS, cold))
-            continue
+        learns = not _is_same(method.state(), cold)
         warm: Mapping[str, Tensor] = cold
-        if warm_up and any(state != "cold" for state in states):
+        if cold and warm_up and any(state != "cold" for state in states):
             method.restore(cold)
             groups = [[question.ids for question in group] for group in _groups(warm_up, settings.rows)]
             warm = method.warm_up(groups, settings.sampling(eos_token_ids))
+            learns = learns or not _is_same(warm, cold)
+        if not learns:
+            result.append(Contestant(method, STATELESS, cold))
+            continue
         result += [Contestant(method, state, cold if state == "cold" else warm) for state in states]
     return result
 
