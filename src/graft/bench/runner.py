@@ -109,7 +109,7 @@ def contestants(
         method.answer([trial.ids], settings.sampling(eos_token_ids, _NUM_TRIAL_TOKENS))
         learns = not _is_same(method.state(), cold)
         warm: Mapping[str, Tensor] = cold
-        if cold and warm_up and any(state != "cold" for state in states):
+        if (learns or cold) and warm_up and any(state != "cold" for state in states):
             method.restore(cold)
             groups = [[question.ids for question in group] for group in _groups(warm_up, settings.rows)]
             warm = method.warm_up(groups, settings.sampling(eos_token_ids))
