@@ -19,7 +19,7 @@ from graft.policy.base import USUAL_BUDGET
 from graft.policy.dense import Dense
 from graft.policy.gates import GATES, PUBLISHED
 from graft.report import Report
-from graft.target import TargetRunner
+from graft.target import TargetRunner, target_for
 from graft.tree import DraftTree
 
 _ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
@@ -115,7 +115,7 @@ def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64
 def _watch_gates(
     engine: Engine, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, progress: Progress
 ) -> Seen:
-    target = TargetRunner(engine.target.model, drafter.hidden_layers)
+    target = target_for(engine.target.model, drafter.hidden_layers)
     watch = GateWatch(target, drafter, PolicySettings(USUAL_BUDGET))
     dense = Engine(engine.target.model, engine.tokenizer, policy=watch, drafter=drafter)
     for number, prompt in enumerate(prompts, start=1):
@@ -145,6 +145,6 @@ def _wide(drafter: Drafter | None) -> Drafter | None:
 
 
 def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:
-    target = TargetRunner(engine.target.model, drafter.hidden_layers if drafter is not None else ())
+    target = target_for(engine.target.model, drafter.hidden_layers if drafter is not None else ())
     policy = policy_with(settings, DEFAULT_POLICY, target, drafter)
     return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)
