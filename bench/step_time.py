@@ -28,11 +28,12 @@ if "--dry-run" in sys.argv:  # before Triton is imported
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     import interpreter  # noqa: F401
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from graft.bench.costume import SHAPES, Shape
 from graft.target import TargetRunner, TreeCache
 from graft.target.captured import ArenaCache, CapturedTarget
+from graft.target.fast_layers import why_not
 from graft.tree import DraftTree
 
 SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
@@ -89,6 +90,7 @@ def main() -> None:
     for shape_name, (shape, vocab) in models.items():
         exact_width = (64 if max(widths) <= 64 else 128) if options.exact else None
         model = make_model(shape, vocab, max(contexts) + 256)
+        print(f"{shape_name}: {why_not(model) or 'fused layers'}")
         target = CapturedTarget(model, exact_width=exact_width)
         for context in contexts:
             for width in widths:
@@ -106,7 +108,7 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def make_model(shape: Shape, vocab: int, max_positions: int) -> LlamaForCausalLM:
+def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=vocab,
         num_hidden_layers=shape.layers,
@@ -115,7 +117,7 @@ def make_model(shape: Shape, vocab: int, max_positions: int) -> LlamaForCausalLM
         **shape.attention_and_mlp,
     )
     with torch.device(DEVICE):
-        return LlamaForCausalLM._from_config(config, dtype=DTYPE).eval().requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
 
 
 def time_step(name: str, target: CapturedTarget, context: int, width: int, bandwidth: float, with_eager: bool) -> Line:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from graft import Engine, GraftError
+from graft import Engine, GraftError, SamplingSettings
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target.attention import Paths
 from graft.target.captured import ArenaCache, CapturedTarget
@@ -50,6 +50,22 @@ def model_of(name, **changes):
         if parameter.dim() == 1:  # biases are 0 and norms 1 in a new model
             torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
     return model.to(DEVICE)
+
+
+def moved(tree):
+    return replace(tree, **{name: part.to(DEVICE) for name, part in vars(tree).items() if name != "max_depth"})
+
+
+def placed(policy):
+    """The same policy with its trees where the model is."""
+    grow = policy.grow
+
+    def grow_there(*inputs):
+        grown = grow(*inputs)
+        return replace(grown, tree=moved(grown.tree))
+
+    policy.grow = grow_there
+    return policy
 
 
 # The kernels of a layer
@@ -117,9 +133,7 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
     for target in (ordinary, fast):
         cache = target.open(2, 64)
         chunks = [*target.prefill(cache, 0, PROMPT), *target.prefill(cache, 1, PROMPT[:5])]
-        tree = random_tree(random.Random(1), [3, 4], 5, 61)
-        on_device = replace(tree, **{f: getattr(tree, f).to(DEVICE) for f in vars(tree) if f != "max_depth"})
-        verified = target.verify(cache, on_device)
+        verified = target.verify(cache, moved(random_tree(random.Random(1), [3, 4], 5, 61)))
         results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, *verified.hidden))
     assert fast._graphs.layers is not None and fast._graphs.failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
@@ -186,8 +200,10 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
         with monkeypatch.context() as ordinary:
             ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
-        engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
-        engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 12, 20)]  # the last is wider than all buckets
+        engines = [Engine(model, policy="off"), Engine(model, policy=placed(Oracle(expected, len(PROMPT))))]
+        engines += [
+            Engine(model, policy=placed(RandomTrees(n))) for n in (2, 7, 12, 20)
+        ]  # the last is wider than all buckets
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
@@ -200,7 +216,7 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
     alone = [Engine(model, policy="off").generate(prompt, max_new_tokens=40).ids for prompt in prompts]
     endings = [{ids[8 + 3 * row]} for row, ids in enumerate(alone)]  # tokens that end some rows early
     for exact in (False, True):
-        engine = Engine(model, policy=RandomTrees(6, merge=True))
+        engine = Engine(model, policy=placed(RandomTrees(6, merge=True)))
         engine.target = Small(model, exact_width=16 if exact else None)
         for stop in endings:
             stops = list(stop)
@@ -214,7 +230,7 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
 def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
     monkeypatch.setattr(captured, "CONTEXTS", (32,))  # arenas of few slots
     model = model_of("llama")
-    engine = Engine(model, policy=RandomTrees(6))
+    engine = Engine(model, policy=placed(RandomTrees(6)))
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     first = engine.generate(PROMPT * 6, max_new_tokens=60).ids
     (arena,) = engine.target._graphs.arenas
@@ -229,22 +245,26 @@ def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
     assert engine.generate(PROMPT * 6, max_new_tokens=60).ids == first
 
 
+def test_logits_of_few_steps_are_kept(plain, monkeypatch):
+    monkeypatch.setattr(captured, "_MAX_LOGITS", 4 * 61 * 16)
+    model = model_of("llama")
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    for policy in (placed(RandomTrees(12)), placed(Oracle(expected, len(PROMPT), depth=3)), "off"):
+        engine = Engine(model, policy=policy)
+        assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
+        assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
+
+
 def test_two_generations_at_once_do_not_share_an_arena(plain):
     model = model_of("llama")
     engine = Engine(model, policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=10).ids
-    sequences = [engine._sequences(PROMPT, engine_settings(10)) for _ in range(2)]
+    sequences = [engine._sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
     first, second = (engine.rounds(each) for each in sequences)
     for _ in range(10):
         next(first), next(second)
     assert [each[0].new_ids for each in sequences] == [expected, expected]
     assert len(engine.target._graphs.arenas) == 2
-
-
-def engine_settings(max_new_tokens):
-    from graft import SamplingSettings
-
-    return SamplingSettings(max_new_tokens=max_new_tokens)
 
 
 def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
@@ -253,12 +273,20 @@ def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
     cache = target.open(1, 64)
     list(target.prefill(cache, 0, PROMPT))
     alone = target.verify(cache, DraftTree.roots(torch.tensor([4], device=DEVICE))).logits[0, 0].clone()
-    tree = tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]])
-    wide = target.verify(cache, replace(tree, tokens=tree.tokens.to(DEVICE), parents=tree.parents.to(DEVICE)))
+    wide = target.verify(cache, moved(tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]])))
     assert torch.equal(wide.logits[0, 0], alone)
     assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8}
     with pytest.raises(GraftError, match="budget"):
         target.verify(cache, DraftTree.chain(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
+def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
+    target = Small(model_of("llama"))
+    cache = target.open(2, 64)
+    tree = random_tree(random.Random(1), [3, 4], 5, 61)
+    first = target.verify(cache, moved(tree)).logits.clone()
+    assert torch.equal(target.verify(cache, tree).logits, first)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
@@ -280,7 +308,7 @@ def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain,
         monkeypatch.setattr(captured.Graphs, "capture", fail)
     else:
         monkeypatch.setattr(layer_kernels, "lay_out", fail)
-    engine = Engine(model, policy=RandomTrees(6))
+    engine = Engine(model, policy=placed(RandomTrees(6)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert engine.generate(PROMPT, max_new_tokens=12).ids == expected

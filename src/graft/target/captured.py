@@ -272,6 +272,8 @@ class CapturedTarget(TargetRunner):
             graphs.cache_shape = self._find_cache_shape()
         if graphs.failure is not None:
             return super().open(num_rows, num_slots)
+        if not graphs.arenas and graphs.num_captured == 0:
+            self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
         return graphs.lease(num_rows, num_slots + self.widths[-1], self.max_positions)
 
     def memory_report(self) -> dict[str, int]:
@@ -314,7 +316,7 @@ class CapturedTarget(TargetRunner):
         inputs.load(tree, lengths)  # before a capture too: its trial runs write where the tree's own will
         key = (rows, width, context)
         if key not in arena.steps:
-            count = self._graphs.num_captured
+            count = self._graphs.num_captured + 1
             self.progress(Report("graphs", count, count + 1, f"width {width}, context {context}"))
             try:
                 run = self._graphs.capture(self._make_run(arena, inputs, logits, context), arena.pool)

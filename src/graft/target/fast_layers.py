@@ -34,6 +34,7 @@ _FAMILIES = {
 _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle unless its forward asks for outputs
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a position alike in texts of any length
+_MAX_HOLES = 2**31  # bytes
 _MAX_HEAD_DIM = 256
 _MAX_HIDDEN = 16384  # what a program of the norm kernel holds
 
@@ -78,7 +79,10 @@ class FastLayers:
         self._norm = parts.model.norm.weight.detach()
         self._head = parts.lm_head.weight.detach()
         self._rotary = parts.model.rotary_emb
-        self._layers = [_layer(layer) for layer in parts.model.layers]
+        self._layers: list[_Layer] = []
+        for layer in parts.model.layers:
+            self._layers.append(_layer(layer))
+            _give_back(self._embedding.device)
 
     @torch.no_grad()
     def rotary(self, num_positions: int) -> Rotary:
@@ -209,6 +213,14 @@ def _products(layer: Any) -> list[nn.Module]:
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
         *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
     ]
+
+
+def _give_back(device: torch.device) -> None:
+    """Separate weights leave holes that fused ones do not fit: PyTorch would keep as much memory again for later."""
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MAX_HOLES:
+        torch.cuda.empty_cache()
 
 
 def _layer(layer: Any) -> _Layer:
