@@ -12,12 +12,14 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
+from graft.policy import make_policy
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target.attention import Paths
 from graft.target.captured import ArenaCache, CapturedTarget
 from graft.target.fast_layers import FastLayers, why_not
 from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
+from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
 from tiny import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,13 +203,27 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
             ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
         engines = [Engine(model, policy="off"), Engine(model, policy=placed(Oracle(expected, len(PROMPT))))]
-        engines += [
-            Engine(model, policy=placed(RandomTrees(n))) for n in (2, 7, 12, 20)
-        ]  # the last is wider than all buckets
+        # The last is wider than all buckets.
+        engines += [Engine(model, policy=placed(RandomTrees(n))) for n in (2, 7, 12, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 8
+
+
+@pytest.mark.parametrize("policy", ["dense", "graft"])
+def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monkeypatch):
+    model = model_of("llama", num_hidden_layers=6)
+    runs = []
+    for target in (small_target, lambda model, layers, *_: TargetRunner(model, layers)):
+        monkeypatch.setattr("graft.engine.target_for", target)
+        drafter = Eagle3Drafter(make_head(model).to(DEVICE), SMALL_TREE)
+        engine = Engine(
+            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
+        )
+        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
+    for captured_run, ordinary in zip(*runs, strict=True):
+        assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
 
 
 def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):

@@ -30,6 +30,7 @@ from graft.tree import DraftTree
 WIDTHS = (1, 8, 16, 32, 64, 128)
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
 _MAX_LOGITS = 2**31  # bytes of logits that an arena's steps may keep, if there are several
+_ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are compiled for alignments
 _WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a power of two
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -39,23 +40,24 @@ class Inputs:
     """What a step reads, at fixed addresses, all in one tensor: a tree from the host takes one transfer."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        head, nodes = _whole(rows + 1, 4), _whole(rows * width, 4)  # aligned: kernels are compiled for alignments
-        self._numbers = torch.zeros(head + 2 * nodes, dtype=torch.int32, device=device)
-        self._head, tokens, parents = self._numbers.split((head, nodes, nodes))
-        self.lengths, self.width = self._head[:rows], self._head[rows : rows + 1]
+        nodes = _whole(rows * width)
+        self._numbers = torch.zeros(_ALIGNED + _whole(rows) + 2 * nodes, dtype=torch.int32, device=device)
+        self._head, tokens, parents = self._numbers.split((_ALIGNED + _whole(rows), nodes, nodes))
+        self.width, self.lengths = self._head[:1], self._head[_ALIGNED : _ALIGNED + rows]
         self.tokens, self.parents = (part[: rows * width].view(rows, width) for part in (tokens, parents))
 
     def load(self, tree: DraftTree, lengths: Sequence[int]) -> None:
         """Takes in the trees of the first rows. Other rows have no text, and whatever tree they had before."""
         rows, width = tree.tokens.shape
-        head = [*lengths, *[0] * (len(self.lengths) - rows), width]
+        head = [width, *[0] * (_ALIGNED - 1), *lengths]
+        head += [0] * (len(self._head) - len(head))
         if tree.tokens.device == self._numbers.device:
-            self._head[: len(head)].copy_(_numbers(head, self._numbers.device), non_blocking=True)
+            self._head.copy_(_numbers(head, self._numbers.device), non_blocking=True)
             self.tokens[:rows, :width].copy_(tree.tokens)
             self.parents[:rows, :width].copy_(tree.parents)
             return
         staged = Inputs(len(self.tokens), self.tokens.shape[1], torch.device("cpu"))
-        staged._head[: len(head)] = torch.tensor(head)
+        staged._head[:] = torch.tensor(head)
         staged.tokens[:rows, :width], staged.parents[:rows, :width] = tree.tokens, tree.parents
         self._numbers.copy_(staged._numbers.pin_memory(), non_blocking=True)
 
@@ -184,11 +186,10 @@ class Graphs:
         return cache
 
     def capture(self, run: Run, pool: Any) -> Run:
-        """What replays `run`; without a GPU, `run` itself. Runs it first, since libraries set themselves up then."""
+        """What replays `run`, or without a GPU calls it. Runs it first, since libraries set themselves up then."""
         self.num_captured += 1
         if self._stream is None:
-            run()
-            return run
+            return _calling(run)
         current = torch.cuda.current_stream(self.model.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -281,6 +282,7 @@ class CapturedTarget(TargetRunner):
 
     def warm_up(self, cache: TreeCache, width: int) -> None:
         self.verify(cache, DraftTree.chain(torch.zeros(cache.num_rows, width, dtype=torch.int64, device=self.device)))
+        self.synchronize()
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: DraftTree) -> Verified:
@@ -378,6 +380,18 @@ class CapturedTarget(TargetRunner):
         return key[0], key[1]
 
 
+def _calling(run: Run) -> Run:
+    """Like a graph's replay: outputs stay where those of the first run are."""
+    outputs = run()
+
+    def replay() -> tuple[Tensor, ...]:
+        for fixed, new in zip(outputs, run(), strict=True):
+            fixed.copy_(new)
+        return outputs
+
+    return replay
+
+
 def _new_pool(device: torch.device) -> Any:
     """Memory for graphs that stay and go together: a pool that all graphs have left cannot be used again."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -389,14 +403,14 @@ def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _on_device(device: torch.device, *lists: Sequence[int]) -> list[Tensor]:
-    """int32 tensors by one transfer. Each is aligned, since kernels are compiled for alignments."""
-    sizes = [_whole(len(numbers), 4) for numbers in lists]
+    """int32 tensors by one transfer."""
+    sizes = [_whole(len(numbers)) for numbers in lists]
     padded = [n for numbers, size in zip(lists, sizes, strict=True) for n in (*numbers, *[0] * (size - len(numbers)))]
     parts = _numbers(padded, device).to(device, non_blocking=True).split(sizes)
     return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
 
 
-def _whole(number: int, part: int) -> int:
+def _whole(number: int, part: int = _ALIGNED) -> int:
     return -(-number // part) * part
 
 

@@ -23,7 +23,7 @@ from graft.tree import DraftTree
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's judgement of W tokens in B rows."""
+    """The target's judgement of W tokens in B rows. Copy what is kept: the next verify may write over it."""
 
     tokens: Tensor  # [B, W] what was judged
     logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
