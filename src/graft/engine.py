@@ -29,7 +29,7 @@ from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
 from graft.settings import require
 from graft.stats import Clock, Stats
-from graft.target import TargetRunner
+from graft.target import target_for
 
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
@@ -82,9 +82,14 @@ class Engine:
         budget: int | None = None,
         chunk_size: int = 256,
         datastore: Datastore | None = None,
+        exact: bool = False,
     ) -> None:
-        """policy: a name, or a policy of one's own made for this model. budget, datastore: see `make_policy`."""
-        self.target = TargetRunner(model, drafter.hidden_layers if drafter is not None else (), chunk_size)
+        """policy: a name, or a policy of one's own made for this model. budget, datastore: see `make_policy`.
+
+        exact: on a GPU, plain decoding and every tree run at one width, so that rounding cannot make texts differ.
+        """
+        width = exact_width(budget) if exact else None
+        self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, width)
         self.tokenizer = tokenizer
         self.drafter = drafter
         if isinstance(policy, str):
@@ -272,6 +277,11 @@ class Stream(Iterator[str]):
     @property
     def result(self) -> Generation:
         return _generation([self._sequence])
+
+
+def exact_width(budget: int | None) -> int:
+    """The width of all exact steps: one that whole trees of any usual budget fit, the same with and without trees."""
+    return 64 if budget is None or budget < 64 else MAX_BUDGET + 1
 
 
 def _token_ids(prompt: object, vocab_size: int) -> list[int]:

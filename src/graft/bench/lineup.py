@@ -33,6 +33,7 @@ def make_methods(
     assistant: PreTrainedModel | None = None,
     rows: int = 1,
     pass_cost: float | None = None,
+    exact: bool = False,
 ) -> list[Method]:
     """The methods of these names. rows: prompts they are to decode together, each as if it were alone."""
     check_names(names)
@@ -42,7 +43,7 @@ def make_methods(
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), settings))
+            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), settings, exact))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
         require(rows == 1 or method.is_batched, one_by_one)

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from graft.bench.ablations import CONTENDERS
 from graft.draft.base import Drafter
-from graft.engine import Engine
+from graft.engine import Engine, exact_width
 from graft.learn.tuning import thresholds, watch_gates
 from graft.policy import Policy, PolicySettings, policy_with
 from graft.policy.gates import THRESHOLDS
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
-from graft.target import TargetRunner
+from graft.target import target_for
 
 PLAIN = "off"  # what speeds and texts are compared with
 DENSE = "dense"  # what modelled speeds are compared with
@@ -71,15 +71,16 @@ class PolicyMethod(Method):
         model: PreTrainedModel,
         drafter: Drafter | None = None,
         settings: PolicySettings = _USUAL,
+        exact: bool = False,
     ) -> None:
         self.name = name
-        self._settings = settings
-        self._policy = _make(name, model, drafter, settings)
+        self._settings, self._exact = settings, exact
+        self._policy = _make(name, model, drafter, settings, exact)
         if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
             # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
             drafter = None
-            self._policy = _make(name, model, None, settings)
-        self._engine = Engine(model, policy=self._policy, drafter=drafter)
+            self._policy = _make(name, model, None, settings, exact)
+        self._engine = Engine(model, policy=self._policy, drafter=drafter, budget=settings.budget, exact=exact)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         generations = self._engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
@@ -89,7 +90,7 @@ class PolicyMethod(Method):
         """Gates are calibrated too; and where texts are isolated, it is one whose texts are not that learns for all."""
         model, drafter = self._engine.target.model, self._engine.drafter
         if self._settings.isolated:
-            taught = PolicyMethod(self.name, model, drafter, replace(self._settings, isolated=False))
+            taught = PolicyMethod(self.name, model, drafter, replace(self._settings, isolated=False), self._exact)
             taught.restore(self.state())
             return taught.warm_up(groups, settings)
         state = dict(super().warm_up(groups, settings))
@@ -105,6 +106,7 @@ class PolicyMethod(Method):
         self._policy.restore(state)
 
 
-def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings) -> Policy:
-    target = TargetRunner(model, drafter.hidden_layers if drafter is not None else ())
+def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings, exact: bool) -> Policy:
+    width = exact_width(settings.budget) if exact else None
+    target = target_for(model, drafter.hidden_layers if drafter is not None else (), exact_width=width)
     return policy_with(settings, name, target, drafter, CONTENDERS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import MODEL, Given, Group, option, takes
+from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
 from graft.cli.terminal import aside, load_engine
 from graft.errors import GraftError
 from graft.models.registry import DEFAULT_MODEL
@@ -37,6 +37,7 @@ HEADS: Group = {
     "draft": _model(str, "--draft", "An EAGLE-3 head, or none.", "the packaged one of the model", metavar="HEAD"),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
+    "exact": LOADING["exact"],
     "as_cost_of": _model(
         str, "--as-cost-of", "Widen the model: llama-1b5, llama-8b, qwen-32b or layers=..,hidden=..", metavar="SHAPE"
     ),
@@ -144,7 +145,8 @@ def bench(
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
-    lineup = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost)
+    exact = heads.get("exact", False)
+    lineup = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
     lessons = asked(lesson)
     trial = asked(Task("trial", [Prompt("trial", TRIAL)]))[0]
     facts = {
@@ -159,6 +161,7 @@ def bench(
         **vars(settings),
         "budget": budget,
         "pass_cost": pass_cost,
+        "exact": exact,
         "assistant": _public(heads.get("assistant")),
         "warmup": warmup.stem if warmup is not None else None,
         "warmup_prompts": len(lessons),

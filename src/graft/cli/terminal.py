@@ -41,7 +41,15 @@ def load_engine(loading: Given) -> Engine:
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        return load(**loading | without)
+        engine = load(**loading | without)
+    engine.target.progress = _show_preparation
+    return engine
+
+
+def _show_preparation(report: Report) -> None:
+    """Only the first takes long: kernels are compiled."""
+    if report.done == 0:
+        aside("Preparing the model's steps for this GPU ...")
 
 
 def _show_warning(message: Warning | str, *where: object) -> None:

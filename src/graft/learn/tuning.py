@@ -21,7 +21,7 @@ from graft.policy.dense import Dense
 from graft.policy.gates import GATES, PUBLISHED, THRESHOLDS
 from graft.report import Report
 from graft.sampling import SamplingSettings
-from graft.target import TargetRunner
+from graft.target import TargetRunner, target_for
 from graft.tree import DraftTree
 
 _ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
@@ -123,7 +123,7 @@ def watch_gates(
     progress: Progress = lambda report: None,
 ) -> Seen:
     """What gates would have seen while `dense` answers the prompts, those of a group together."""
-    watch = GateWatch(TargetRunner(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
+    watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
     dense = Engine(model, policy=watch, drafter=drafter)
     for number, prompts in enumerate(groups, start=1):
         dense.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
@@ -152,6 +152,6 @@ def _wide(drafter: Drafter | None) -> Drafter | None:
 
 
 def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:
-    target = TargetRunner(engine.target.model, drafter.hidden_layers if drafter is not None else ())
+    target = target_for(engine.target.model, drafter.hidden_layers if drafter is not None else ())
     policy = policy_with(settings, DEFAULT_POLICY, target, drafter)
     return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)

@@ -6,6 +6,7 @@ The model's own code calls it in every layer. What each token may see comes alon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from graft.target.cache import Aim
 NAME = "graft"
 # Attention arguments that change the result and that this function does not compute.
 _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Which keys each token sees, for the kernels of a GPU: its row's committed tokens, then its own path."""
+
+    lengths: Tensor  # [B] int32 committed tokens
+    depths: Tensor  # [B, W] int32
+    paths: Tensor  # [B, W, P] int32 places behind the committed tokens, from the root to the token itself
+    max_context: int  # no length is greater
 
 
 class Visibility:
@@ -61,7 +72,7 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: Visibility | None = None,
+    tree: Visibility | Paths | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if tree is None:
@@ -69,6 +80,8 @@ def tree_attention(
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
+    if isinstance(tree, Paths):
+        return _by_kernels(query, key, value, tree, scaling, sliding_window), None
     mask = tree.mask(key.shape[2], sliding_window, query.shape[1] // key.shape[1])
     return attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
@@ -84,6 +97,25 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
     out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, width, -1)
+
+
+def _by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, seen: Paths, scale: float | None, window: int | None
+) -> Tensor:
+    from graft.target import kernels  # needs Triton, which only a GPU's users have
+
+    out = kernels.tree_attention(
+        query,
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        seen.lengths,
+        seen.paths,
+        seen.depths,
+        max_context=seen.max_context,
+        scale=scale,
+        window=window,
+    )
+    return out.unflatten(2, (query.shape[1], -1))
 
 
 AttentionInterface.register(NAME, tree_attention)

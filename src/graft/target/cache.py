@@ -43,6 +43,12 @@ class TreeCache(Cache):
     def num_rows(self) -> int:
         return len(self.lengths)
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """All keys and all values, once there are any."""
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values
+
     def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> Aim:
         """Readies the rows for a forward of `width` tokens.
 
@@ -56,14 +62,14 @@ class TreeCache(Cache):
         self._slots = starts[:, None] + offset + torch.arange(width, device=device)
         return Aim(starts, exact_end=True)
 
-    def aim_on_device(self, starts: Tensor) -> Aim:
-        """Readies all rows for a forward of one token each at `starts` [B], known to the device alone.
+    def aim_on_device(self, starts: Tensor, width: int = 1) -> Aim:
+        """Readies all rows for a forward of `width` tokens each from `starts` [B] on, known to the device alone.
 
         Shapes no longer follow the contents (every slot is read, under a mask), so such forwards can be captured
         and replayed; whoever replays them sets `lengths` afterwards.
         """
         self._rows, self._end = slice(0, self.num_rows), self.num_slots
-        self._slots = starts[:, None]
+        self._slots = starts[:, None] + torch.arange(width, device=starts.device)
         return Aim(starts, exact_end=False)
 
     def update(

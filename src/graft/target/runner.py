@@ -5,7 +5,8 @@ It owns no sequences: a `TreeCache` does, and is passed in. Choosing and accepti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from graft.report import Report
 from graft.target import attention
 from graft.target.cache import Aim, TreeCache
 from graft.target.support import check_supported
@@ -21,7 +23,7 @@ from graft.tree import DraftTree
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's judgement of W tokens in B rows."""
+    """The target's judgement of W tokens in B rows. Copy what is kept: the next verify may write over it."""
 
     tokens: Tensor  # [B, W] what was judged
     logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
@@ -40,6 +42,7 @@ class TargetRunner:
         self._num_layers = config.num_hidden_layers
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
+        self.progress: Callable[[Report], None] = lambda report: None  # told of what takes time, once
 
     @property
     def device(self) -> torch.device:
@@ -49,6 +52,13 @@ class TargetRunner:
         """Waits until the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def warm_up(self, cache: TreeCache, width: int) -> None:
+        """Pays what the first verify of a width would pay, so that it can be timed."""
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes on the device beside the model's own and a generation's, by what they are for."""
+        return {}
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
         return TreeCache(self._num_layers, num_rows, num_slots)
@@ -101,22 +111,54 @@ class TargetRunner:
     @torch.no_grad()
     def _forward(self, cache: TreeCache, tree: DraftTree, aim: Aim, num_logits: int = 0) -> Verified:
         """One forward to where the cache was aimed. num_logits: for the last tokens only; 0 is for all."""
-        positions = tree.positions(aim.lengths)
-        if self.max_positions is not None:
-            # Nodes past the model's last position cannot become text; they only must not break its tables.
-            positions = positions.clamp(max=self.max_positions - 1)
+        positions = self._clamped(tree.positions(aim.lengths))
+        seen = attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype)
+        logits, hidden = self._run_model(cache, tree.tokens, positions, seen, num_logits)
+        return Verified(tree.tokens, logits.float(), hidden)
+
+    def _clamped(self, positions: Tensor) -> Tensor:
+        """Nodes past the model's last position cannot become text; they only must not break its tables."""
+        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+
+    def _run_model(
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: attention.Visibility | attention.Paths,
+        num_logits: int = 0,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits in the model's dtype, and inputs of the layers asked for."""
         with self._tree_attention(), evaluating(self.model):
             output = self.model(
-                input_ids=tree.tokens,
+                input_ids=tokens,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=num_logits,
                 output_hidden_states=bool(self._hidden_layers),
-                tree=attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype),
+                tree=seen,
             )
-        hidden = tuple(output.hidden_states[layer] for layer in self._hidden_layers)
-        return Verified(tree.tokens, output.logits.float(), hidden)
+        return output.logits, tuple(output.hidden_states[layer] for layer in self._hidden_layers)
+
+
+def target_for(
+    model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact_width: int | None = None
+) -> TargetRunner:
+    """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
+
+    exact_width: the one width of all its steps, for the same bits in plain decoding and in any tree.
+    """
+    if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
+        try:
+            from graft.target.captured import CapturedTarget
+
+            return CapturedTarget(model, hidden_layers, chunk_size, exact_width)
+        except ImportError as error:
+            warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
+    if exact_width is not None:
+        warnings.warn(f"exact changes nothing on {model.device}: it is for a single GPU with Triton", stacklevel=2)
+    return TargetRunner(model, hidden_layers, chunk_size)
 
 
 @contextmanager

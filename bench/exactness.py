@@ -1,0 +1,193 @@
+"""How often decoding with trees departs from plain decoding, with and without exact steps, and by how much.
+
+    python bench/exactness.py --tokens 50000 --rows 16 --out exactness.json
+
+Answers the benchmark's prompts plainly, then once more with trees along the same text: whatever a round would choose,
+it goes on with the token of the plain answer. So every place is compared, not only those before a first departure. A
+departure is a place whose likeliest token is another. `bits` counts places whose highest logit has other bits. A gap is
+how far the plain token's logit lies below the highest, in the round that departs. Without exact steps each width has
+matrix products of its own, whose sums round differently. `--dry-run` goes through all of it with a tiny model, without
+a GPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+if "--dry-run" in sys.argv:  # before Triton is imported
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import interpreter  # noqa: F401
+
+from graft.bench.tasks import built_in_tasks, questions, read_tasks
+from graft.engine import Engine, exact_width
+from graft.loading import load
+from graft.policy import make_policy
+from graft.sampling import Sampler, SamplingSettings
+from graft.sequence import Sequence as TokenSequence
+from graft.target.captured import CapturedTarget
+
+
+@dataclass
+class Place:
+    """What a forward said after one token of an answer."""
+
+    token: int  # the likeliest
+    logit: float
+
+
+@dataclass
+class Tally:
+    places: int = 0
+    rounds: int = 0
+    bits: int = 0
+    gaps: list[float] = field(default_factory=list)  # one a departure
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        share = len(self.gaps) / self.places
+        gaps = sorted(self.gaps)
+        tail = f", gaps median {gaps[len(gaps) // 2]:.4f}, greatest {gaps[-1]:.4f}" if gaps else ""
+        return (
+            f"{self.places} places in {self.rounds} rounds and {self.seconds:.0f} s: {len(gaps)} departures "
+            f"({share:.2e}), {self.bits} places with other bits ({self.bits / self.places:.2e}){tail}"
+        )
+
+
+class Plain:
+    """Chooses as ever, and notes what every place of each answer was like."""
+
+    def __init__(self, sampler: Sampler, count: int) -> None:
+        self._sampler = sampler
+        self.rows: list[list[Place]] = [[] for _ in range(count)]
+        self._notes = list(self.rows)
+
+    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+        best = logits.max(dim=1)
+        for row, token, logit, goes in zip(
+            self._notes, best.indices.tolist(), best.values.tolist(), walking.tolist(), strict=True
+        ):
+            if goes:
+                row.append(Place(token, logit))
+        return self._sampler.choose(logits, walking)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._sampler.keep(rows)
+        self._notes = [self._notes[row] for row in rows]
+
+
+class Forced:
+    """Chooses the tokens of given answers, and compares what it would have chosen with what was noted."""
+
+    def __init__(self, answers: list[list[int]], notes: list[list[Place]], tally: Tally) -> None:
+        self._rows = list(zip(answers, notes, [[0] for _ in answers], strict=True))
+        self._tally = tally
+
+    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+        best = logits.max(dim=1)
+        chosen = []
+        found = zip(self._rows, best.indices.tolist(), best.values.tolist(), walking.tolist(), strict=True)
+        for row, ((answer, notes, done), token, logit, goes) in enumerate(found):
+            place = done[0]
+            if not goes or place >= len(answer):  # a round may look past the answer's end
+                chosen.append(0)
+                continue
+            done[0] += 1
+            chosen.append(answer[place])
+            self._tally.places += 1
+            self._tally.bits += logit != notes[place].logit
+            if token != notes[place].token:
+                self._tally.gaps.append(logit - float(logits[row, notes[place].token]))
+        return torch.tensor(chosen, device=logits.device)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data", action="append", type=Path, help="prompt files; the built-in tasks if none")
+    parser.add_argument("--tokens", type=int, default=50_000, help="places to compare")
+    parser.add_argument("--answer", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--rows", type=int, default=16, help="answers decoded together")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="of the plain answers; greedy ones go in circles"
+    )
+    parser.add_argument("--policy", default="graft")
+    parser.add_argument("--budget", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.dry_run:
+        parser.error("no GPU; --dry-run runs a tiny model without one")
+    if options.dry_run:
+        CapturedTarget.widths = (1, 2)
+        options.tokens, options.answer, options.rows, options.budget = 8, 4, 2, 1
+        engine, prompts = tiny_engine(), [[5, 6, 7], [8, 9]]
+    else:
+        engine = load(options.model, draft=None, policy="off", profile=None)
+        tasks = read_tasks(options.data) if options.data else built_in_tasks()
+        prompts = [q.ids for task in tasks for q in questions(task, engine, options.answer)]
+
+    tallies = {}
+    for is_exact in (False, True):
+        width = (2 if options.dry_run else exact_width(options.budget)) if is_exact else None
+        tallies["exact" if is_exact else "not exact"] = tally = compare(engine, prompts, options, width)
+        print(f"{'exact' if is_exact else 'not exact'}: {tally}", flush=True)
+    if options.out is not None:
+        facts = {"model": options.model, "policy": options.policy, "budget": options.budget, "rows": options.rows}
+        options.out.write_text(json.dumps(facts | {name: vars(tally) for name, tally in tallies.items()}) + "\n")
+
+
+def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, width: int | None) -> Tally:
+    """Answers until enough places are compared: all prompts, then all with the next seed."""
+    target = CapturedTarget(engine.target.model, exact_width=width)
+    engine.target = target
+    plain = engine.policy
+    tally = Tally()
+    start = time.perf_counter()
+    seed = 0
+    while tally.places < options.tokens:
+        for first in range(0, len(prompts), options.rows):
+            if tally.places >= options.tokens:
+                break
+            settings = SamplingSettings(
+                max_new_tokens=options.answer, temperature=options.temperature, seed=seed, ignore_eos=True
+            )
+            group = prompts[first : first + options.rows]
+            batch = [TokenSequence(prompt, settings) for prompt in group]
+            chooser = Plain(engine._sampler(batch), len(batch))
+            run(engine, batch, chooser)
+            engine.policy = make_policy(options.policy, target, budget=options.budget)
+            again = [TokenSequence(prompt, settings) for prompt in group]
+            run(engine, again, Forced([s.new_ids for s in batch], chooser.rows, tally))
+            engine.policy = plain
+            assert [s.new_ids for s in again] == [s.new_ids for s in batch]
+            tally.rounds += sum(s.stats.rounds for s in again)
+        seed += 1
+    tally.seconds = time.perf_counter() - start
+    return tally
+
+
+def run(engine: Engine, batch: list[TokenSequence], chooser: Plain | Forced) -> None:
+    for _ in engine.rounds(batch, chooser):
+        pass
+
+
+def tiny_engine() -> Engine:
+    from tiny import tiny_model
+
+    return Engine(tiny_model(num_hidden_layers=1), policy="off")
+
+
+if __name__ == "__main__":
+    main()

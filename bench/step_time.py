@@ -1,0 +1,214 @@
+"""The time of a target step by width and context, at the shapes of small and large models.
+
+    python bench/step_time.py --out step_time.json
+    python bench/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
+
+Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUDA graph alone, `verify` all of
+`TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
+bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
+own forward. A width below a bucket runs in the bucket (1, 8, 16, 32, 64, 128); `--exact` runs all in one.
+`--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+if "--dry-run" in sys.argv:  # before Triton is imported
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import interpreter  # noqa: F401
+
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from graft.bench.costume import SHAPES, Shape
+from graft.target import TargetRunner, TreeCache
+from graft.target.captured import ArenaCache, CapturedTarget
+from graft.target.fast_layers import why_not
+from graft.tree import DraftTree
+
+SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
+MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
+    name: (SHAPES[name], vocab) for name, vocab in (("llama-1b5", 128256), ("llama-8b", 128256), ("qwen-32b", 151936))
+}
+TINY = Shape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, head_dim=16)
+WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+@dataclass
+class Line:
+    shape: str
+    context: int
+    width: int
+    graph_ms: float
+    verify_ms: float
+    limit_ms: float
+    eager_ms: float | None
+
+    def __str__(self) -> str:
+        eager = f"{self.eager_ms:9.3f}" if self.eager_ms is not None else f"{'':9s}"
+        times = f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{eager}"
+        return f"{self.shape:14s}{self.context:8d}{self.width:6d}{times}{self.graph_ms / self.limit_ms:8.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=MODELS)
+    parser.add_argument("--width", action="append", type=int)
+    parser.add_argument("--context", action="append", type=int)
+    parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
+    parser.add_argument("--exact", action="store_true", help="all widths in steps of 64, or of 128 for wider ones")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    if DEVICE.type == "cpu" and not options.dry_run:
+        parser.error("no GPU; --dry-run runs a tiny model without one")
+
+    models = {name: MODELS[name] for name in options.shape or MODELS}
+    widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
+    if options.dry_run:
+        models, widths, contexts, copied = {"tiny": (TINY, 61)}, (1, 2), (70,), 2**20
+        CapturedTarget.widths = (1, 2)
+    bandwidth = copy_bandwidth(copied)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
+    print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
+    heads = ("graph", "verify", "limit", "eager")
+    print(f"{'shape':14s}{'context':>8s}{'width':>6s}{''.join(f'{head:>9s}' for head in heads)}{'ratio':>8s}")
+    lines: list[Line] = []
+    memory: dict[str, dict[str, int]] = {}
+    for shape_name, (shape, vocab) in models.items():
+        exact_width = (64 if max(widths) <= 64 else 128) if options.exact else None
+        model = make_model(shape, vocab, max(contexts) + 256)
+        print(f"{shape_name}: {why_not(model) or 'fused layers'}")
+        target = CapturedTarget(model, exact_width=exact_width)
+        for context in contexts:
+            for width in widths:
+                line = time_step(shape_name, target, context, width, bandwidth, options.against == "eager")
+                lines.append(line)
+                print(line, flush=True)
+                write(options.out, name, bandwidth, lines, memory)
+        weights = sum(p.nbytes for p in model.parameters())
+        memory[shape_name] = {"weights": weights, **target.memory_report()}
+        print("memory:", ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in memory[shape_name].items()))
+        write(options.out, name, bandwidth, lines, memory)
+        del model, target
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=vocab,
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        **shape.attention_and_mlp,
+    )
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
+
+
+def time_step(name: str, target: CapturedTarget, context: int, width: int, bandwidth: float, with_eager: bool) -> Line:
+    cache = target.open(1, context + width)
+    assert isinstance(cache, ArenaCache)
+    for stored in cache.stored:
+        stored.normal_()
+    cache.lengths = [context]
+    tree = random_tree(width)
+    target.verify(cache, tree)
+    if target._graphs.failure is not None:
+        sys.exit(f"not captured: {target._graphs.failure}")
+    step = cache.arena.steps[min(key for key in cache.arena.steps if key[1] >= width and key[2] >= context)]
+    read = num_weight_bytes(target.model) + 2 * cache.stored[0][:, 0, :context].nbytes
+    return Line(
+        name,
+        context,
+        width,
+        graph_ms=milliseconds(step.run),
+        verify_ms=milliseconds(lambda: verify(target, cache, tree), each=True),
+        limit_ms=read / bandwidth * 1e3,
+        eager_ms=eager_milliseconds(target.model, context, tree) if with_eager else None,
+    )
+
+
+def eager_milliseconds(model: PreTrainedModel, context: int, tree: DraftTree) -> float:
+    target = TargetRunner(model)
+    cache = target.open(1, context + tree.width)
+    # The first write makes room for all; what the committed tokens hold does not matter to the clock.
+    target.verify(cache, tree)
+    cache.lengths = [context]
+    return milliseconds(lambda: verify(target, cache, tree), each=True)
+
+
+def verify(target: TargetRunner, cache: TreeCache, tree: DraftTree) -> None:
+    target.verify(cache, tree)
+    target.synchronize()
+
+
+def num_weight_bytes(model: PreTrainedModel) -> int:
+    """Of the weights that every step reads: all but the embeddings."""
+    return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+
+
+def random_tree(width: int) -> DraftTree:
+    rng = random.Random(width)
+    parents = [0, *(rng.randrange(node) for node in range(1, width))]
+    depths = [0] * width
+    for node in range(1, width):
+        depths[node] = depths[parents[node]] + 1
+    numbers = torch.zeros(1, width, dtype=torch.int64, device=DEVICE)
+    return DraftTree(max(depths), numbers, torch.tensor([parents], device=DEVICE), numbers.float(), numbers, numbers)
+
+
+def milliseconds(run: Callable[[], object], count: int = 20, each: bool = False) -> float:
+    """The mean of runs in a row by the device's clock; or, of each by itself, the median by the host's."""
+    if DEVICE.type == "cpu":
+        count = 1
+    else:
+        run()
+    if each or DEVICE.type == "cpu":
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[count // 2] * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes read and written per second."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+def write(
+    path: Path | None, device: str, bandwidth: float, lines: list[Line], memory: dict[str, dict[str, int]]
+) -> None:
+    if path is not None:
+        facts = {"device": device, "dtype": str(DTYPE), "bandwidth": bandwidth, "memory": memory}
+        path.write_text(json.dumps({**facts, "lines": [asdict(line) for line in lines]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Target steps as they are on a GPU, without one: fused layers against transformers, kernels against plain PyTorch, and
+captured steps (here simply called) against the ordinary runner."""
+
+import random
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import plain_kernels
+from graft import Engine, GraftError, SamplingSettings
+from graft.policy import make_policy
+from graft.target import TargetRunner, captured, fast_layers, layer_kernels
+from graft.target.attention import Paths
+from graft.target.captured import ArenaCache, CapturedTarget
+from graft.target.fast_layers import FastLayers, why_not
+from graft.tree import DraftTree
+from proposers import Oracle, RandomTrees, random_tree, tree_of
+from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from tiny import tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+FAST = ["llama", "mistral", "qwen2", "qwen2_window", "qwen3"]
+
+
+class Small(CapturedTarget):
+    """Few and narrow buckets, whose borders short texts and small trees cross."""
+
+    widths = (1, 4, 8, 16)
+    contexts = (16, 32)
+
+
+def small_target(model, hidden_layers=(), chunk_size=256, exact_width=None):
+    return Small(model, hidden_layers, chunk_size, exact_width)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Without a GPU, PyTorch in place of kernels; engines run captured steps."""
+    if DEVICE == "cpu":
+        plain_kernels.use_plain_kernels(monkeypatch)
+    monkeypatch.setattr("graft.engine.target_for", small_target)
+
+
+def model_of(name, **changes):
+    model = tiny_model(name, **changes)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # biases are 0 and norms 1 in a new model
+            torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
+    return model.to(DEVICE)
+
+
+def moved(tree):
+    return replace(tree, **{name: part.to(DEVICE) for name, part in vars(tree).items() if name != "max_depth"})
+
+
+def placed(policy):
+    """The same policy with its trees where the model is."""
+    grow = policy.grow
+
+    def grow_there(*inputs):
+        grown = grow(*inputs)
+        return replace(grown, tree=moved(grown.tree))
+
+    policy.grow = grow_there
+    return policy
+
+
+# The kernels of a layer
+
+
+def test_adding_and_norm():
+    torch.manual_seed(0)
+    stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    for more in (delta, None):
+        expected = plain_kernels.add_norm(stream, more, weight, 1e-5)
+        ours = layer_kernels.add_norm(*(None if t is None else t.to(DEVICE) for t in (stream, more, weight)), 1e-5)
+        torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_turning_and_storing(normed):
+    """Ragged rows, a head dimension that is no power of two, and a position past the tables."""
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim, rows, width = 5, 3, 12, 2, 2
+    qkv = torch.randn(rows * width, (heads + 2 * kv_heads) * head_dim)
+    keys, values = torch.randn(2, rows, 12, kv_heads, head_dim)
+    cos, sin = torch.randn(2, 9, head_dim // 2)
+    lengths, depths = torch.tensor([3, 8], dtype=torch.int32), torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
+    norms = (torch.randn(head_dim), torch.randn(head_dim)) if normed else None
+    results = []
+    for module, device in ((plain_kernels, "cpu"), (layer_kernels, DEVICE)):
+        mine = [t.clone().to(device) for t in (qkv, keys, values)]
+        seen = Paths(lengths.to(device), depths.to(device), depths[:, :, None].to(device), 8)
+        weights = (*(t.to(device) for t in norms), 1e-5) if norms else None
+        module.rotate_and_store(*mine, seen, cos.to(device), sin.to(device), weights)
+        mine[0][:, heads * head_dim :] = 0  # keys and values are of no use there any more
+        results.append([t.cpu() for t in mine])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_activation():
+    gate_up = torch.randn(2, 2 * 37)
+    torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
+
+
+def test_trees_are_laid_out_and_what_is_behind_them_passes_for_the_root():
+    tree = random_tree(random.Random(0), [5, 6], 4, 61)
+    room = 7
+    tokens, parents = (torch.full((2, room), 6, dtype=torch.int32) for _ in range(2))
+    tokens[:, : tree.width], parents[:, : tree.width] = tree.tokens, tree.parents
+    width = torch.tensor([tree.width], dtype=torch.int32)
+    laid, depths, paths = (t.cpu() for t in layer_kernels.lay_out(*(t.to(DEVICE) for t in (tokens, parents, width))))
+    assert torch.equal(laid[:, : tree.width], tree.tokens) and (laid[:, tree.width :] == tree.tokens[:, :1]).all()
+    assert torch.equal(depths[:, : tree.width].long(), tree.depths()) and (depths[:, tree.width :] == 0).all()
+    for row in range(2):
+        for node in range(tree.width):
+            depth = int(depths[row, node])
+            assert paths[row, node, : depth + 1].tolist() == tree.paths()[row, node, : depth + 1].tolist()
+    assert (paths[:, tree.width :, 0] == 0).all()
+
+
+# Fused layers
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fused_layers_give_what_transformers_gives(name, plain):
+    model = model_of(name)
+    ordinary, fast = TargetRunner(model, (0, 2, 3)), Small(model, (0, 2, 3), chunk_size=7)
+    results = []
+    for target in (ordinary, fast):
+        cache = target.open(2, 64)
+        chunks = [*target.prefill(cache, 0, PROMPT), *target.prefill(cache, 1, PROMPT[:5])]
+        verified = target.verify(cache, moved(random_tree(random.Random(1), [3, 4], 5, 61)))
+        results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, *verified.hidden))
+    assert fast._graphs.layers is not None and fast._graphs.failure is None
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+
+
+def test_fused_layers_with_the_real_kernels():
+    model = model_of("qwen3", num_hidden_layers=1)
+    results = []
+    for target in (TargetRunner(model, (1,)), Small(model, (1,))):
+        cache = target.open(1, 64)
+        list(target.prefill(cache, 0, [7, 8]))
+        verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]], device=DEVICE)))
+        results.append((verified.logits, *verified.hidden))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+
+
+def test_fused_weights_are_the_models_own(tmp_path):
+    model = model_of("qwen2")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    layers, again = FastLayers(model), FastLayers(model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.weight.data[0, 0] = 5.0
+    assert layers._layers[1].qkv[attention.q_proj.weight.shape[0], 0] == 5.0
+    assert all(a.gate_up.data_ptr() == b.gate_up.data_ptr() for a, b in zip(layers._layers, again._layers, strict=True))
+    model.save_pretrained(tmp_path)
+    saved = type(model).from_pretrained(tmp_path)
+    assert torch.equal(saved.model.layers[1].self_attn.k_proj.weight, attention.k_proj.weight.cpu())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gpt_neox", {}, "not one of"),
+        ("llama", {"attention_bias": True}, "biases"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_other_models_are_left_to_transformers(name, changes, reason):
+    assert reason in (why_not(tiny_model(name, **changes)) or "")
+
+
+def test_a_model_with_hooks_is_left_to_transformers():
+    model = tiny_model()
+    model(torch.tensor([PROMPT]), output_hidden_states=True)  # makes transformers put hooks of its own
+    assert why_not(model) is None
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert "hook" in (why_not(model) or "")
+    hook.remove()
+    assert why_not(model) is None
+
+
+# Captured steps
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkeypatch):
+    """Greedy and sampled, over trees of all widths, with gpt_neox in transformers' own layers."""
+    model = model_of(name)
+    for options in ({}, {"temperature": 1.0, "seed": 5}):
+        options = {"max_new_tokens": 40, **options}
+        with monkeypatch.context() as ordinary:
+            ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
+            expected = Engine(model, policy="off").generate(PROMPT, **options).ids
+        engines = [Engine(model, policy="off"), Engine(model, policy=placed(Oracle(expected, len(PROMPT))))]
+        # The last is wider than all buckets.
+        engines += [Engine(model, policy=placed(RandomTrees(n))) for n in (2, 7, 12, 20)]
+        for engine in engines:
+            assert engine.generate(PROMPT, **options).ids == expected
+            assert engine.target._graphs.failure is None
+        assert engines[1].generate(PROMPT, **options).stats.rounds <= 8
+
+
+@pytest.mark.parametrize("policy", ["dense", "graft"])
+def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monkeypatch):
+    model = model_of("llama", num_hidden_layers=6)
+    runs = []
+    for target in (small_target, lambda model, layers, *_: TargetRunner(model, layers)):
+        monkeypatch.setattr("graft.engine.target_for", target)
+        drafter = Eagle3Drafter(make_head(model).to(DEVICE), SMALL_TREE)
+        engine = Engine(
+            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
+        )
+        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
+    for captured_run, ordinary in zip(*runs, strict=True):
+        assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
+
+
+def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
+    model = model_of("llama")
+    prompts = [PROMPT, PROMPT[:3], [5], PROMPT * 3, PROMPT[2:9]]
+    alone = [Engine(model, policy="off").generate(prompt, max_new_tokens=40).ids for prompt in prompts]
+    endings = [{ids[8 + 3 * row]} for row, ids in enumerate(alone)]  # tokens that end some rows early
+    for exact in (False, True):
+        engine = Engine(model, policy=placed(RandomTrees(6, merge=True)))
+        engine.target = Small(model, exact_width=16 if exact else None)
+        for stop in endings:
+            stops = list(stop)
+            cut = [ids[: ids.index(stops[0]) + 1] if stops[0] in ids else ids for ids in alone]
+            together = engine.generate_batch(prompts, max_new_tokens=40, stop_token_ids=stops)
+            assert [generation.ids for generation in together] == cut
+        buckets = {key[:2] for arena in engine.target._graphs.arenas for key in arena.steps}
+        assert buckets >= ({(8, 16)} if exact else {(8, 8), (4, 8), (1, 8)})
+
+
+def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
+    monkeypatch.setattr(captured, "CONTEXTS", (32,))  # arenas of few slots
+    model = model_of("llama")
+    engine = Engine(model, policy=placed(RandomTrees(6)))
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    first = engine.generate(PROMPT * 6, max_new_tokens=60).ids
+    (arena,) = engine.target._graphs.arenas
+    assert arena.num_slots == 512 and arena.is_free
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected  # over what the longer text left
+    assert engine.target._graphs.arenas == [arena]
+    assert engine.generate_batch([PROMPT, PROMPT[:4]], max_new_tokens=20)[0].ids == expected
+    (larger,) = engine.target._graphs.arenas
+    assert larger is not arena and larger.keys.shape[1:3] == (2, 256)
+    report = engine.target.memory_report()
+    assert report["cache"] == 2 * larger.keys.nbytes and report["logits"] > 0
+    assert engine.generate(PROMPT * 6, max_new_tokens=60).ids == first
+
+
+def test_logits_of_few_steps_are_kept(plain, monkeypatch):
+    monkeypatch.setattr(captured, "_MAX_LOGITS", 4 * 61 * 16)
+    model = model_of("llama")
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    for policy in (placed(RandomTrees(12)), placed(Oracle(expected, len(PROMPT), depth=3)), "off"):
+        engine = Engine(model, policy=policy)
+        assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
+        assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
+
+
+def test_two_generations_at_once_do_not_share_an_arena(plain):
+    model = model_of("llama")
+    engine = Engine(model, policy="off")
+    expected = engine.generate(PROMPT, max_new_tokens=10).ids
+    sequences = [engine._sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
+    first, second = (engine.rounds(each) for each in sequences)
+    for _ in range(10):
+        next(first), next(second)
+    assert [each[0].new_ids for each in sequences] == [expected, expected]
+    assert len(engine.target._graphs.arenas) == 2
+
+
+def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
+    model = model_of("llama")
+    target = Small(model, exact_width=8)
+    cache = target.open(1, 64)
+    list(target.prefill(cache, 0, PROMPT))
+    alone = target.verify(cache, DraftTree.roots(torch.tensor([4], device=DEVICE))).logits[0, 0].clone()
+    wide = target.verify(cache, moved(tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]])))
+    assert torch.equal(wide.logits[0, 0], alone)
+    assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8}
+    with pytest.raises(GraftError, match="budget"):
+        target.verify(cache, DraftTree.chain(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
+def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
+    target = Small(model_of("llama"))
+    cache = target.open(2, 64)
+    tree = random_tree(random.Random(1), [3, 4], 5, 61)
+    first = target.verify(cache, moved(tree)).logits.clone()
+    assert torch.equal(target.verify(cache, tree).logits, first)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
+def test_exact_off_a_gpu_says_that_it_changes_nothing():
+    with pytest.warns(UserWarning, match="exact changes nothing on cpu"):
+        Engine(tiny_model(), policy="off", exact=True)
+
+
+@pytest.mark.parametrize("where", ["kernels", "capture"])
+def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain, monkeypatch):
+    model = model_of("llama")
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
+
+    def fail(*inputs, **options):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    model = model_of("llama")  # another, with graphs of its own
+    if where == "capture":
+        monkeypatch.setattr(captured.Graphs, "capture", fail)
+    else:
+        monkeypatch.setattr(layer_kernels, "lay_out", fail)
+    engine = Engine(model, policy=placed(RandomTrees(6)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert engine.generate(PROMPT, max_new_tokens=12).ids == expected
+        assert engine.generate_batch([PROMPT, PROMPT], max_new_tokens=12)[1].ids == expected
+    told = [str(warning.message) for warning in caught if "captured" in str(warning.message)]
+    assert len(told) == 1 and "operation not permitted" in told[0] and "\n" not in told[0]
+
+
+def test_weights_that_move_are_found_again(plain):
+    model = model_of("llama")
+    engine = Engine(model, policy="off")
+    expected = engine.generate(PROMPT, max_new_tokens=8).ids
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    model.lm_head.weight.data.neg_()
+    changed = engine.generate(PROMPT, max_new_tokens=8).ids
+    assert changed != expected
+    model.lm_head.weight.data.neg_()
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+    assert fast_layers.why_not(model) is None
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
+def test_the_command_hands_exact_on(graft_tiny):
+    finished = graft_tiny("generate", "hello", "--exact")
+    assert finished.status == 0 and "exact changes nothing on cpu" in finished.err
