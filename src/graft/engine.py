@@ -83,13 +83,14 @@ class Engine:
         budget: int | None = None,
         chunk_size: int = 256,
         datastore: Datastore | None = None,
+        isolated: bool = False,
     ) -> None:
-        """policy: a name, or a policy of one's own made for this model. budget, datastore: see `make_policy`."""
+        """policy: a name, or a policy of one's own made for this model. budget and all after: see `make_policy`."""
         self.target = TargetRunner(model, drafter.hidden_layers if drafter is not None else (), chunk_size)
         self.tokenizer = tokenizer
         self.drafter = drafter
         if isinstance(policy, str):
-            policy = make_policy(policy, self.target, drafter, budget, datastore=datastore)
+            policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 

@@ -36,6 +36,7 @@ def load(
     chunk_size: int = 256,
     profile: str | Path | None = "auto",
     datastore: str | Path | None = None,
+    isolated: bool = False,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -48,6 +49,7 @@ def load(
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
     head's; None starts with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
+    isolated: texts do not learn from each other, nor from a profile's; only from themselves.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if isinstance(model, str):
@@ -69,6 +71,7 @@ def load(
         budget=budget,
         chunk_size=chunk_size,
         datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
+        isolated=isolated,
     )
     equip(engine, profile if policy != "off" else None)
     return engine
