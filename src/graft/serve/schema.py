@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _SEED = 2**62 - 2**16  # the seeds of a request's further answers come behind it
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+_TokenName = Annotated[int, Field(ge=0, lt=2**31)]  # JSON's keys are text
 Text = Annotated[str, Field(strict=True)]
 
 
@@ -52,7 +53,7 @@ class Sampling(Strict):
     seed: Annotated[int, Field(gt=-_SEED, lt=_SEED)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[_TokenName, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     user: Text | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0  # 0 and -1 are off
