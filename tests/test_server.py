@@ -296,7 +296,8 @@ def test_a_client_that_goes_frees_its_place():
             body = {"prompt": "abc", "max_tokens": 900, "logit_bias": {"67": 100}, "speculate": False, "stream": stream}
             try:
                 with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=0.5) as answer:
-                    next(answer.iter_lines())
+                    lines = answer.iter_lines()  # held: without it the answer would be closed
+                    next(lines)
                     assert metric(url, "num_requests_running") == 1 and metric(url, "kv_cache_usage_perc") > 0
             except httpx.ReadTimeout:
                 assert not stream
@@ -335,8 +336,10 @@ def test_a_server_that_stops_lets_requests_end():
         assert post(url, prompt="abc", **GREEDY).status_code == 200, "and starts again"
 
 
-@pytest.mark.parametrize(("learning", "shared_with"), [("shared", [True, True, True]), ("isolated", [True, False, False]),
-    ("off", [True, False, False])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("learning", "shared_with"),
+    [("shared", [True, True, True]), ("isolated", [True, False, False]), ("off", [True, False, False])],
+)
 def test_what_is_kept_of_texts_is_shared_as_told(learning, shared_with):
     """Keys and values that were kept: by the same key and user, another user, another key."""
     with running(learning=learning, api_keys=("a", "b")) as url:
