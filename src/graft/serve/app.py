@@ -36,7 +36,7 @@ from graft.serve.settings import ServeSettings
 PAGE = Path(__file__).parent / "page"
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "server": 500}
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
