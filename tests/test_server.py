@@ -407,3 +407,21 @@ def test_settings_that_are_wrong_are_named(tmp_path, flags, environment, file, w
 
 def test_every_setting_has_its_flag():
     assert set(FLAGS) == set(SERVING)
+
+
+# The load test
+
+
+def test_the_load_test_reports_what_users_felt(url, graft, tmp_path):
+    for more in ((), ("--rate", "50", "--plain")):
+        out = tmp_path / "load.json"
+        words = ("--url", url, "--requests", "6", "--concurrency", "3", "--max-tokens", "8", "--out", str(out))
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "abc"}\n{"prompt": "abcd"}\n')
+        finished = graft("bench", "serve", *words, "--data", str(prompts), *more)
+        assert finished.status == 0 and "6 answered, 0 refused, 0 failed" in finished.out
+        figures = json.loads(out.read_text())
+        assert figures["answered"] == 6 and figures["tokens_per_second"] > 0
+        assert figures["time_to_first_token"]["p50"] <= figures["time_to_last_token"]["p99"]
+        assert figures["mean_acceptance_length"] >= 1
+    assert graft("bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "1").status == 2

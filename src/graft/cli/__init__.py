@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from graft import __version__
-from graft.cli.bench import bench
+from graft.cli.bench_serve import benches
 from graft.cli.chat import chat
 from graft.cli.check import check
 from graft.cli.demo import demo
@@ -24,7 +24,7 @@ from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, serve, check, bench, tune, train, load_check, pull, env)
+VERBS = (demo, generate, chat, serve, check, tune, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 for verb in VERBS:
     app.command()(verb)
+app.add_typer(benches)
 app.add_typer(index)
 
 

@@ -84,7 +84,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.is_local:  # a page elsewhere that gives its own name this address must not reach it
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "testserver"])
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     _add_errors(app)
 
     def serving(request: Request) -> Serving:

@@ -214,7 +214,11 @@ function addRoundBar(number) {
   bar.setAttribute("role", "option");
   bar.setAttribute("aria-selected", "false");
   bar.setAttribute("aria-label", `Round ${number + 1}, ${round.new.length} tokens`);
-  for (const piece of round.new) bar.append(element("i", kindOf(piece.origin)));
+  for (const piece of round.new) {
+    const block = element("i", kindOf(piece.origin));
+    block.style.height = `${Math.min(7, 110 / round.new.length)}px`; // a very good round is no tower
+    bar.append(block);
+  }
   bar.addEventListener("click", () => choose(number));
   const box = $("rounds");
   const atEnd = box.scrollWidth - box.scrollLeft - box.clientWidth < 40;
