@@ -6,6 +6,8 @@ import torch
 from graft import Engine, load
 from graft.loading import load_drafter
 from graft.models.registry import DEFAULT_MODEL
+from graft.serve.scheduler import Scheduler
+from test_scheduler import Asked
 
 QUESTION = [{"role": "user", "content": "Repeat exactly, twice: the cat sat on the mat, the dog lay by the door."}]
 
@@ -38,6 +40,17 @@ def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(plain, engine
     expected = plain.generate(QUESTION, **options).ids
     for name, engine in engines.items():
         assert engine.generate(QUESTION, **options).ids == expected, name
+
+
+def test_requests_decoded_together_get_what_each_gets_alone(plain):
+    prompts = ["Name three colours.", "Count to five.", "Say hello in French.", "What is rain?"]
+    questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    options = [{"max_new_tokens": 12, "temperature": 0.9 * (i % 2), "seed": i} for i in range(4)]
+    expected = [plain.generate(q, **o).text for q, o in zip(questions, options, strict=True)]
+    scheduler = Scheduler(load(DEFAULT_MODEL, dtype="fp32", device="cpu", budget=7))
+    together = [Asked(scheduler, q, **o) for q, o in zip(questions, options, strict=True)]
+    assert [request.wait() for request in together] == [[text] for text in expected]
+    scheduler.close()
 
 
 def test_answers_end_by_themselves(plain):

@@ -56,11 +56,11 @@ def plain_draft(head, model, tokens, path):
 def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(model):
     head = make_head(model)
     engine = Engine(model, policy="dense", drafter=Eagle3Drafter(head, SMALL_TREE))
-    sequences = engine._sequences(PROMPT, _settings(12))
+    sequences = engine.new_sequences(PROMPT, _settings(12))
     for _ in islice(engine.rounds(sequences), 4):  # drafts after some rounds, when features were refreshed
         pass
     tokens = sequences[0].ids
-    batch = engine._open(engine._sequences(tokens, _settings(12)), None)
+    batch = engine.open(engine.new_sequences(tokens, _settings(12)))
     engine._prefill(batch)
     roots = batch.roots(torch.device("cpu"))
     for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5)):
@@ -83,16 +83,16 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     prompts = [PROMPT, [5, 6], PROMPT * 2]
-    sequences = [s for p in prompts for s in engine._sequences(p, _settings(20))]
-    batch = engine._open(sequences, engine._sampler(sequences))
+    sequences = [s for p in prompts for s in engine.new_sequences(p, _settings(20))]
+    batch = engine.open(sequences)
     engine._prefill(batch)
     for _ in range(6):
-        engine._round(batch, Clock())
+        engine.run_round(batch, Clock())
     roots = batch.roots(torch.device("cpu"))
     old = next(drafter.levels(batch.draft, roots))
     assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
     for row, sequence in enumerate(sequences):
-        fresh = engine._open(engine._sequences(sequence.ids, _settings(4)), None)
+        fresh = engine.open(engine.new_sequences(sequence.ids, _settings(4)))
         engine._prefill(fresh)
         new = next(drafter.levels(fresh.draft, roots[row : row + 1]))
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
@@ -146,8 +146,8 @@ def test_graft_pools_drafts_with_retrieval_and_gives_the_same_text(model):
 def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(model):
     drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
-    sequences = engine._sequences(PROMPT, _settings(20))
-    batch = engine._open(sequences, engine._sampler(sequences))
+    sequences = engine.new_sequences(PROMPT, _settings(20))
+    batch = engine.open(sequences)
     engine._prefill(batch)
     for _ in range(4):  # plain rounds
         tree = DraftTree.roots(batch.roots(torch.device("cpu")))
@@ -157,7 +157,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
         engine.policy.learn(batch, tree, verified, accepted, 0.0)
         sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
     late = next(drafter.levels(batch.draft, batch.roots(torch.device("cpu"))))
-    fresh = engine._open(engine._sequences(sequences[0].ids, _settings(4)), None)
+    fresh = engine.open(engine.new_sequences(sequences[0].ids, _settings(4)))
     engine._prefill(fresh)
     new = next(drafter.levels(fresh.draft, fresh.roots(torch.device("cpu"))))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)

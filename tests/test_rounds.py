@@ -60,7 +60,7 @@ def test_the_records_of_an_answer_add_up_to_it(model, free, limit):
 
 def test_a_record_is_the_verified_tree_without_padding():
     engine = Engine(tiny_model(), policy=RandomTrees(40))
-    (sequence,) = engine._sequences([3, 17, 42], SamplingSettings(max_new_tokens=100))
+    (sequence,) = engine.new_sequences([3, 17, 42], SamplingSettings(max_new_tokens=100))
     sequence.is_recorded = True
     root, num_nodes, num_accepted = 42, 0, 0
     for _ in engine.rounds([sequence]):

@@ -93,7 +93,7 @@ def test_between_rounds_the_model_is_its_owners():
     """Two answers in progress and the model's own generate in between do not disturb each other."""
     model = tiny_model()
     expected = transformers_answer(model, PROMPT, 10)
-    answers = [Engine(model, policy="off")._sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
+    answers = [Engine(model, policy="off").new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
     first, second = (Engine(model, policy="off").rounds(answer) for answer in answers)
     for _ in range(10):
         next(first)

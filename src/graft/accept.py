@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Chooser(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
+        ...
+
+    def join(self, other: Any) -> None:
+        """Takes in the rows of another chooser of its kind, behind its own."""
         ...
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from graft.accept import Chooser, walk
 from graft.batch import Batch
+from graft.constraint import pruned
 from graft.draft.base import Drafter
 from graft.errors import ContextError, GraftError
 from graft.index.store import Datastore
@@ -82,9 +83,11 @@ class Engine:
         budget: int | None = None,
         chunk_size: int = 256,
         datastore: Datastore | None = None,
+        isolated: bool = False,
         exact: bool = False,
     ) -> None:
-        """policy: a name, or a policy of one's own made for this model. budget, datastore: see `make_policy`.
+        """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
+        `make_policy`.
 
         exact: on a GPU, plain decoding and every tree run at one width, so that rounding cannot make texts differ.
         """
@@ -93,7 +96,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         if isinstance(policy, str):
-            policy = make_policy(policy, self.target, drafter, budget, datastore=datastore)
+            policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
@@ -108,7 +111,7 @@ class Engine:
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
-        batch = [s for prompt in prompts for s in self._sequences(self.encode(prompt), settings)]
+        batch = [s for prompt in prompts for s in self.new_sequences(self.encode(prompt), settings)]
         for _ in self.rounds(batch):
             pass
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
@@ -119,7 +122,7 @@ class Engine:
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
-        sequence = self._sequences(self.encode(prompt), settings)[0]
+        sequence = self.new_sequences(self.encode(prompt), settings)[0]
         return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -145,13 +148,13 @@ class Engine:
         require(bool(sequences), "there is no prompt to decode")
         self.policy.prepare()
         start = time.perf_counter()
-        batch = self._open(sequences, chooser or self._sampler(sequences))
+        batch = self.open(sequences, chooser)
         self._prefill(batch)
         prefill_seconds = time.perf_counter() - start
         clock = Clock()
         while batch.sequences:
             start = time.perf_counter()
-            self._round(batch, clock)
+            self.run_round(batch, clock)
             seconds = time.perf_counter() - start
             for sequence in batch.sequences:
                 sequence.stats.prefill_seconds = prefill_seconds
@@ -165,9 +168,10 @@ class Engine:
                 batch.keep(unfinished)
 
     @torch.no_grad()
-    def _round(self, batch: Batch, clock: Clock) -> None:
+    def run_round(self, batch: Batch, clock: Clock) -> None:
+        """Grows a tree for every row, verifies all in one forward, and gives each sequence its new tokens."""
         grown = self.policy.grow(batch, batch.roots(self.target.device), clock)
-        tree = grown.tree
+        tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
             self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
@@ -182,9 +186,11 @@ class Engine:
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
 
-    def _open(self, sequences: list[TokenSequence], chooser: Chooser) -> Batch:
+    def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
+        """A batch of these sequences, nothing of them read yet. chooser: who chooses in place of their settings."""
         num_slots = max(s.num_prompt_tokens + s.num_remaining for s in sequences) + MAX_BUDGET + 1
         cache = self.target.open(len(sequences), num_slots)
+        chooser = chooser or self._sampler(sequences)
         return Batch(list(sequences), cache, chooser, self.policy.open(len(sequences), num_slots))
 
     def _prefill(self, batch: Batch) -> None:
@@ -196,13 +202,21 @@ class Engine:
                 batch.copy_row(row_of[prompt], row)
                 continue
             row_of[prompt] = row
-            following = iter(prompt[1:])
-            for verified in self.target.prefill(batch.cache, row, prompt[:-1]):
-                self.policy.read(batch, row, verified, list(islice(following, verified.tokens.shape[1])))
+            for _ in self.prefill_row(batch, row):
+                pass
+
+    def prefill_row(self, batch: Batch, row: int) -> Iterator[int]:
+        """Commits what is not yet committed of a prompt but its last token, yielding each chunk's tokens."""
+        prompt, start = batch.sequences[row].ids, batch.cache.lengths[row]
+        following = iter(prompt[start + 1 :])
+        for verified in self.target.prefill(batch.cache, row, prompt[start:-1]):
+            self.policy.read(batch, row, verified, list(islice(following, verified.tokens.shape[1])))
+            yield verified.tokens.shape[1]
 
     # Small parts
 
-    def _sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
+    def new_sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
+        """The answers asked for, checked and still empty."""
         settings.check_vocabulary(self.target.vocab_size)
         require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
         assert settings.seed is not None
@@ -218,6 +232,7 @@ class Engine:
             self.eos_token_ids,
             self.target.vocab_size,
             self.target.device,
+            [s.constraint for s in batch],
         )
 
     def check_room(self, sequence: TokenSequence) -> None:

@@ -36,6 +36,7 @@ def load(
     chunk_size: int = 256,
     profile: str | Path | None = "auto",
     datastore: str | Path | None = None,
+    isolated: bool = False,
     exact: bool = False,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
@@ -49,6 +50,7 @@ def load(
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
     head's; None starts with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
+    isolated: texts do not learn from each other, nor from a profile's texts; only from themselves.
     exact: on a GPU, the same bits for a token decoded plainly or in any tree; slower plain steps. See `Engine`.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
@@ -71,6 +73,7 @@ def load(
         budget=budget,
         chunk_size=chunk_size,
         datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
+        isolated=isolated,
         exact=exact,
     )
     equip(engine, profile if policy != "off" else None)

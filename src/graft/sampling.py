@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from graft.constraint import Constraint
 from graft.hashing import GOLDEN, mix64
 from graft.settings import Settings, require
 
@@ -106,11 +107,13 @@ class Sampler:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        constraints: Sequence[Constraint | None] | None = None,
     ) -> None:
         def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
 
         self._settings = list(settings)
+        self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._seeds = column("seed", torch.int64)
         self._positions = torch.tensor([len(h) for h in histories], device=device)  # of the token to choose
@@ -146,12 +149,26 @@ class Sampler:
         """Goes on with these rows alone, in this order."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._seeds.device)
         self._settings = [self._settings[row] for row in rows]
+        self._constraints = [self._constraints[row] for row in rows]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value[index])
 
+    def join(self, other: Sampler) -> None:
+        """Takes in the rows of another sampler, behind its own."""
+        num_own, num_new = len(self._settings), len(other._settings)
+        self._settings = self._settings + other._settings
+        self._constraints = self._constraints + other._constraints
+        for name, own in list(vars(self).items()):
+            new = getattr(other, name)
+            if isinstance(own, Tensor) or isinstance(new, Tensor):
+                # What only the one's rows ask for is nothing at all for the other's.
+                own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
+                new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
+                setattr(self, name, torch.cat([own, new]))
+
     def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
-        scores = self._penalized(logits.float())
+        scores = self._constrained(self._penalized(logits.float()), walking)
         tokens = scores.argmax(dim=1)
         if any(s.temperature for s in self._settings):
             noise = gumbel_noise(self._seeds, self._positions, self._vocab_size)
@@ -175,6 +192,18 @@ class Sampler:
             logits = logits.masked_fill(self._endings & too_early, -torch.inf)
         return logits
 
+    def _constrained(self, scores: Tensor, walking: Tensor) -> Tensor:
+        """Scores with what a row's constraint forbids at minus infinity."""
+        rows = [row for row, constraint in enumerate(self._constraints) if constraint is not None and walking[row]]
+        if not rows:
+            return scores
+        scores = scores.clone()
+        for row in rows:
+            constraint = self._constraints[row]
+            assert constraint is not None
+            scores[row] = constraint.mask(scores[row])
+        return scores
+
     def _truncated(self, scores: Tensor) -> Tensor:
         """Scores with what top-k, then top-p, then min-p leave out at minus infinity."""
         if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
@@ -197,6 +226,10 @@ class Sampler:
             self._seen[rows, tokens[rows]] = True
         if self._counts is not None:
             self._counts[rows, tokens[rows]] += 1
+        if any(self._constraints):
+            for row in rows.tolist():
+                if (constraint := self._constraints[row]) is not None:
+                    constraint.take(int(tokens[row]))
 
 
 def _is_int(value: object) -> bool:

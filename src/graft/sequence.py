@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from graft.constraint import Constraint
 from graft.record import RoundRecord
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
@@ -47,6 +48,7 @@ class Sequence:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
+        self.constraint: Constraint | None = None  # what its text must be, as JSON of a schema
         self.is_recorded = False  # whether the last round is kept, for somebody who watches
         self.last_round: RoundRecord | None = None
         self._endings = frozenset(settings.stop_token_ids) | (

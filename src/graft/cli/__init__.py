@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from graft import __version__
-from graft.cli.bench import bench
+from graft.cli.bench_serve import benches
 from graft.cli.chat import chat
 from graft.cli.check import check
 from graft.cli.demo import demo
@@ -19,11 +19,12 @@ from graft.cli.generate import generate
 from graft.cli.index import index
 from graft.cli.load_check import load_check
 from graft.cli.pull import pull
+from graft.cli.serve import serve
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, check, bench, tune, train, load_check, pull, env)
+VERBS = (demo, generate, chat, serve, check, tune, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for verb in VERBS:
     app.command()(verb)
+app.add_typer(benches)
 app.add_typer(index)
 
 

@@ -31,8 +31,8 @@ def aside(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
 
-def load_engine(loading: Given) -> Engine:
-    """An engine as the options ask for."""
+def load_engine(loading: Given, isolated: bool = False) -> Engine:
+    """An engine as the options ask for. isolated: texts do not learn from each other."""
     # A line, not a spinner: a model that is fetched first draws bars of its own.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
@@ -41,7 +41,7 @@ def load_engine(loading: Given) -> Engine:
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        engine = load(**loading | without)
+        engine = load(**loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graft.settings import Settings, require
-from graft.target import Verified
+from graft.target import TreeCache, Verified
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,18 @@ class Level:
 class DraftState(Protocol):
     """What a drafter keeps for the rows of one batch."""
 
+    cache: TreeCache  # an entry a token; a row's may be behind the target's
+
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
         ...
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row what another is."""
+        ...
+
+    def join(self, other: Any) -> None:
+        """Takes in the rows of another state of the same drafter, behind its own."""
         ...
 
 

@@ -150,6 +150,10 @@ class _ProcessorChooser:
         self._rows = [self._rows[row] for row in rows]
         self._seeds = [self._seeds[row] for row in rows]
 
+    def join(self, other: _ProcessorChooser) -> None:
+        self._rows = self._rows + other._rows
+        self._seeds = self._seeds + other._seeds
+
 
 class _EngineSlot:
     """Keeps a model's engines, and what they learned, with the model itself, for as long as it lives.

@@ -157,12 +157,19 @@ def _fitting(path: Path, about: About) -> Profile:
 def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None:
     policy = engine.policy
     try:
-        policy.restore(profile.state)
+        # Tables are somebody's texts: those who must not learn from others start without.
+        is_of_texts = not policy.isolated
+        policy.restore({key: value for key, value in profile.state.items() if is_of_texts or _is_general(key)})
         if profile.costs and profile.about.is_for_machine_of(about):
             policy.restore_costs(profile.costs)
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         policy.restore({})  # all of it or nothing
         raise GraftError(f"{path} is no whole profile ({type(error).__name__}: {error}): {_ANEW}") from error
+
+
+def _is_general(key: str) -> bool:
+    """Whether a part of a state tells how good proposals are, not what was proposed."""
+    return key.startswith(("calibration/", "prospect/"))
 
 
 def _candidates() -> list[Path]:

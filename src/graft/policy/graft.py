@@ -211,21 +211,27 @@ class Graft(Policy):
     def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
         rate, num_rows = self._rate(len(going)), len(going)
+        # A pass over many rows takes longer as a plain verify of them does; all of them wait for it.
+        plain, alone = (self._cost.plans([], count)[0].seconds for count in (num_rows, 1))
+        pass_seconds = self._prospect.seconds * plain / alone
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted
             return [
                 is_going
                 and any(
-                    gain >= rate * count * self._prospect.seconds
+                    gain >= rate * count * pass_seconds
                     for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
                 )
                 for row, is_going in enumerate(going)
             ]
         best = [list(accumulate(paths)) for paths in pool.best_paths(_MAX_WIDTH)]
         for row in (row for row in range(num_rows) if going[row]):
-            plans = self._cost.plans(best[row], overhead=self._overhead)
+            plans = [
+                plan._replace(tokens=plan.tokens - (num_rows - 1))  # the row's own, in the time of all
+                for plan in self._cost.plans(best[row], num_rows, self._overhead)
+            ]
             now = max(plan.worth(rate) for plan in plans)
             going[row] = any(
-                min(plan.tokens + gain, plan.width) - rate * (plan.seconds + count * self._prospect.seconds) > now
+                min(plan.tokens + gain, plan.width) - rate * (plan.seconds + count * pass_seconds) > now
                 for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
                 for plan in plans
             )

@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
 
+_SLOT_STEP = 256  # slots by which a cache that others join grows
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -114,10 +116,44 @@ class TreeCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
-        self.lengths = [self.lengths[row] for row in rows]
-        if self._keys is not None and self._values is not None:
+        lengths = [self.lengths[row] for row in rows]
+        if all(row >= place for place, row in enumerate(rows)):
+            # No row moves onto one that is yet to move: their committed tokens move and the memory stays.
+            for place, row in enumerate(rows):
+                if row != place:
+                    self.copy_row(row, place)
+        elif self._keys is not None and self._values is not None:
             index = torch.tensor(rows, dtype=torch.int64, device=self._keys.device)
             self._keys, self._values = self._keys[:, index], self._values[:, index]
+        self.lengths = lengths
+
+    def join(self, other: TreeCache) -> None:
+        """Takes in another cache's rows behind its own; grows in steps, so that not every join moves everything."""
+        first = self.num_rows
+        self.lengths = self.lengths + other.lengths
+        self.num_slots = max(self.num_slots, other.num_slots)
+        if (like := other._keys if self._keys is None else self._keys) is not None:
+            self._keys, self._values = self._with_room(self._keys, like), self._with_room(self._values, like)
+        for own, new in ((self._keys, other._keys), (self._values, other._values)):
+            if own is not None and new is not None:
+                for row, length in enumerate(other.lengths):
+                    own[:, first + row, :length] = new[:, row, :length]
+
+    def read(self, row: int, start: int, end: int) -> Tensor:
+        """A copy of a row's committed keys and values at these places, [2, layers, tokens, heads, head_dim]."""
+        assert self._keys is not None and self._values is not None and end <= self.lengths[row]
+        return torch.stack([self._keys[:, row, start:end], self._values[:, row, start:end]])
+
+    def append(self, row: int, pieces: Sequence[Tensor]) -> None:
+        """Commits to a row what `read` once gave, piece behind piece."""
+        if self._keys is None or self._values is None:
+            _, layers, _, heads, head_dim = pieces[0].shape
+            like = pieces[0].new_empty(layers, 0, 0, heads, head_dim)
+            self._keys, self._values = self._with_room(None, like), self._with_room(None, like)
+        for piece in pieces:
+            start, end = self.lengths[row], self.lengths[row] + piece.shape[2]
+            self._keys[:, row, start:end], self._values[:, row, start:end] = piece
+            self.lengths[row] = end
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """transformers asks this to make up positions; ours are always given."""
@@ -127,6 +163,23 @@ class TreeCache(Cache):
         _, heads, _, head_dim = states.shape
         # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
         return states.new_zeros(self._num_layers, self.num_rows, self.num_slots, heads, head_dim)
+
+    def _with_room(self, stored: Tensor | None, like: Tensor) -> Tensor:
+        """`stored`, or a larger copy of it where the rows or slots have become too many."""
+        num_rows, num_slots = stored.shape[1:3] if stored is not None else (0, 0)
+        if stored is not None and num_rows >= self.num_rows and num_slots >= self.num_slots:
+            return stored
+        layers, _, _, heads, head_dim = like.shape
+        larger = like.new_zeros(
+            layers,
+            max(num_rows, 1 << (self.num_rows - 1).bit_length()),
+            max(num_slots, -(-self.num_slots // _SLOT_STEP) * _SLOT_STEP),
+            heads,
+            head_dim,
+        )
+        if stored is not None:
+            larger[:, :num_rows, :num_slots] = stored
+        return larger
 
     def _write(self, stored: Tensor, layer: int, states: Tensor) -> Tensor:
         if stored.shape[3:] != (states.shape[1], states.shape[3]):

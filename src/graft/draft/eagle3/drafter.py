@@ -38,6 +38,11 @@ class Eagle3State:
         self.cache.copy_row(source, target)
         self.hidden[target] = self.hidden[source]
 
+    def join(self, other: Eagle3State) -> None:
+        self.cache.join(other.cache)
+        self.hidden = torch.cat([self.hidden, other.hidden])
+        self.pending = self.pending + other.pending
+
 
 class Eagle3Drafter:
     """A head and its way of drafting."""

@@ -1,0 +1,97 @@
+"""`graft bench serve`: a load test of a server. And `benches`, which makes it a part of `graft bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graft.cli.bench import bench
+from graft.cli.options import Given, Group, option, takes
+from graft.cli.terminal import notes
+
+LOAD: Group = {
+    "requests": option(int, "--requests", "How many requests to make.", "64"),
+    "concurrency": option(int, "--concurrency", "Requests under way at once, at most.", "8"),
+    "rate": option(float, "--rate", "Requests that start a second, whatever came of others.", "one when one has ended"),
+    "max_tokens": option(int, "--max-tokens", "Longest answer.", "128"),
+    "temperature": option(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
+    "plain": option(bool, "--plain", "Ask a Graft server not to speculate."),
+    "slo_first": option(float, "--slo-first", "Seconds to the first token of a good answer.", "2"),
+    "slo_token": option(float, "--slo-token", "Seconds a token after that.", "0.2"),
+}
+
+
+@takes(load=LOAD)
+def serve(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    data: Annotated[Path | None, typer.Option(help="Prompts, as for graft bench.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key it asks for.", envvar="GRAFT_API_KEY")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    *,
+    load: Given,
+) -> None:
+    """Ask a running server many things at once, and see what its users would have felt.
+
+    [dim]Example:[/] graft bench serve --requests 100 --concurrency 16
+    """
+    from graft.bench.load import LoadSettings, load_test
+    from graft.bench.tasks import built_in_tasks
+    from graft.data import read_prompts
+
+    settings = LoadSettings.of(load)
+    prompts = read_prompts(data) if data is not None else [p for task in built_in_tasks(None) for p in task.prompts]
+    with notes().status("asking ...") as status:
+
+        def progress(num_done: int) -> None:
+            status.update(f"{num_done} of {settings.requests} answered")
+
+        texts = [prompt.text for prompt in prompts]
+        figures = asyncio.run(load_test(url.rstrip("/"), texts, settings, api_key, progress))
+    _show(figures)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "mean", "p50", "p90", "p99", box=None)
+    for name in ("time_to_first_token", "time_per_token", "time_between_pieces", "time_to_last_token"):
+        values = (figures[name][column] for column in ("mean", "p50", "p90", "p99"))
+        table.add_row(f"{name.replace('_', ' ')}, ms", *("–" if v is None else f"{1000 * v:.1f}" for v in values))
+    console = Console(highlight=False)
+    console.print(table)
+    length = figures["mean_acceptance_length"]
+    console.print(
+        f"{figures['answered']} answered, {figures['refused']} refused, {figures['failed']} failed in "
+        f"{figures['seconds']:.1f} s: {figures['tokens_per_second']:.1f} tokens/s, "
+        f"{figures['requests_per_second']:.2f} requests/s, {figures['good_requests_per_second']:.2f} of them good"
+        + (f", mean acceptance length {length:.2f}" if length else "")
+    )
+
+
+def _benches() -> typer.Typer:
+    """`graft bench` as it was, with `serve` below it."""
+
+    @functools.wraps(bench)
+    def alone(ctx: typer.Context, **options: Any) -> None:
+        if ctx.invoked_subcommand is None:
+            bench(**options)
+
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(bench).parameters.values()]
+    alone.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+    group = typer.Typer(name="bench", rich_markup_mode="rich")
+    group.callback(invoke_without_command=True)(alone)
+    group.command()(serve)
+    return group
+
+
+benches = _benches()

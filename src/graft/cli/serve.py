@@ -1,0 +1,101 @@
+"""`graft serve`: an OpenAI-compatible server, and a page to see it work."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graft.cli.options import LOADING, Given, Group, option, takes
+from graft.cli.terminal import load_engine, notes
+from graft.errors import GraftError
+from graft.models.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
+    from graft.serve.settings import ServeSettings
+
+_users = functools.partial(option, rich_help_panel="Users")
+_limit = functools.partial(option, rich_help_panel="Limits")
+
+SERVING: Group = {
+    "host": _users(str, "--host", "Address to listen at.", "127.0.0.1, this machine alone"),
+    "port": _users(int, "--port", "Port to listen at; 0 takes a free one.", "8000"),
+    "api_keys": _users(list[str], "--api-key", "A key that users must give; repeatable.", metavar="KEY"),
+    "served_model_name": _users(str, "--served-model-name", "The model's name in requests.", "the model's own"),
+    "learning": _users(str, "--learning", "From whom texts' tables learn: off, shared, isolated.", "shared"),
+    "page": _users(bool, "--page/--no-page", "The page at /.", "on"),
+    "log_prompts": _users(bool, "--log-prompts", "Write prompts to the log."),
+    "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
+    "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; more get status 429.", "64"),
+    "max_cache_tokens": _limit(int, "--max-cache-tokens", "Rows times the longest row, in tokens.", "65536"),
+    "prefix_cache_tokens": _limit(int, "--prefix-cache-tokens", "Tokens kept for texts that begin alike.", "8192"),
+    "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request.", "2097152"),
+    "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt.", "the model's context"),
+    "max_tokens": _limit(int, "--max-tokens", "Longest answer that may be asked for.", "4096"),
+    "default_max_tokens": _limit(int, "--default-max-tokens", "Longest chat answer if nothing is said.", "1024"),
+    "timeout": _limit(float, "--timeout", "Seconds a request may take.", "600"),
+    "shutdown_timeout": _limit(float, "--shutdown-timeout", "Seconds requests have left at the end.", "30"),
+}
+
+
+@takes(loading=LOADING, serving=SERVING)
+def serve(
+    config: Annotated[Path | None, typer.Option(help="A YAML file of these settings.", metavar="FILE")] = None,
+    *,
+    loading: Given,
+    serving: Given,
+) -> None:
+    """Serve a model to many at once, through OpenAI's API, with a page to see it at /.
+
+    Settings come from flags, then from the environment (GRAFT_SERVE_PORT=8001), then from --config FILE.
+
+    [dim]Example:[/] graft serve --port 8000 --api-key secret
+    """
+    try:
+        import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise GraftError(f"{error.name} is missing: pip install 'graft-decoding[serve]'") from error
+    from graft.serve.settings import gather
+
+    wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
+    engine = load_engine(wanted, isolated=settings.learning != "shared")
+    _run(engine, settings, Path(str(wanted.get("model", DEFAULT_MODEL))).name)
+
+
+def _run(engine: Engine, settings: ServeSettings, model_name: str) -> None:
+    import uvicorn
+
+    from graft.serve.app import make_app
+
+    if not settings.is_local and not settings.api_keys:
+        notes().print("warning: anybody who reaches this machine may ask: set --api-key", markup=False)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(engine, settings, model_name),
+            host=settings.host,
+            port=settings.port,
+            log_config=_LOGS,
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+            server_header=False,
+        )
+    )
+    server.run()
+
+
+_LINES = {"format": "%(asctime)s %(levelname)s %(message)s"}
+_LOGS = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"lines": _LINES},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+    "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "graft.serve")},
+}

@@ -1,0 +1,371 @@
+// The page: a chat whose tokens show who proposed them, and the rounds behind it. No framework, no build.
+
+const $ = (id) => document.getElementById(id);
+const conversation = []; // messages as the API takes them
+let stop = null; // an AbortController while an answer comes
+let shown = null; // the answer whose figures and rounds are shown
+const MAX_NODES = 40; // of a drawn tree, beside the accepted ones
+
+const kindOf = (origin) => (origin === "model" ? "model" : origin === "drafted" ? "drafted" : "grafted");
+
+function element(tag, classes = "", text = "") {
+  const made = document.createElement(tag);
+  if (classes) made.className = classes;
+  if (text) made.textContent = text;
+  return made;
+}
+
+// An answer on its way
+
+class Answer {
+  constructor(words, lane) {
+    this.rounds = [];
+    this.counts = {}; // tokens by origin
+    this.numTokens = 0;
+    this.text = "";
+    this.started = null;
+    this.seconds = null; // of decoding alone, as the server says at the end
+    this.title = element("h3", "", words);
+    this.body = element("div", "message waiting");
+    lane.append(this.title, this.body);
+    this.words = words;
+  }
+
+  take(choice) {
+    this.started ??= performance.now();
+    this.text += choice.delta.content ?? "";
+    for (const round of choice.rounds ?? []) this.addRound(round);
+    if (choice.speculation) this.seconds = choice.speculation.decode_seconds;
+  }
+
+  addRound(round) {
+    const number = this.rounds.push(round) - 1;
+    for (const piece of round.new) {
+      this.numTokens += 1;
+      this.counts[piece.origin] = (this.counts[piece.origin] ?? 0) + 1;
+      if (!piece.text) continue;
+      const span = element("span", `token ${kindOf(piece.origin)}`, piece.text);
+      span.title = `${piece.origin === "model" ? "the model's own" : piece.origin}, round ${number + 1}`;
+      span.dataset.round = number;
+      this.body.append(span);
+    }
+  }
+
+  end() {
+    this.body.classList.remove("waiting");
+    // Stop strings cut the text in a token's middle: what is shown is exactly what was answered.
+    let left = this.text.length;
+    for (const span of [...this.body.querySelectorAll(".token")]) {
+      if (span.textContent.length > left) span.textContent = span.textContent.slice(0, left);
+      left -= span.textContent.length;
+      if (!span.textContent) span.remove();
+    }
+    if (left > 0) this.body.append(this.text.slice(-left));
+    this.title.textContent = `${this.words} · ${this.speed.toFixed(1)} tokens/s`;
+  }
+
+  get speed() {
+    const seconds = this.seconds ?? (performance.now() - this.started) / 1000;
+    return this.started === null || seconds <= 0 ? 0 : this.numTokens / seconds;
+  }
+
+  get meanAccepted() {
+    const own = this.counts.model ?? 0;
+    return this.rounds.length ? 1 + (this.numTokens - own) / this.rounds.length : 0;
+  }
+}
+
+async function stream(answer, speculate) {
+  const seed = parseInt($("seed").value, 10);
+  const headers = { "Content-Type": "application/json" };
+  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers,
+    signal: stop.signal,
+    body: JSON.stringify({
+      messages: conversation,
+      stream: true,
+      return_rounds: true,
+      speculate,
+      temperature: Number($("temperature").value) || 0,
+      max_tokens: Math.max(1, parseInt($("max-tokens").value, 10) || 256),
+      ...(Number.isNaN(seed) ? {} : { seed }),
+    }),
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") continue;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      for (const choice of chunk.choices) answer.take(choice);
+      if (answer === shown) showFigures();
+      stayAtEnd();
+    }
+  }
+}
+
+function stayAtEnd() {
+  const box = $("messages");
+  if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
+}
+
+async function ask(text) {
+  $("welcome")?.remove();
+  conversation.push({ role: "user", content: text });
+  $("messages").append(element("div", "message user", text));
+  const racing = $("race").checked;
+  const answers = element("div", racing ? "answers racing" : "answers");
+  const lanes = racing ? [element("div", "lane"), element("div", "lane")] : [element("div", "lane")];
+  answers.append(...lanes);
+  $("messages").append(answers);
+  $("messages").scrollTop = $("messages").scrollHeight;
+  const graft = new Answer("Graft", lanes.at(-1));
+  const plain = racing ? new Answer("Plain decoding", lanes[0]) : null;
+  show(graft);
+  stop = new AbortController();
+  $("send").textContent = "Stop";
+  const runs = [follow(graft, true), ...(plain ? [follow(plain, false)] : [])];
+  await Promise.all(runs);
+  if (plain && plain.text && graft.text) sayWhoWon(plain, graft, answers);
+  stop = null;
+  $("send").textContent = "Send";
+  if (graft.text) conversation.push({ role: "assistant", content: graft.text });
+  else conversation.pop();
+  showFigures();
+  $("prompt").focus();
+}
+
+async function follow(answer, speculate) {
+  try {
+    await stream(answer, speculate);
+  } catch (error) {
+    if (error.name !== "AbortError") answer.body.append(element("p", "error", error.message));
+  }
+  answer.end();
+}
+
+function sayWhoWon(plain, graft, answers) {
+  const same = plain.text === graft.text ? "The same text" : "Another text (stopped early?)";
+  const words = `${same}; Graft was ${(graft.speed / plain.speed).toFixed(2)} times as fast. ` +
+    "They share the machine, turn by turn: speeds count each one's own turns.";
+  const note = element("p", "quiet", words);
+  note.id = "verdict";
+  document.querySelectorAll("#verdict").forEach((old) => old.removeAttribute("id"));
+  answers.after(note);
+  stayAtEnd();
+}
+
+// Figures and rounds
+
+function show(answer) {
+  shown = answer;
+  $("rounds").replaceChildren();
+  $("tree").hidden = true;
+  showFigures();
+}
+
+function showFigures() {
+  if (!shown) return;
+  $("speed").textContent = shown.numTokens ? shown.speed.toFixed(1) : "–";
+  $("accepted").textContent = shown.rounds.length ? shown.meanAccepted.toFixed(2) : "–";
+  $("rounds-count").textContent = shown.rounds.length || "–";
+  const kinds = { drafted: 0, grafted: 0, model: 0 };
+  for (const [origin, count] of Object.entries(shown.counts)) kinds[kindOf(origin)] += count;
+  $("bar").replaceChildren(...Object.entries(kinds).map(([kind, count]) => {
+    const part = element("span", kind);
+    part.style.flexGrow = count;
+    return part;
+  }));
+  const words = { drafted: "drafted by the head", grafted: "grafted from retrieval", model: "the model's own" };
+  const rows = [];
+  for (const [kind, count] of Object.entries(kinds)) {
+    rows.push(share(words[kind], count, kind));
+    if (kind !== "grafted") continue;
+    for (const [origin, part] of Object.entries(shown.counts)) {
+      if (kindOf(origin) === "grafted") rows.push(share(origin, part, null));
+    }
+  }
+  $("shares").replaceChildren(...rows);
+  for (let number = $("rounds").childElementCount; number < shown.rounds.length; number += 1) addRoundBar(number);
+}
+
+function share(words, count, kind) {
+  const row = element("li", kind ? "" : "sub");
+  if (kind) row.append(element("span", `swatch ${kind}`));
+  const percent = shown.numTokens ? ` · ${Math.round((100 * count) / shown.numTokens)}%` : "";
+  row.append(element("span", "", words), element("span", "count", `${count}${percent}`));
+  return row;
+}
+
+function addRoundBar(number) {
+  const round = shown.rounds[number];
+  const bar = element("button", "round");
+  bar.type = "button";
+  bar.tabIndex = number === 0 ? 0 : -1;
+  bar.setAttribute("role", "option");
+  bar.setAttribute("aria-selected", "false");
+  bar.setAttribute("aria-label", `Round ${number + 1}, ${round.new.length} tokens`);
+  for (const piece of round.new) {
+    const block = element("i", kindOf(piece.origin));
+    block.style.height = `${Math.min(7, 110 / round.new.length)}px`; // a very good round is no tower
+    bar.append(block);
+  }
+  bar.addEventListener("click", () => choose(number));
+  const box = $("rounds");
+  const atEnd = box.scrollWidth - box.scrollLeft - box.clientWidth < 40;
+  box.append(bar);
+  if (atEnd) box.scrollLeft = box.scrollWidth;
+}
+
+function choose(number) {
+  const bars = [...$("rounds").children];
+  if (!bars[number]) return;
+  bars.forEach((bar, place) => {
+    bar.setAttribute("aria-selected", String(place === number));
+    bar.tabIndex = place === number ? 0 : -1;
+  });
+  bars[number].focus({ preventScroll: true });
+  bars[number].scrollIntoView({ block: "nearest", inline: "nearest" });
+  document.querySelectorAll(".token.chosen").forEach((token) => token.classList.remove("chosen"));
+  shown.body.querySelectorAll(`[data-round="${number}"]`).forEach((token) => token.classList.add("chosen"));
+  drawTree(shown.rounds[number], number);
+}
+
+// A round's tree
+
+function drawTree(round, number) {
+  const size = round.tokens.length;
+  const accepted = new Set(round.accepted);
+  const reach = [1];
+  for (let node = 1; node < size; node += 1) reach[node] = reach[round.parents[node]] * round.probabilities[node];
+  const ranked = [...Array(size).keys()].slice(1).sort((a, b) => reach[b] - reach[a]);
+  const kept = new Set([0, ...accepted, ...ranked.slice(0, MAX_NODES)]);
+  const children = Array.from({ length: size }, () => []);
+  for (let node = 1; node < size; node += 1) if (kept.has(node)) children[round.parents[node]].push(node);
+
+  const nodes = []; // {label, note, classes, depth, row, parent}
+  let row = 0;
+  const place = (node, depth, parent) => {
+    const own = { label: spell(round.tokens[node]), depth, parent, taken: node === 0 || accepted.has(node) };
+    own.classes = node === 0 ? "root" : kindOf(round.sources[node]);
+    own.note = node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${round.sources[node]}`;
+    nodes.push(own);
+    const last = node === 0 ? round.accepted.length === 0 : round.accepted.at(-1) === node;
+    const below = children[node].map((child) => place(child, depth + 1, own));
+    if (last && round.new.length > round.accepted.length) {
+      const token = { label: spell(round.new.at(-1).text || "…"), note: "the model's own", classes: "model" };
+      nodes.push(Object.assign(token, { depth: depth + 1, parent: own, taken: true, row: row++ }));
+      below.push(token);
+    }
+    own.row = below.length ? below[0].row : row++;
+    return own;
+  };
+  place(0, 0, null);
+
+  const hidden = size - kept.size;
+  const outcome = size > 1 ? `${accepted.size} of ${size - 1} proposed tokens accepted` : "plain decoding, no tree";
+  $("tree-words").textContent = `Round ${number + 1}: ${outcome}${hidden > 0 ? `; ${hidden} less likely not drawn` : ""}.`;
+  $("tree-scroll").replaceChildren(svgOf(nodes));
+  $("tree").hidden = false;
+}
+
+const spell = (text) => {
+  const visible = text.replaceAll("\n", "⏎").replaceAll(" ", "·");
+  return visible.length > 12 ? `${visible.slice(0, 11)}…` : visible;
+};
+
+function svgOf(nodes) {
+  const WIDTH = 122;
+  const HEIGHT = 40;
+  const make = (tag, attributes, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const width = WIDTH * (1 + Math.max(...nodes.map((node) => node.depth))) + 16;
+  const height = HEIGHT * (1 + Math.max(...nodes.map((node) => node.row))) + 12;
+  const svg = make("svg", { width, height, role: "img", "aria-label": "Tree of proposed tokens" });
+  for (const node of nodes.filter((one) => one.parent)) {
+    const [x1, y1] = [8 + node.parent.depth * WIDTH + 102, 20 + node.parent.row * HEIGHT];
+    const [x2, y2] = [8 + node.depth * WIDTH, 20 + node.row * HEIGHT];
+    const path = `M${x1} ${y1} C${x1 + 12} ${y1} ${x2 - 12} ${y2} ${x2} ${y2}`;
+    svg.append(make("path", { d: path, class: node.taken && node.parent.taken ? "taken" : "" }));
+  }
+  for (const node of nodes) {
+    const group = make("g", {
+      class: `${node.classes} ${node.taken ? "taken" : "missed"}`,
+      transform: `translate(${8 + node.depth * WIDTH} ${6 + node.row * HEIGHT})`,
+    });
+    group.append(make("rect", { width: 102, height: 30, rx: 5 }));
+    group.append(make("text", { x: 6, y: 13 }, node.label));
+    group.append(make("text", { x: 6, y: 25, class: "likely" }, node.note));
+    svg.append(group);
+  }
+  return svg;
+}
+
+// Hands on the keyboard
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (stop) {
+    stop.abort();
+    return;
+  }
+  const text = $("prompt").value.trim();
+  if (!text) return;
+  $("prompt").value = "";
+  ask(text);
+});
+
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (!stop) $("ask").requestSubmit();
+  }
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && stop) stop.abort();
+  const typing = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && event.target.value;
+  if (!shown || typing || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+  if (event.target.id === "tree-scroll") return; // scrolls
+  const now = [...$("rounds").children].findIndex((bar) => bar.getAttribute("aria-selected") === "true");
+  const next = event.key === "ArrowRight" ? now + 1 : Math.max(now - 1, 0);
+  choose(Math.min(next, shown.rounds.length - 1));
+  event.preventDefault();
+});
+
+$("messages").addEventListener("click", (event) => {
+  const token = event.target.closest(".token");
+  if (token && shown?.body.contains(token)) choose(Number(token.dataset.round));
+});
+
+$("clear").addEventListener("click", () => {
+  stop?.abort();
+  conversation.length = 0;
+  $("messages").replaceChildren();
+  shown = null;
+  $("rounds").replaceChildren();
+  $("tree").hidden = true;
+  $("prompt").focus();
+});
+
+async function nameModel() {
+  const headers = $("key").value ? { Authorization: `Bearer ${$("key").value}` } : {};
+  const response = await fetch("v1/models", { headers });
+  $("model").textContent = response.ok ? (await response.json()).data[0].id : "needs an API key: see Settings";
+}
+$("key").addEventListener("change", nameModel);
+nameModel();
+$("prompt").focus();

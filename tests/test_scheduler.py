@@ -1,0 +1,332 @@
+"""Requests that are decoded together: the same texts as alone, whoever joins, leaves or fails beside them."""
+
+import queue
+import random
+import time
+
+import pytest
+import torch
+
+from graft import Engine, GraftError
+from graft.draft.base import TreeSettings
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.policy import make_policy
+from graft.sampling import SamplingSettings
+from graft.serve.pages import PAGE, PageStore
+from graft.serve.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
+from graft.target import TargetRunner, TreeCache
+from proposers import RandomTrees
+from test_drafter import make_head
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+
+def new_model():
+    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """For answers given alone. A scheduler's model is its own: two threads must not run one at once."""
+    return new_model()
+
+
+@pytest.fixture
+def schedule():
+    """Makes schedulers, each over a model of its own, and closes them."""
+    made = []
+
+    def make(policy="graft", drafter=None, chunk_size=256, **settings):
+        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12, chunk_size=chunk_size)
+        made.append(Scheduler(engine, SchedulerSettings(**settings)))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+        assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
+
+
+class Asked:
+    """A request and all that was heard of it."""
+
+    def __init__(self, scheduler, prompt, *, speculates=True, deadline=None, constraint=None, salt="", **options):
+        engine = scheduler._lanes[True].engine
+        self.scheduler, self.news = scheduler, queue.SimpleQueue()
+        sequences = engine.new_sequences(engine.encode(prompt), SamplingSettings(**options))
+        for sequence in sequences:
+            sequence.constraint = constraint
+        self.job = Job(sequences, self.news.put, speculates, salt=salt, deadline=deadline)
+        self.updates = []
+        scheduler.submit(self.job)
+
+    def next(self):
+        news = self.news.get(timeout=60)
+        self.updates.append(news)
+        return news
+
+    def wait(self):
+        """All answers' texts, or what went wrong."""
+        open_answers = set(range(len(self.job.sequences)))
+        while open_answers:
+            news = self.next()
+            if isinstance(news, Failure):
+                return news
+            if news.finish_reason is not None:
+                open_answers.remove(news.index)
+        return [sequence.text.text for sequence in self.job.sequences]
+
+
+def alone(model, prompt, **options):
+    answers = Engine(model, byte_tokenizer(), policy="off").generate(prompt, **options)
+    return [choice.text for choice in answers.choices]
+
+
+def various_options(rng):
+    options = {"max_new_tokens": rng.randint(1, 24), "seed": rng.randrange(1000)}
+    if rng.random() < 0.6:
+        options |= {"temperature": rng.choice([0.5, 1.0, 1.5]), "top_p": rng.choice([0.8, 1.0])}
+    if rng.random() < 0.3:
+        options |= {"top_k": 20, "frequency_penalty": 0.4}
+    if rng.random() < 0.2:
+        options |= {"repetition_penalty": 1.3, "min_tokens": 1, "logit_bias": {30: 2.0}}
+    return options
+
+
+@pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
+def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kind):
+    rng = random.Random(3)
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
+    policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
+    scheduler = schedule(policy, drafter, chunk_size=48, max_rows=6, prefix_cache_tokens=512, max_waiting=64)
+    beginnings = ["".join(rng.choices("abcdef", k=rng.choice([3, 70, 150]))) for _ in range(4)]
+    asked = []
+    for number in range(64 if kind == "graft" else 24):
+        prompt = rng.choice(beginnings) + "".join(rng.choices("xyz", k=rng.randint(0, 20)))
+        options = various_options(rng) | {"n": 2 if number % 9 == 0 else 1}
+        asked.append((Asked(scheduler, prompt, speculates=rng.random() < 0.8, **options), prompt, options))
+        if rng.random() < 0.3:  # some are cancelled while they wait, are read, or are decoded
+            scheduler.cancel(rng.choice(asked)[0].job)
+        if rng.random() < 0.3:
+            time.sleep(0.02)
+    for request, prompt, options in asked:
+        if not request.job.cancelled:
+            assert request.wait() == alone(model, prompt, **options)
+            pieces = ["".join(u.text for u in request.updates if u.index == i) for i in range(options["n"])]
+            assert pieces == [sequence.text.text for sequence in request.job.sequences]
+            assert sum(len(u.ids) for u in request.updates) == sum(s.stats.tokens for s in request.job.sequences)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, with_head):
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if with_head else None
+    scheduler = schedule("dense" if with_head else "graft", drafter, chunk_size=50)
+    beginning = "It was a dark and stormy night. " * 9
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    first = Asked(scheduler, beginning, **options)
+    assert first.wait() == alone(model, beginning, **options)
+    known = first.job.sequences[0].ids
+    follow_up = [*known, 40, 41, 42]
+    second = Asked(scheduler, follow_up, **options)
+    assert second.wait() == alone(model, follow_up, **options)
+    assert first.job.num_cached_tokens == 0
+    assert second.job.num_cached_tokens == (len(known) - 10) // PAGE * PAGE - 1 == 5 * PAGE - 1, "the answer too"
+    if with_head:
+        fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
+        stats = fresh.generate(follow_up, **options).stats
+        assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
+
+
+def test_kept_pages_are_never_read_under_another_salt(schedule):
+    scheduler = schedule()
+    prompt = "abcdefgh" * 20
+    texts = [Asked(scheduler, prompt, salt=salt, max_new_tokens=5) for salt in ("one", "two", "one")]
+    cached = []
+    for request in texts:
+        request.wait()
+        cached.append(request.job.num_cached_tokens)
+    assert cached[:2] == [0, 0] and cached[2] > 0
+
+
+def filled_cache(text, layers=2):
+    cache = TreeCache(layers, 1, len(text))
+    cache.append(0, [torch.tensor(text, dtype=torch.float).view(1, 1, -1, 1, 1).expand(2, layers, -1, 1, 2)])
+    return cache
+
+
+def test_pages_go_when_they_were_not_used_for_longest_the_ends_of_texts_first():
+    store = PageStore(4 * PAGE)
+    texts = [[number] * (2 * PAGE + 9) for number in range(3)]
+    for text in texts[:2]:
+        store.save(text, "", [filled_cache(text)], 0)
+    assert store.num_tokens == 4 * PAGE
+
+    def num_known(text):
+        return store.load(text, "", [TreeCache(2, 1, 200)], 0)
+
+    assert num_known(texts[0]) == 2 * PAGE - 1
+    store.save(texts[2][: PAGE + 1], "", [filled_cache(texts[2])], 0)
+    assert [num_known(text) for text in texts] == [2 * PAGE - 1, PAGE - 1, PAGE - 1]
+
+
+def test_what_a_page_holds_is_what_was_saved():
+    text = list(range(300))
+    store = PageStore(1000)
+    store.save(text, "", [filled_cache(text)], 0)
+    cache = TreeCache(2, 2, 300)
+    assert store.load([*text[:200], 7], "", [cache], 1) == 3 * PAGE - 1 == cache.lengths[1]
+    assert cache.read(1, 0, 3 * PAGE - 1)[1, 1, :, 0, 0].tolist() == text[: 3 * PAGE - 1]
+
+
+def test_rows_of_joined_caches_stay_what_they_were():
+    rng = random.Random(0)
+    cache, texts = TreeCache(2, 0, 0), []
+    for _ in range(30):
+        if texts and rng.random() < 0.5:
+            kept = rng.sample(range(len(texts)), rng.randint(0, len(texts)))
+            cache.keep(kept)
+            texts = [texts[row] for row in kept]
+        else:
+            texts.append([rng.random() for _ in range(rng.randint(1, 400))])
+            cache.join(filled_cache(texts[-1]))
+        assert cache.lengths == [len(text) for text in texts]
+        for row, text in enumerate(texts):
+            assert cache.read(row, 0, len(text))[0, 1, :, 0, 1].tolist() == pytest.approx(text)
+
+
+def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
+    scheduler = schedule(max_rows=1)
+    long = Asked(scheduler, "long", max_new_tokens=1500)
+    short = Asked(scheduler, "short", max_new_tokens=4)
+    long.next()
+    assert scheduler.num_running == 1 and scheduler.num_waiting == 1 and scheduler.cache_use > 0
+    scheduler.cancel(long.job)
+    assert short.wait() == alone(model, "short", max_new_tokens=4)
+    assert long.job.sequences[0].finish_reason is None
+
+
+def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
+    scheduler = schedule("off", chunk_size=16)
+    running = Asked(scheduler, "abc", max_new_tokens=1000)
+    running.next()
+    before = running.job.sequences[0].stats.tokens
+    late = Asked(scheduler, "x" * 800, max_new_tokens=1)
+    late.wait()
+    assert running.job.sequences[0].stats.tokens >= before + 800 // 16 - 5, "a round between two chunks"
+    scheduler.cancel(running.job)
+
+
+def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, schedule):
+    scheduler = schedule(max_rows=1, max_waiting=2)
+    running = Asked(scheduler, "abc", max_new_tokens=1500)
+    running.next()
+    waiting = [Asked(scheduler, f"ask {i}", max_new_tokens=3) for i in range(2)]
+    with pytest.raises(BusyError, match="2 requests are waiting"):
+        Asked(scheduler, "one more")
+    scheduler.cancel(running.job)
+    assert [request.wait() for request in waiting] == [alone(model, f"ask {i}", max_new_tokens=3) for i in range(2)]
+
+
+def test_the_cache_is_bounded(schedule):
+    scheduler = schedule(max_cache_tokens=300)
+    with pytest.raises(GraftError, match="needs 331 tokens of cache and there are 300"):
+        Asked(scheduler, "abc", max_new_tokens=200)
+    with pytest.raises(GraftError, match="n=20 answers"):
+        Asked(scheduler, "abc", n=20)
+    asked = [Asked(scheduler, "abc", max_new_tokens=100) for _ in range(4)]
+    asked[0].next()
+    assert scheduler.num_running == 1 and scheduler.cache_use <= 1
+    assert len({request.wait()[0] for request in asked}) == 1
+
+
+class Broken:
+    """A constraint that cannot be met after a few tokens."""
+
+    error = None
+
+    def __init__(self, after):
+        self._left = after
+
+    def mask(self, scores):
+        return scores
+
+    def take(self, token):
+        self._left -= 1
+        if self._left <= 0:
+            self.error = "nothing may follow"
+
+    def num_allowed(self, tokens):
+        return len(tokens)
+
+
+def test_a_request_that_fails_ends_alone(model, schedule):
+    scheduler = schedule()
+    good = [Asked(scheduler, f"good {i}", max_new_tokens=60) for i in range(2)]
+    bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=Broken(after=7))
+    rude = Asked(scheduler, "rude", max_new_tokens=60)
+    rude.job.listener = lambda news: 1 / 0
+    late = Asked(scheduler, "late", max_new_tokens=1500, deadline=time.monotonic() + 0.2)
+    assert bad.wait() == Failure("request", "nothing may follow")
+    assert late.wait() == Failure("timeout", "the request took longer than allowed")
+    assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
+
+
+def test_after_a_round_that_crashed_the_next_requests_are_answered(model, schedule, monkeypatch):
+    scheduler = schedule()
+    engine = scheduler._lanes[True].engine
+    run_round, crashes = engine.run_round, [True]
+
+    def crash_once(batch, clock):
+        if crashes and crashes.pop():
+            raise RuntimeError("out of memory")
+        run_round(batch, clock)
+
+    monkeypatch.setattr(engine, "run_round", crash_once)
+    assert Asked(scheduler, "abc").wait() == Failure("server", "the request failed; the server's log says why")
+    assert Asked(scheduler, "abc", max_new_tokens=9).wait() == alone(model, "abc", max_new_tokens=9)
+
+
+def test_a_request_may_be_decoded_plainly_beside_others_that_speculate(model, schedule):
+    scheduler = schedule()
+    options = {"max_new_tokens": 80, "ignore_eos": True}
+    plain = Asked(scheduler, "abab", speculates=False, **options)
+    graft = Asked(scheduler, "abab", **options)
+    assert plain.wait() == graft.wait() == alone(model, "abab", **options)
+    stats = plain.job.sequences[0].stats
+    assert stats.nodes == 0 and stats.rounds == 80 and graft.job.sequences[0].stats.nodes > 0
+
+
+def test_closing_lets_requests_end_and_takes_no_more(model, schedule):
+    scheduler = schedule()
+    running = Asked(scheduler, "abc", max_new_tokens=50)
+    scheduler.close(drain_seconds=60)
+    assert running.wait() == alone(model, "abc", max_new_tokens=50)
+    with pytest.raises(BusyError, match="shutting down"):
+        Asked(scheduler, "abc")
+
+
+def test_closing_ends_what_takes_too_long(schedule):
+    scheduler = schedule()
+    running = Asked(scheduler, "abc", max_new_tokens=1800)
+    running.next()
+    scheduler.close(drain_seconds=0)
+    assert running.wait() == Failure("timeout", "the server is shutting down")
+
+
+def test_trees_are_narrower_in_larger_batches(model):
+    """Where a verify costs by the token, what pays for one row does not pay for sixteen."""
+    target = TargetRunner(model)
+    policy = make_policy("graft", target)
+    policy.restore_costs(
+        {
+            "widths": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
+            # flat up to eight tokens, then by the token
+            "seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
+            "pass": torch.tensor(0.0, dtype=torch.float64),
+        }
+    )
+    widths = {}
+    for num_rows in (1, 4, 8, 16, 64):
+        paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
+        widths[num_rows] = policy._best_width(paths)[0]
+    assert widths[1] == 8 and widths[64] == 1
+    assert list(widths.values()) == sorted(widths.values(), reverse=True)

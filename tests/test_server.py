@@ -1,0 +1,427 @@
+"""The server as its users meet it: the official client, plain HTTP, and users who are rude."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from graft import Engine, GraftError
+from graft.cli.options import LOADING
+from graft.cli.serve import SERVING as FLAGS
+from graft.serve.app import make_app
+from graft.serve.settings import SERVING, ServeSettings, gather
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8, "pattern": "^[a-z]+$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def new_engine(**options):
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
+    return Engine(model, byte_tokenizer(), budget=12, **options)
+
+
+@contextmanager
+def running(engine=None, **settings):
+    """A server on a free port."""
+    settings = ServeSettings(**{"shutdown_timeout": 1.0, **settings})
+    app = make_app(engine or new_engine(isolated=settings.learning != "shared"), settings, "tiny")
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, port=0, log_level="warning", timeout_graceful_shutdown=round(settings.shutdown_timeout), ws="none"
+        )
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024), byte_tokenizer(), policy="off")
+
+
+def post(url, path="/v1/completions", **body):
+    return httpx.post(url + path, json=body, timeout=60)
+
+
+def metric(url, name, **headers):
+    lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.02)
+
+
+# What it answers
+
+
+def test_the_official_client_chats(client, alone):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    expected = alone.generate(messages, max_new_tokens=12)
+    answer = client.chat.completions.create(model="tiny", messages=messages, **GREEDY)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(expected.prompt_ids), 12)
+
+
+def test_a_stream_joins_to_the_whole(client, alone):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "tell me "}, {"type": "text", "text": "more"}]}]
+    expected = alone.generate([{"role": "user", "content": "tell me more"}], max_new_tokens=40, temperature=1.0, seed=4)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_completion_tokens=40,
+        seed=4,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [expected.finish_reason]
+    assert last.choices == [] and last.usage.completion_tokens == len(expected.ids)
+
+
+def test_settings_mean_what_they_mean_to_the_engine(client, alone):
+    given = {
+        "seed": 7, "n": 2, "temperature": 1.3, "top_p": 0.9, "stop": ["e"], "presence_penalty": 0.5,
+        "frequency_penalty": 0.3, "logit_bias": {"70": 3.0},
+    }  # fmt: skip
+    more = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 3, "stop_token_ids": [9]}
+    expected = alone.generate("graft", max_new_tokens=20, **{**given, "logit_bias": {70: 3.0}}, **more)
+    answer = client.completions.create(model="tiny", prompt="graft", max_tokens=20, **given, extra_body=more)
+    assert [c.text for c in answer.choices] == [c.text for c in expected.choices]
+    assert [c.finish_reason for c in answer.choices] == [c.finish_reason for c in expected.choices]
+
+
+def test_log_probabilities_are_the_models_own(client, alone):
+    expected = alone.generate("graft", max_new_tokens=6, logprobs=2).choices[0].logprobs
+    old = client.completions.create(model="tiny", prompt="graft", temperature=0, max_tokens=6, logprobs=2)
+    assert old.choices[0].logprobs.token_logprobs == pytest.approx([e.logprob for e in expected], abs=1e-3)
+    assert old.choices[0].logprobs.text_offset[0] == 0
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 12 and all(len(token.top_logprobs) == 3 for token in content)
+    assert (
+        bytes(b for token in content for b in token.bytes).decode(errors="replace") == chat.choices[0].message.content
+    )
+
+
+def test_several_prompts_come_back_in_order(client, alone):
+    answer = client.completions.create(model="tiny", prompt=["one", "two"], n=2, seed=1, max_tokens=5)
+    expected = [c.text for p in ("one", "two") for c in alone.generate(
+        p, max_new_tokens=5, n=2, seed=1, temperature=1.0).choices]  # fmt: skip
+    assert [c.text for c in sorted(answer.choices, key=lambda c: c.index)] == expected
+    by_ids = client.completions.create(model="tiny", prompt=alone.encode("one"), seed=1, max_tokens=5)
+    assert by_ids.choices[0].text == expected[0]
+
+
+def test_many_at_once_get_what_each_gets_alone(url, alone):
+    prompts = [f"the same beginning, and then {i}" * (1 + i % 3) for i in range(24)]
+    options = [{"seed": i, "temperature": float(i % 2), "max_tokens": 4 + i % 13} for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda p, o: post(url, prompt=p, **o).json(), prompts, options))
+    for prompt, option, answer in zip(prompts, options, answers, strict=True):
+        option["max_new_tokens"] = option.pop("max_tokens")
+        assert answer["choices"][0]["text"] == alone.generate(prompt, **option).text
+
+
+def test_a_schema_is_met_every_time(url):
+    body = {
+        "messages": [{"role": "user", "content": "who?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+    }
+    with ThreadPoolExecutor(16) as pool, httpx.Client(timeout=60) as http:
+        ask = f"{url}/v1/chat/completions"
+        answers = list(pool.map(lambda i: http.post(ask, json={**body, "seed": i}), range(100)))
+    for answer in answers:
+        choice = answer.json()["choices"][0]
+        person = json.loads(choice["message"]["content"])
+        assert set(person) == {"name", "age", "kind"} and 0 <= person["age"] <= 120 and len(person["name"]) <= 8
+        assert choice["finish_reason"] == "stop"
+    assert len({answer.text.split('"content":')[1][:40] for answer in answers}) > 20, "and they are drawn"
+
+
+def test_constrained_text_is_the_same_with_and_without_speculation(url):
+    body = {"prompt": "who?", "response_format": {"type": "json_object"}, "max_tokens": 40, "logit_bias": {"95": 4}}
+    for seed in range(3):
+        plain, graft = (post(url, seed=seed, speculate=s, **body).json()["choices"][0] for s in (False, True))
+        assert plain["text"] == graft["text"] and plain["speculation"]["num_draft_tokens"] == 0
+
+
+def test_statistics_and_rounds_come_along(url):
+    answer = post(url, prompt="abcabcabc" * 5, return_rounds=True, **GREEDY).json()["choices"][0]
+    numbers = answer["speculation"]
+    assert numbers["num_rounds"] + numbers["num_accepted_tokens"] == 12
+    assert numbers["mean_acceptance_length"] == pytest.approx(12 / numbers["num_rounds"], abs=1e-3)
+    assert sum(numbers["accepted_by_source"].values()) == numbers["num_accepted_tokens"]
+    assert sum(numbers["accepted_per_position"]) == numbers["num_accepted_tokens"]
+    assert len(answer["rounds"]) == numbers["num_rounds"]
+    assert answer["text"].startswith("".join(new["text"] for r in answer["rounds"] for new in r["new"]))
+    assert "rounds" not in post(url, prompt="abc", **GREEDY).json()["choices"][0]
+
+
+def test_small_endpoints(url, client):
+    assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    tokens = post(url, "/tokenize", prompt="grün").json()
+    assert tokens["count"] == 5 == len(tokens["tokens"])
+    assert post(url, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "grün"}
+    assert post(url, "/tokenize", messages=[{"role": "user", "content": "x"}]).json()["count"] > 1
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"} and "version" in httpx.get(f"{url}/version").json()
+
+
+def test_metrics_count(url):
+    names = ("generation_tokens_total", "prompt_tokens_total", "request_success_total")
+    before = [metric(url, name) for name in names]
+    post(url, prompt="ababab", **GREEDY)
+    assert [metric(url, name) - b for name, b in zip(names, before, strict=True)] == [12, 6, 1]
+    text = httpx.get(f"{url}/metrics").text
+    assert 'graft:spec_decode_num_draft_tokens_total{model_name="tiny",source="' in text
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        assert f"graft:{name}_bucket" in text
+
+
+# What it refuses
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": []}, "tools is not supported"),
+        ({"temprature": 1}, "temprature is not supported"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": []}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_logprobs": 2}, "top_logprobs goes with logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options goes with stream"),
+        ({"max_tokens": 5000}, "max_tokens is 5000, more than the 4096 allowed"),
+        ({"max_tokens": 2000}, "exceed the model's context of 1024"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "the model's context holds 1024"),
+        ({"n": 100}, "n=100 answers are more than"),
+        ({"logit_bias": {"999": 1}}, "the model has no token 999"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 3,
+            "maxLength": 2}}}}, "Unsatisfiable"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "do not go with a response_format"),
+        ({"model": "other"}, "'tiny' is"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(url, body, words):
+    answer = post(url, "/v1/chat/completions", **{**CHAT, **body})
+    assert answer.status_code == (404 if "model" in body else 400)
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"{", 400), (b'{"prompt": "\xff\xfe"}', 400), (b"[" * 100_000, 400), (b"", 400), (b'"', 400),
+     (b'{"prompt": "\\ud800"}', 400), (b'{"prompt": "x", "seed": 1e400}', 400), (b" " * 10_000_000, 413)],
+)  # fmt: skip
+def test_bodies_that_are_no_requests(url, content, status):
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{url}/v1/completions", content=content, headers=headers).status_code == status
+    chunked = httpx.post(f"{url}/v1/completions", content=(content[i : i + 65536] for i in range(
+        0, len(content), 65536)), headers=headers)  # fmt: skip
+    assert chunked.status_code == status and "error" in chunked.json()
+
+
+def test_a_page_elsewhere_cannot_reach_a_local_server(url):
+    assert httpx.get(f"{url}/version", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_keys_are_asked_for():
+    with running(api_keys=("right", "other")) as url:
+
+        def status(path, key):
+            return httpx.get(url + path, headers={"authorization": key} if key else {}).status_code
+
+        assert [status("/v1/models", key) for key in (None, "Bearer wrong", "Basic right", "right")] == [401] * 4
+        assert [status("/v1/models", f"Bearer {key}") for key in ("right", "other")] == [200, 200]
+        assert status("/metrics", None) == 401 and status("/health", None) == 200
+        assert httpx.post(f"{url}/v1/completions", content=b"x").status_code == 401, "before the body is read"
+
+
+# When users go, or come in crowds
+
+
+def test_a_client_that_goes_frees_its_place():
+    with running(max_rows=1) as url:
+        for stream in (True, False):
+            body = {"prompt": "abc", "max_tokens": 900, "logit_bias": {"67": 100}, "speculate": False, "stream": stream}
+            try:
+                with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=0.5) as answer:
+                    lines = answer.iter_lines()  # held: without it the answer would be closed
+                    next(lines)
+                    assert metric(url, "num_requests_running") == 1 and metric(url, "kv_cache_usage_perc") > 0
+            except httpx.ReadTimeout:
+                assert not stream
+            until(lambda: metric(url, "num_requests_running") == 0 == metric(url, "kv_cache_usage_perc"))
+        assert metric(url, "request_failure_total") == 2
+        assert post(url, prompt="abc", **GREEDY).status_code == 200
+
+
+def test_a_crowd_beyond_the_queue_is_told_to_come_later():
+    with running(max_rows=2, max_waiting=3) as url:
+        limits = httpx.Limits(max_connections=None)
+        with httpx.Client(timeout=120, limits=limits) as http, ThreadPoolExecutor(100) as pool:
+            body = {"prompt": "abc", "max_tokens": 30}
+            asked = list(pool.map(lambda _: http.post(f"{url}/v1/completions", json=body), range(500)))
+        statuses = {answer.status_code for answer in asked}
+        assert statuses == {200, 429}
+        assert all(a.headers["retry-after"] == "1" for a in asked if a.status_code == 429)
+        assert sum(a.status_code == 200 for a in asked) >= 5
+        assert metric(url, "num_requests_waiting") == 0 == metric(url, "num_requests_running")
+
+
+def test_a_request_that_takes_too_long_is_ended():
+    with running(timeout=0.3) as url:
+        assert post(url, prompt="abc", max_tokens=1000, ignore_eos=True).status_code == 504
+        lines = [line for line in post(url, prompt="abc", max_tokens=1000, ignore_eos=True, stream=True).iter_lines()]
+        assert "took longer than allowed" in lines[-2], "a stream ends with the error"
+
+
+def test_a_server_that_stops_lets_requests_end():
+    with ThreadPoolExecutor(1) as pool:
+        with running(shutdown_timeout=30) as url:
+            answer = pool.submit(post, url, prompt="abc", max_tokens=100, ignore_eos=True)
+            until(lambda: metric(url, "num_requests_running") == 1)
+        assert answer.result().status_code == 200
+    with running() as url:
+        assert post(url, prompt="abc", **GREEDY).status_code == 200, "and starts again"
+
+
+@pytest.mark.parametrize(
+    ("learning", "shared_with"),
+    [("shared", [True, True, True]), ("isolated", [True, False, False]), ("off", [True, False, False])],
+)
+def test_what_is_kept_of_texts_is_shared_as_told(learning, shared_with):
+    """Keys and values that were kept: by the same key and user, another user, another key."""
+    with running(learning=learning, api_keys=("a", "b")) as url:
+
+        def num_cached(key, user):
+            body = {"prompt": "some text that is longer than a page " * 4, "user": user, **GREEDY}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert num_cached("a", "me") == 0
+        assert [num_cached(*who) > 0 for who in (("a", "me"), ("a", "you"), ("b", "me"))] == shared_with
+
+
+@pytest.mark.parametrize(("learning", "salts"), [("isolated", 2), ("off", 3)])
+def test_tables_learn_from_those_who_may_share(learning, salts):
+    engine = new_engine(isolated=True)
+    seen = set()
+    finish = engine.policy.finish
+    engine.policy.finish = lambda history: (seen.add(engine.policy.salt_of(history)), finish(history))
+    with running(engine, learning=learning) as url:
+        for user in ("me", "you", "me"):
+            post(url, prompt="abc", user=user, **GREEDY)
+    assert len(seen) == salts
+
+
+def test_logs_hold_no_prompts_unless_asked_for(caplog):
+    for log_prompts in (False, True):
+        caplog.clear()
+        with caplog.at_level("INFO"), running(log_prompts=log_prompts) as url:
+            post(url, prompt="my secret", **GREEDY)
+        assert "6 new" not in caplog.text and "12 new in" in caplog.text
+        assert ("my secret" in caplog.text) == log_prompts
+
+
+# How it is told
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nhost: 0.0.0.0\nmax_rows: 3\nmodel: some-model\nbudget: 9\n")
+    environment = {"GRAFT_SERVE_PORT": "2", "GRAFT_SERVE_MAX_ROWS": "4", "GRAFT_SERVE_API_KEYS": "a,b", "HOME": "/"}
+    loading, settings = gather({"port": 3}, environment, file, tuple(LOADING))
+    assert (settings.port, settings.max_rows, settings.host) == (3, 4, "0.0.0.0")
+    assert settings.api_keys == ("a", "b") and loading == {"model": "some-model", "budget": 9}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "words"),
+    [
+        ({}, {}, "prot: 1", "unknown setting 'prot': did you mean 'port'?"),
+        ({}, {"GRAFT_SERVE_PROT": "1"}, "", "unknown setting 'prot'"),
+        ({}, {"GRAFT_SERVE_PORT": "x"}, "", "port: "),
+        ({"learning": "some"}, {}, "", "learning"),
+        ({"max_rows": 0}, {}, "", "max_rows must be at least 1"),
+        ({}, {}, "- 1", "must hold settings"),
+        ({}, {}, "port: [", "cannot read"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(tmp_path, flags, environment, file, words):
+    path = tmp_path / "serve.yaml"
+    path.write_text(file)
+    with pytest.raises(GraftError, match=words.replace("?", r"\?")):
+        gather(flags, environment, path, tuple(LOADING))
+
+
+def test_every_setting_has_its_flag():
+    assert set(FLAGS) == set(SERVING)
+
+
+# The load test
+
+
+def test_the_load_test_reports_what_users_felt(url, graft, tmp_path):
+    for more in ((), ("--rate", "50", "--plain")):
+        out = tmp_path / "load.json"
+        words = ("--url", url, "--requests", "6", "--concurrency", "3", "--max-tokens", "8", "--out", str(out))
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "abc"}\n{"prompt": "abcd"}\n')
+        finished = graft("bench", "serve", *words, "--data", str(prompts), *more)
+        assert finished.status == 0 and "6 answered, 0 refused, 0 failed" in finished.out
+        figures = json.loads(out.read_text())
+        assert figures["answered"] == 6 and figures["tokens_per_second"] > 0
+        assert figures["time_to_first_token"]["p50"] <= figures["time_to_last_token"]["p99"]
+        assert figures["mean_acceptance_length"] >= 1
+    assert graft("bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "1").status == 2
