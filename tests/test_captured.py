@@ -275,7 +275,7 @@ def test_two_generations_at_once_do_not_share_an_arena(plain):
     model = model_of("llama")
     engine = Engine(model, policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=10).ids
-    sequences = [engine._sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
+    sequences = [engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=10)) for _ in range(2)]
     first, second = (engine.rounds(each) for each in sequences)
     for _ in range(10):
         next(first), next(second)

@@ -118,7 +118,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     ]
     drafts = []
     for engine in engines:
-        batch = engine._open(engine._sequences(PROMPT, SamplingSettings(max_new_tokens=32)), None)
+        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=32)))
         engine._prefill(batch)
         drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots(torch.device("cpu"))), 4)))
     for own, wide in zip(*drafts, strict=True):

@@ -264,7 +264,7 @@ def test_a_request_that_fails_ends_alone(model, schedule):
     bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=Broken(after=7))
     rude = Asked(scheduler, "rude", max_new_tokens=60)
     rude.job.listener = lambda news: 1 / 0
-    late = Asked(scheduler, "late", max_new_tokens=1500, deadline=time.monotonic() + 0.2)
+    late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=time.monotonic() + 0.2)
     assert bad.wait() == Failure("request", "nothing may follow")
     assert late.wait() == Failure("timeout", "the request took longer than allowed")
     assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
