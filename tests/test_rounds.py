@@ -137,3 +137,35 @@ def test_colouring_never_changes_the_text(model, stop):
         stream = engine.stream(PROMPT, watch=rounds.watch, **options)
         painted = "".join(rounds.paint(piece, COLOURED) for piece in stream)
         assert re.sub(r"\x1b\[[\d;]*m", "", painted) == stream.result.text
+
+
+def test_pruned_proposals_are_drawn_as_such_below_what_they_hang_on():
+    record = RoundRecord(
+        tokens=[9, 1, 2, 3, 4],
+        parents=[0, 0, 1, 1, 3],
+        probabilities=[1.0, 0.9, 0.5, 0.1, 0.2],
+        sources=["root", "drafted", "drafted", "suffix", "suffix"],
+        accepted=[1],
+        new_tokens=[1, 7],
+        num_pruned=2,
+    )
+    tree = drawn(record, "round 1", {"drafted": "green", "suffix": "cyan"}, str)
+    assert "1 of 2 accepted" in tree.label.plain
+    first = tree.children[0]
+    assert [child.label.plain for child in first.children] == [
+        "2  0.50 drafted",
+        "3  0.10 suffix pruned",
+        "7  the model's own",
+    ]
+    assert [child.label.plain for child in first.children[1].children] == ["4  0.20 suffix pruned"]
+
+
+def test_a_round_of_graft_remembers_what_it_pruned():
+    engine = Engine(tiny_model(), policy="graft", budget=4)
+    sequence = engine.new_sequences([1, 2, 3, 1, 2, 3, 1, 2], SamplingSettings(max_new_tokens=24, ignore_eos=True))[0]
+    sequence.is_recorded = True
+    records = [sequence.last_round for _ in engine.rounds([sequence])]
+    assert any(record.num_pruned for record in records)
+    for record in records:
+        assert record.num_verified <= 5 and all(node < record.num_verified for node in record.accepted)
+        assert all(parent < node for node, parent in enumerate(record.parents) if node)

@@ -182,7 +182,8 @@ class Engine:
             self.policy.learn(batch, tree, verified, accepted, verify_time())
 
         for row, sequence in enumerate(batch.sequences):
-            seen = TreeRow(tree, verified.logits, row, self.policy.sources)
+            considered = grown.considered if tree is grown.tree else None
+            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
 

@@ -12,7 +12,10 @@ MODEL = "model"  # the origin of a token that no tree held
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The tree that was verified and what came of it. Node 0 is the root, the last token known before the round."""
+    """The tree that was verified and what came of it. Node 0 is the root, the last token known before the round.
+
+    Behind the verified nodes may stand some that were proposed and pruned.
+    """
 
     tokens: list[int]
     parents: list[int]  # each stands before its children; the root is its own
@@ -20,6 +23,13 @@ class RoundRecord:
     sources: list[str]  # who proposed the node
     accepted: list[int]  # the nodes on the accepted path, without the root
     new_tokens: list[int]  # those of the accepted nodes and then, unless the answer ended before, the model's own
+
+    num_pruned: int = 0  # the last nodes, which were not worth verifying
+
+    @property
+    def num_verified(self) -> int:
+        """Nodes that the target judged, the root included."""
+        return len(self.tokens) - self.num_pruned
 
     @property
     def origins(self) -> list[str]:

@@ -100,8 +100,16 @@ class Sequence:
 class TreeRow:
     """One row of a verified tree, for counting, log-probabilities and those who watch."""
 
-    def __init__(self, tree: DraftTree, logits: Tensor, row: int, source_names: SequenceOf[str]) -> None:
-        self._tree, self._row = tree, row
+    def __init__(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        row: int,
+        source_names: SequenceOf[str],
+        considered: DraftTree | None = None,
+    ) -> None:
+        """considered: the tree with more nodes behind its own, which were pruned."""
+        self._tree, self._considered, self._row = tree, considered or tree, row
         self._sources: list[int] = tree.sources[row].tolist()
         self._logits = logits[row]  # [N, V]
         self._names = source_names
@@ -115,18 +123,20 @@ class TreeRow:
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
         """The round in plain lists, without the places that hold no node."""
-        nodes = [node for node, source in enumerate(self._sources) if source != PADDING]
-        place = {node: i for i, node in enumerate(nodes)}
-        tokens, parents, probabilities = (
-            values[self._row].tolist() for values in (self._tree.tokens, self._tree.parents, self._tree.probabilities)
+        tree = self._considered
+        tokens, parents, probabilities, sources = (
+            values[self._row].tolist() for values in (tree.tokens, tree.parents, tree.probabilities, tree.sources)
         )
+        nodes = [node for node, source in enumerate(sources) if source != PADDING]
+        place = {node: i for i, node in enumerate(nodes)}
         return RoundRecord(
             tokens=[tokens[node] for node in nodes],
             parents=[place[parents[node]] for node in nodes],
             probabilities=[probabilities[node] for node in nodes],
-            sources=[self.source(node) for node in nodes],
+            sources=[self._names[sources[node]] for node in nodes],
             accepted=[place[node] for node in accepted],
             new_tokens=list(new_tokens),
+            num_pruned=sum(node >= self._tree.width for node in nodes),
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:

@@ -19,6 +19,7 @@ from graft.text import TextStream
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _COLOR_SYSTEM = ColorSystem.STANDARD  # what these need, and what every terminal with colours has
 _MAX_NODES = 24  # of a drawn tree, beside the accepted ones
+_MAX_PRUNED = 8  # proposals drawn that were not verified
 
 
 class Rounds:
@@ -72,17 +73,23 @@ class Rounds:
 
 
 def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Callable[[int], str]) -> Tree:
-    """A round's tree: who proposed each node, how likely it was, and whether it was accepted."""
-    num_nodes, accepted = len(record.tokens) - 1, set(record.accepted)
+    """A round's tree: who proposed each node, how likely it was, and whether it was accepted, or pruned unverified."""
+    num_nodes, accepted = record.num_verified - 1, set(record.accepted)
     outcome = f"{len(accepted)} of {num_nodes} accepted" if num_nodes else "plain decoding, no tree verified"
     tree = Tree(Text.assemble((title, "bold"), f" after {spell(record.tokens[0])}: {outcome}"), guide_style="dim")
     shown = likeliest(record, _MAX_NODES) | accepted
     branches = {0: tree}
-    for node in sorted(shown):
+    for node in sorted(shown | _pruned_below(record, shown | {0})):
+        if node >= record.num_verified:
+            label = Text.assemble(
+                (spell(record.tokens[node]), "dim strike"), (f"  {_chance(record, node)} pruned", "dim")
+            )
+            branches[node] = branches[record.parents[node]].add(label)
+            continue
         colour, mark = colours[record.sources[node]], " ✓" if node in accepted else ""
         label = Text.assemble(
             (spell(record.tokens[node]) + mark, f"bold {colour}" if mark else colour),
-            (f"  {record.probabilities[node]:.2f} {record.sources[node]}", "dim"),
+            (f"  {_chance(record, node)}", "dim"),
         )
         branches[node] = branches[record.parents[node]].add(label)
     if len(record.new_tokens) > len(record.accepted):
@@ -94,8 +101,21 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
 
 
 def likeliest(record: RoundRecord, count: int) -> set[int]:
-    """The `count` nodes most likely to be accepted; a node's parent is always among them, or the root."""
+    """The `count` verified nodes most likely to be accepted; a node's parent is always among them, or the root."""
     reach = [1.0]
-    for parent, probability in zip(record.parents[1:], record.probabilities[1:], strict=True):
-        reach.append(reach[parent] * probability)
+    for node in range(1, record.num_verified):
+        reach.append(reach[record.parents[node]] * record.probabilities[node])
     return set(sorted(range(1, len(reach)), key=lambda node: (-reach[node], node))[:count])
+
+
+def _pruned_below(record: RoundRecord, shown: set[int]) -> set[int]:
+    """The first pruned nodes that hang below what is shown, or below each other."""
+    found: set[int] = set()
+    for node in range(record.num_verified, len(record.tokens)):
+        if record.parents[node] in shown | found and len(found) < _MAX_PRUNED:
+            found.add(node)
+    return found
+
+
+def _chance(record: RoundRecord, node: int) -> str:
+    return f"{record.probabilities[node]:.2f} {record.sources[node]}"

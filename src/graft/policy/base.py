@@ -49,6 +49,7 @@ class Grown:
 
     tree: DraftTree
     passes: list[int]
+    considered: DraftTree | None = None  # the same nodes, and behind them proposals that were pruned, for who watches
 
     @classmethod
     def without_drafts(cls, tree: DraftTree) -> Grown:

@@ -31,6 +31,7 @@ from graft.tree import DraftTree
 
 _MAX_WIDTH = 64
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
+_SHOWN = 8  # pruned proposals at least, where there are as many, for those who watch a round
 _MAX_RESTS = 7
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
@@ -117,8 +118,9 @@ class Graft(Policy):
             passes, reaches = self._draft(pool, batch, roots, clock)
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
-            tree, paths = self.best_of(pool, max(self._cost.widths) - 1, batch.max_depth)
-            width, seconds = self._best_width(paths)
+            widest = max(self._cost.widths)
+            tree, paths = self.best_of(pool, widest - 1 + _SHOWN, batch.max_depth)
+            width, seconds = self._best_width(paths[:, :widest])
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
@@ -127,7 +129,7 @@ class Graft(Policy):
         self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
         if self._is_timed(len(batch.sequences)):
             self._cost.doubt(used=width)
-        return Grown(tree.first(width), passes)
+        return Grown(tree.first(width), passes, considered=tree)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         start = time.perf_counter()

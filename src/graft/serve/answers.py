@@ -200,6 +200,7 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
         "probabilities": [round(probability, 3) for probability in record.probabilities],
         "sources": record.sources,
         "accepted": record.accepted,
+        "num_pruned": record.num_pruned,
         "new": new,
     }
 

@@ -244,11 +244,13 @@ function choose(number) {
 
 function drawTree(round, number) {
   const size = round.tokens.length;
+  const verified = size - round.num_pruned; // the last nodes were proposed, and pruned
   const accepted = new Set(round.accepted);
   const reach = [1];
   for (let node = 1; node < size; node += 1) reach[node] = reach[round.parents[node]] * round.probabilities[node];
-  const ranked = [...Array(size).keys()].slice(1).sort((a, b) => reach[b] - reach[a]);
+  const ranked = [...Array(verified).keys()].slice(1).sort((a, b) => reach[b] - reach[a]);
   const kept = new Set([0, ...accepted, ...ranked.slice(0, MAX_NODES)]);
+  for (let node = verified; node < size; node += 1) if (kept.has(round.parents[node])) kept.add(node);
   const children = Array.from({ length: size }, () => []);
   for (let node = 1; node < size; node += 1) if (kept.has(node)) children[round.parents[node]].push(node);
 
@@ -256,8 +258,10 @@ function drawTree(round, number) {
   let row = 0;
   const place = (node, depth, parent) => {
     const own = { label: spell(round.tokens[node]), depth, parent, taken: node === 0 || accepted.has(node) };
-    own.classes = node === 0 ? "root" : kindOf(round.sources[node]);
-    own.note = node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${round.sources[node]}`;
+    const pruned = node >= verified;
+    own.classes = node === 0 ? "root" : pruned ? "pruned" : kindOf(round.sources[node]);
+    const whose = pruned ? "pruned" : round.sources[node];
+    own.note = node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${whose}`;
     nodes.push(own);
     const last = node === 0 ? round.accepted.length === 0 : round.accepted.at(-1) === node;
     const below = children[node].map((child) => place(child, depth + 1, own));
@@ -271,8 +275,8 @@ function drawTree(round, number) {
   };
   place(0, 0, null);
 
-  const hidden = size - kept.size;
-  const outcome = size > 1 ? `${accepted.size} of ${size - 1} proposed tokens accepted` : "plain decoding, no tree";
+  const hidden = verified - [...kept].filter((node) => node < verified).length;
+  const outcome = verified > 1 ? `${accepted.size} of ${verified - 1} verified tokens accepted` : "plain decoding, no tree";
   $("tree-words").textContent = `Round ${number + 1}: ${outcome}${hidden > 0 ? `; ${hidden} less likely not drawn` : ""}.`;
   $("tree-scroll").replaceChildren(svgOf(nodes));
   $("tree").hidden = false;
