@@ -132,10 +132,10 @@ def watch_gates(
 
 
 def _measured(engine: Engine) -> dict[str, Tensor]:
-    """What a new policy measures here, now that the process is warm."""
+    """What a new policy measures here, now that the process is warm; and the host's share of the rounds so far."""
     policy = make_policy("graft", engine.target, engine.drafter)
     policy.prepare()
-    return policy.costs()
+    return policy.costs() | {"host": engine.policy.costs()["host"]}
 
 
 def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:

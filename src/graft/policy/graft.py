@@ -173,12 +173,14 @@ class Graft(Policy):
         self._calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        return {**self._cost.state(), "pass": torch.tensor(self._prospect.seconds, dtype=torch.float64)}
+        seconds = {"pass": self._prospect.seconds, "host": self._overhead}
+        return {**self._cost.state(), **{name: torch.tensor(value).double() for name, value in seconds.items()}}
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
             self._cost.restore(costs)
             self._prospect.seconds = float(costs["pass"])
+            self._overhead = float(costs.get("host", 0.0))
 
     # Draft and prune
 
