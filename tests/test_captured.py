@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
 from graft.policy import make_policy
+from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target.attention import Paths
 from graft.target.captured import ArenaCache, CapturedTarget
@@ -351,3 +352,28 @@ def test_weights_that_move_are_found_again(plain):
 def test_the_command_hands_exact_on(graft_tiny):
     finished = graft_tiny("generate", "hello", "--exact")
     assert finished.status == 0 and "exact changes nothing on cpu" in finished.err
+
+
+@pytest.mark.parametrize("policy", ["off", "graft"])
+def test_a_batch_that_joins_a_running_one_goes_on_in_a_larger_arena(plain, policy):
+    model, settings = model_of("llama"), SamplingSettings(max_new_tokens=12, ignore_eos=True)
+    prompts = [PROMPT, [5, 6, 7, 8, 9], [4, 4, 4]]
+    expected = [
+        Engine(model, policy="off").generate(prompt, max_new_tokens=12, ignore_eos=True).ids for prompt in prompts
+    ]
+    engine, clock = Engine(model, policy=policy, budget=None if policy == "off" else 6), Clock()
+    engine.policy.prepare()
+    batches = [engine.open(engine.new_sequences(prompt, settings)) for prompt in prompts]
+    sequences = [sequence for batch in batches for sequence in batch.sequences]
+    running = batches[0]
+    for batch in batches:
+        engine._prefill(batch)
+        if batch is not running:
+            running.join(batch)
+        engine.run_round(running, clock)
+    while running.sequences:
+        running.keep([row for row, s in enumerate(running.sequences) if s.finish_reason is None])
+        if running.sequences:
+            engine.run_round(running, clock)
+    assert [sequence.new_ids for sequence in sequences] == expected
+    assert engine.target._graphs.failure is None

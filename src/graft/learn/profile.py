@@ -169,7 +169,7 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 def _is_general(key: str) -> bool:
     """Whether a part of a state tells how good proposals are, not what was proposed."""
-    return key.startswith(("calibration/", "prospect/"))
+    return key.startswith(("calibration/", "prospect/", "gates/"))
 
 
 def _candidates() -> list[Path]:

@@ -86,9 +86,9 @@ class Graft(Policy):
         self._calibration.observe(pool, accepted.tokens)
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The tree of the likeliest proposals, and their path probabilities."""
+        """The tree of the likeliest proposals and their path probabilities; a few more than the budget, to be shown."""
         pool.merge(DRAFTED, self._calibration.chances)
-        return pool.best(budget, max_depth)
+        return pool.best(budget + _SHOWN, max_depth)
 
     # The round
 
@@ -119,7 +119,7 @@ class Graft(Policy):
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             widest = max(self._cost.widths)
-            tree, paths = self.best_of(pool, widest - 1 + _SHOWN, batch.max_depth)
+            tree, paths = self.best_of(pool, widest - 1, batch.max_depth)
             width, seconds = self._best_width(paths[:, :widest])
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool

@@ -72,7 +72,7 @@ def nodes_in_context(
     shares = plain(shares, torch.float32)
     whose = None if salts is None else plain(salts)
     nodes = torch.empty(4, tree.tokens.numel(), dtype=torch.int64)
-    said, chances = torch.empty_like(successors), torch.empty_like(shares)
+    said, chances = successors.new_empty(successors.shape), shares.new_empty(shares.shape)
     library.graft_nodes_in_context(
         *tree.tokens.shape,
         successors.shape[1],

@@ -108,10 +108,12 @@ class Arena:
 class ArenaCache(TreeCache):
     """A cache in an arena. What it holds stays in place: rows that stay move up within it."""
 
-    def __init__(self, arena: Arena, num_rows: int) -> None:
+    def __init__(self, arena: Arena, num_rows: int, lease: Callable[[int, int], ArenaCache] | None = None) -> None:
+        """lease: where a larger arena is to be had."""
         super().__init__(len(arena.keys), num_rows, arena.num_slots)
         self.arena = arena
         self.num_rows_at_first = num_rows
+        self._lease = lease
         self._keys, self._values = arena.keys, arena.values
 
     def aim_at_all(self) -> None:
@@ -144,6 +146,29 @@ class ArenaCache(TreeCache):
             for stored in (self.arena.keys, self.arena.values):
                 stored[:, : len(kept), :longest] = stored[:, kept, :longest]
         self.lengths = [self.lengths[row] for row in kept]
+
+    def join(self, other: TreeCache) -> None:
+        """Takes in another cache's rows behind its own, in a larger arena where they do not fit."""
+        first, num_rows = self.num_rows, self.num_rows + other.num_rows
+        if not self.arena.holds(_power(num_rows), other.num_slots):
+            self._move(num_rows, max(self.num_slots, other.num_slots))
+        for own, new in ((self.arena.keys, other._keys), (self.arena.values, other._values)):
+            if new is not None:
+                for row, length in enumerate(other.lengths):
+                    own[:, first + row, :length] = new[:, row, :length]
+        self.lengths = self.lengths + other.lengths
+        self.num_rows_at_first = max(self.num_rows_at_first, num_rows)
+
+    def _move(self, num_rows: int, num_slots: int) -> None:
+        """To an arena of that size, where steps are captured anew."""
+        assert self._lease is not None
+        old, self.arena = self.arena, self._lease(num_rows, num_slots).arena
+        longest = max(self.lengths, default=0)
+        for stored, before in ((self.arena.keys, old.keys), (self.arena.values, old.values)):
+            stored[:, : self.num_rows, :longest] = before[:, : self.num_rows, :longest]
+        old.lessee, self.arena.lessee = None, weakref.ref(self)
+        self.num_slots = self.arena.num_slots
+        self._keys, self._values = self.arena.keys, self.arena.values
 
 
 class Graphs:
@@ -181,7 +206,7 @@ class Graphs:
         if arena is None:
             arena = self._make_arena(rows, slots, max_positions)
             self.arenas.append(arena)
-        cache = ArenaCache(arena, num_rows)
+        cache = ArenaCache(arena, num_rows, lambda rows, slots: self.lease(rows, slots, max_positions))
         arena.lessee = weakref.ref(cache)
         return cache
 
