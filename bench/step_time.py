@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ if "--dry-run" in sys.argv:  # before Triton is imported
     import interpreter  # noqa: F401
 
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tree_attention import random_tree
 
 from graft.bench.costume import SHAPES, Shape
 from graft.target import TargetRunner, TreeCache
@@ -160,16 +160,6 @@ def verify(target: TargetRunner, cache: TreeCache, tree: DraftTree) -> None:
 def num_weight_bytes(model: PreTrainedModel) -> int:
     """Of the weights that every step reads: all but the embeddings."""
     return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-
-
-def random_tree(width: int) -> DraftTree:
-    rng = random.Random(width)
-    parents = [0, *(rng.randrange(node) for node in range(1, width))]
-    depths = [0] * width
-    for node in range(1, width):
-        depths[node] = depths[parents[node]] + 1
-    numbers = torch.zeros(1, width, dtype=torch.int64, device=DEVICE)
-    return DraftTree(max(depths), numbers, torch.tensor([parents], device=DEVICE), numbers.float(), numbers, numbers)
 
 
 def milliseconds(run: Callable[[], object], count: int = 20, each: bool = False) -> float:

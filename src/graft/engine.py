@@ -181,8 +181,8 @@ class Engine:
         with clock("learn"):
             self.policy.learn(batch, tree, verified, accepted, verify_time())
 
+        considered = grown.considered if tree is grown.tree else None
         for row, sequence in enumerate(batch.sequences):
-            considered = grown.considered if tree is grown.tree else None
             seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)

@@ -7,8 +7,9 @@ from html import escape
 from typing import Any
 
 from graft.bench import svg
-from graft.bench.results import AVERAGE, PASS_SHARE, Results, Run
+from graft.bench.results import AVERAGE, Results, Run
 from graft.bench.runner import STATELESS
+from graft.policy.base import USUAL_PASS_COST
 
 # Lower-case and without a unit where it is a ratio; each is explained in docs/benchmark.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {
@@ -104,9 +105,9 @@ _BY_SOURCE = "Tokens accepted in a round, by who proposed them. Each round adds 
 _BY_PHASE = "Where the time goes, by token of text: shorter is faster."
 _TABLES = (
     "accepted: mean accepted length, tokens per round. passes: draft passes per round. nodes: proposals verified per "
-    f"round. modelled: accepted / (1 + {PASS_SHARE:g} × passes). over dense: that against the dense tree's. differ: "
-    "prompts whose text is not that of plain decoding. In brackets 95 % intervals over prompts. Phases and sources are "
-    "per round."
+    f"round. modelled: accepted / (1 + {USUAL_PASS_COST:g} × passes). over dense: that against the dense tree's. "
+    "differ: prompts whose text is not that of plain decoding. In brackets 95 % intervals over prompts. "
+    "Phases and sources are per round."
 )
 
 

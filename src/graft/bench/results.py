@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
 from graft.machine import cpu_name
+from graft.policy.base import USUAL_PASS_COST
 from graft.sampling import SamplingSettings
 
 AVERAGE = "average"
-PASS_SHARE = 0.03  # cost of a draft pass, in verifies, that modelled speed assumes
 TIMED = ("tokens_per_second", "speedup")  # rates that are no matter of one prompt where prompts share a batch
 _NUM_DRAWS = 2000
 _SEED = 0
@@ -205,7 +205,7 @@ def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool
         "mean_accepted": mean_accepted,
         "draft_passes_per_round": passes,
         "nodes_per_round": sums["nodes"] / rounds,
-        "modelled_speed": mean_accepted / (1 + PASS_SHARE * passes),
+        "modelled_speed": mean_accepted / (1 + USUAL_PASS_COST * passes),
     }
 
 

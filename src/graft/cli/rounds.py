@@ -80,17 +80,13 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
     shown = likeliest(record, _MAX_NODES) | accepted
     branches = {0: tree}
     for node in sorted(shown | _pruned_below(record, shown | {0})):
-        if node >= record.num_verified:
-            label = Text.assemble(
-                (spell(record.tokens[node]), "dim strike"), (f"  {_chance(record, node)} pruned", "dim")
-            )
-            branches[node] = branches[record.parents[node]].add(label)
-            continue
-        colour, mark = colours[record.sources[node]], " ✓" if node in accepted else ""
-        label = Text.assemble(
-            (spell(record.tokens[node]) + mark, f"bold {colour}" if mark else colour),
-            (f"  {_chance(record, node)}", "dim"),
-        )
+        word, style, end = spell(record.tokens[node]), colours[record.sources[node]], ""
+        if node in accepted:
+            word, style = f"{word} ✓", f"bold {style}"
+        elif node >= record.num_verified:
+            style, end = "dim strike", " pruned"
+        chance = f"  {record.probabilities[node]:.2f} {record.sources[node]}{end}"
+        label = Text.assemble((word, style), (chance, "dim"))
         branches[node] = branches[record.parents[node]].add(label)
     if len(record.new_tokens) > len(record.accepted):
         last = record.accepted[-1] if record.accepted else 0
@@ -115,7 +111,3 @@ def _pruned_below(record: RoundRecord, shown: set[int]) -> set[int]:
         if record.parents[node] in shown | found and len(found) < _MAX_PRUNED:
             found.add(node)
     return found
-
-
-def _chance(record: RoundRecord, node: int) -> str:
-    return f"{record.probabilities[node]:.2f} {record.sources[node]}"

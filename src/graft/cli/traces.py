@@ -53,9 +53,9 @@ def replay_traces(
     import torch
 
     from graft.bench.replayed import ReplayMethod, read_recorded
-    from graft.bench.results import PASS_SHARE, environment
+    from graft.bench.results import environment
     from graft.bench.runner import BenchSettings
-    from graft.policy.base import USUAL_BUDGET
+    from graft.policy.base import USUAL_BUDGET, USUAL_PASS_COST
 
     recorded = read_recorded(paths, limit)
     warmup: Path | None = learning.get("warmup")
@@ -64,7 +64,7 @@ def replay_traces(
         lesson = read_recorded([warmup], learning.get("warmup_limit"))
         lessons = [question for questions in lesson.tasks.values() for question in questions]
         recorded = recorded.and_traces_of(lesson)
-    budget, pass_cost = heads.get("budget", USUAL_BUDGET), heads.get("pass_cost", PASS_SHARE)
+    budget, pass_cost = heads.get("budget", USUAL_BUDGET), heads.get("pass_cost", USUAL_PASS_COST)
     lineup = [ReplayMethod(name, recorded, budget, pass_cost) for name in names]
     facts = {
         "replay": True,

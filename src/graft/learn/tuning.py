@@ -16,7 +16,7 @@ from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.engine import Engine
 from graft.learn.profile import About, Profile
 from graft.policy import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
-from graft.policy.base import USUAL_BUDGET
+from graft.policy.base import USUAL_BUDGET, USUAL_PASS_COST
 from graft.policy.dense import Dense
 from graft.policy.gates import GATES, PUBLISHED, THRESHOLDS
 from graft.report import Report
@@ -25,7 +25,6 @@ from graft.target import TargetRunner, target_for
 from graft.tree import DraftTree
 
 _ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
-_PASS_COST = 0.03  # of a draft pass, in verifies: about the published share
 _PORTABLE = ("calibration/", "prospect/", "gates/", "adjacency/")
 _MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
 
@@ -85,7 +84,7 @@ def thresholds(seen: Seen) -> list[float]:
     were to come, each worth the tokens that its time brings otherwise. What retrieval puts in their place is not
     counted, so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
     """
-    cost = _PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
+    cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
     most = TreeSettings().depth + 1
     chosen = []
     for gate, number in enumerate(GATES):

@@ -26,6 +26,7 @@ from graft.tree import DraftTree
 
 MAX_BUDGET = 127  # nodes a round may verify beside the root
 USUAL_BUDGET = 60  # of the methods that do not choose their own
+USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
 
 
 @dataclass(frozen=True)

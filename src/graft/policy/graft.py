@@ -216,8 +216,7 @@ class Graft(Policy):
         """By row: whether some number of further passes would be worth more than stopping here."""
         rate, num_rows = self._rate(len(going)), len(going)
         # A pass over many rows takes longer as a plain verify of them does; all of them wait for it.
-        plain, alone = (self._cost.plans([], count)[0].seconds for count in (num_rows, 1))
-        pass_seconds = self._prospect.seconds * plain / alone
+        pass_seconds = self._prospect.seconds * self._cost.plain_seconds(num_rows) / self._cost.plain_seconds(1)
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted
             return [
                 is_going
