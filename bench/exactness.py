@@ -70,14 +70,17 @@ class Plain:
         self.rows: list[list[Place]] = [[] for _ in range(count)]
         self._notes = list(self.rows)
 
-    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         best = logits.max(dim=1)
         for row, token, logit, goes in zip(
-            self._notes, best.indices.tolist(), best.values.tolist(), walking.tolist(), strict=True
+            self._notes, best.indices.tolist(), best.values.tolist(), walking, strict=True
         ):
             if goes:
                 row.append(Place(token, logit))
         return self._sampler.choose(logits, walking)
+
+    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+        """Each place is noted on its own."""
 
     def keep(self, rows: Sequence[int]) -> None:
         self._sampler.keep(rows)
@@ -91,10 +94,10 @@ class Forced:
         self._rows = list(zip(answers, notes, [[0] for _ in answers], strict=True))
         self._tally = tally
 
-    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         best = logits.max(dim=1)
         chosen = []
-        found = zip(self._rows, best.indices.tolist(), best.values.tolist(), walking.tolist(), strict=True)
+        found = zip(self._rows, best.indices.tolist(), best.values.tolist(), walking, strict=True)
         for row, ((answer, notes, done), token, logit, goes) in enumerate(found):
             place = done[0]
             if not goes or place >= len(answer):  # a round may look past the answer's end
@@ -107,6 +110,9 @@ class Forced:
             if token != notes[place].token:
                 self._tally.gaps.append(logit - float(logits[row, notes[place].token]))
         return torch.tensor(chosen, device=logits.device)
+
+    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+        """Each place is compared on its own."""
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import graft.retrieve.base
+import graft.target.verified
 from graft import kernels
 from graft.accept import Accepted
 from graft.batch import Batch
@@ -162,7 +162,7 @@ def run(policy: Any, drafter: MadeUpDrafter, judge: Judge, text: list[int], watc
         following = text[len(sequence.ids) :]
         drafter.make(following)
         watch.begin()
-        tree = policy.grow(batch, batch.roots(drafter.device), Clock()).tree
+        tree = policy.grow(batch, batch.roots(), Clock()).tree
         nodes = accepted_nodes(tree, following)
         tokens = following[: len(nodes) + 1]
         verified = judge.verified(tree.tokens)
@@ -197,7 +197,7 @@ def main() -> None:
 
     phrases, judge, watch = Phrases(0), Judge(), Stopwatch()
     drafter = MadeUpDrafter(random.Random(1))
-    target = cast(Any, SimpleNamespace(vocab_size=VOCAB, device=drafter.device))
+    target = cast(Any, SimpleNamespace(vocab_size=VOCAB))
     policy: Any = make_policy("graft", target, cast(Any, drafter), BUDGET, pass_cost=0.0)
     policy.prepare()
     for _ in range(5):  # texts to remember
@@ -212,7 +212,7 @@ def main() -> None:
     watch.watch(policy, "_best_width", "- width")
     watch.watch(policy, "_prospect_from", "- worth of passes")
     watch.watch(policy, "learn", "learn")
-    watch.watch(graft.retrieve.base, "likeliest", LIKELIEST)
+    watch.watch(graft.target.verified, "likeliest", LIKELIEST)
     watch.watch(policy, "learn_judged", "- tables")
     watch.watch(policy, "learn_accepted", "- calibration")
     watch.rounds.clear()

@@ -3,7 +3,6 @@ captured steps (here simply called) against the ordinary runner."""
 
 import random
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -53,22 +52,6 @@ def model_of(name, **changes):
         if parameter.dim() == 1:  # biases are 0 and norms 1 in a new model
             torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
     return model.to(DEVICE)
-
-
-def moved(tree):
-    return replace(tree, **{name: part.to(DEVICE) for name, part in vars(tree).items() if name != "max_depth"})
-
-
-def placed(policy):
-    """The same policy with its trees where the model is."""
-    grow = policy.grow
-
-    def grow_there(*inputs):
-        grown = grow(*inputs)
-        return replace(grown, tree=moved(grown.tree))
-
-    policy.grow = grow_there
-    return policy
 
 
 # The kernels of a layer
@@ -136,7 +119,7 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
     for target in (ordinary, fast):
         cache = target.open(2, 64)
         chunks = [*target.prefill(cache, 0, PROMPT), *target.prefill(cache, 1, PROMPT[:5])]
-        verified = target.verify(cache, moved(random_tree(random.Random(1), [3, 4], 5, 61)))
+        verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
         results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, *verified.hidden))
     assert fast._graphs.layers is not None and fast._graphs.failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
@@ -203,9 +186,9 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
         with monkeypatch.context() as ordinary:
             ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
-        engines = [Engine(model, policy="off"), Engine(model, policy=placed(Oracle(expected, len(PROMPT))))]
+        engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
         # The last is wider than all buckets.
-        engines += [Engine(model, policy=placed(RandomTrees(n))) for n in (2, 7, 12, 20)]
+        engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 12, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
@@ -233,7 +216,7 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
     alone = [Engine(model, policy="off").generate(prompt, max_new_tokens=40).ids for prompt in prompts]
     endings = [{ids[8 + 3 * row]} for row, ids in enumerate(alone)]  # tokens that end some rows early
     for exact in (False, True):
-        engine = Engine(model, policy=placed(RandomTrees(6, merge=True)))
+        engine = Engine(model, policy=RandomTrees(6, merge=True))
         engine.target = Small(model, exact_width=16 if exact else None)
         for stop in endings:
             stops = list(stop)
@@ -247,7 +230,7 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
 def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
     monkeypatch.setattr(captured, "CONTEXTS", (32,))  # arenas of few slots
     model = model_of("llama")
-    engine = Engine(model, policy=placed(RandomTrees(6)))
+    engine = Engine(model, policy=RandomTrees(6))
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     first = engine.generate(PROMPT * 6, max_new_tokens=60).ids
     (arena,) = engine.target._graphs.arenas
@@ -266,7 +249,7 @@ def test_logits_of_few_steps_are_kept(plain, monkeypatch):
     monkeypatch.setattr(captured, "_MAX_LOGITS", 4 * 61 * 16)
     model = model_of("llama")
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
-    for policy in (placed(RandomTrees(12)), placed(Oracle(expected, len(PROMPT), depth=3)), "off"):
+    for policy in (RandomTrees(12), Oracle(expected, len(PROMPT), depth=3), "off"):
         engine = Engine(model, policy=policy)
         assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
         assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
@@ -290,7 +273,7 @@ def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
     cache = target.open(1, 64)
     list(target.prefill(cache, 0, PROMPT))
     alone = target.verify(cache, DraftTree.roots(torch.tensor([4], device=DEVICE))).logits[0, 0].clone()
-    wide = target.verify(cache, moved(tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]])))
+    wide = target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
     assert torch.equal(wide.logits[0, 0], alone)
     assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8}
     with pytest.raises(GraftError, match="budget"):
@@ -302,7 +285,7 @@ def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
     target = Small(model_of("llama"))
     cache = target.open(2, 64)
     tree = random_tree(random.Random(1), [3, 4], 5, 61)
-    first = target.verify(cache, moved(tree)).logits.clone()
+    first = target.verify(cache, tree).logits.clone()
     assert torch.equal(target.verify(cache, tree).logits, first)
 
 
@@ -325,7 +308,7 @@ def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain,
         monkeypatch.setattr(captured.Graphs, "capture", fail)
     else:
         monkeypatch.setattr(layer_kernels, "lay_out", fail)
-    engine = Engine(model, policy=placed(RandomTrees(6)))
+    engine = Engine(model, policy=RandomTrees(6))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert engine.generate(PROMPT, max_new_tokens=12).ids == expected

@@ -62,7 +62,7 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
     tokens = sequences[0].ids
     batch = engine.open(engine.new_sequences(tokens, _settings(12)))
     engine._prefill(batch)
-    roots = batch.roots(torch.device("cpu"))
+    roots = batch.roots()
     for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5)):
         levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
         drafted = [(int(roots[0]), 0, 1.0)]
@@ -88,7 +88,7 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     engine._prefill(batch)
     for _ in range(6):
         engine.run_round(batch, Clock())
-    roots = batch.roots(torch.device("cpu"))
+    roots = batch.roots()
     old = next(drafter.levels(batch.draft, roots))
     assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
     for row, sequence in enumerate(sequences):
@@ -150,14 +150,14 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     batch = engine.open(sequences)
     engine._prefill(batch)
     for _ in range(4):  # plain rounds
-        tree = DraftTree.roots(batch.roots(torch.device("cpu")))
+        tree = DraftTree.roots(batch.roots())
         verified = engine.target.verify(batch.cache, tree)
-        accepted = walk(tree, verified.logits, batch.chooser)
+        accepted = walk(tree, verified, batch.chooser)
         batch.cache.commit(accepted.nodes)
         engine.policy.learn(batch, tree, verified, accepted, 0.0)
         sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
-    late = next(drafter.levels(batch.draft, batch.roots(torch.device("cpu"))))
+    late = next(drafter.levels(batch.draft, batch.roots()))
     fresh = engine.open(engine.new_sequences(sequences[0].ids, _settings(4)))
     engine._prefill(fresh)
-    new = next(drafter.levels(fresh.draft, fresh.roots(torch.device("cpu"))))
+    new = next(drafter.levels(fresh.draft, fresh.roots()))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)

@@ -17,16 +17,21 @@ from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool, before_roots
 from graft.retrieve import Judged, Recall, SuffixLookup
-from graft.retrieve.base import NUM_SUCCESSORS, likeliest
 from graft.retrieve.copies import MAX_MATCH, continuations
 from graft.retrieve.suffix import _MAX_OCCURRENCES, SuffixIndex
 from graft.retrieve.table import COLD, SuccessorTable, adjacency_table, unpack
 from graft.target import TargetRunner, Verified
+from graft.target.verified import NUM_SUCCESSORS, likeliest
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
-CPU = torch.device("cpu")
 NUM_ROWS = 1 << 10
+
+
+def shares_of(logits):
+    """The likeliest tokens after rows of logits, and their shares among them."""
+    tokens, values = likeliest(logits)
+    return tokens, values.softmax(dim=-1)
 
 
 class Words:
@@ -38,7 +43,7 @@ class Words:
 
 def pool_for(*histories):
     roots = torch.tensor([history.ids[-1] for history in histories])
-    return Pool(roots, *before_roots([history.ids for history in histories], CPU))
+    return Pool(roots, *before_roots([history.ids for history in histories]))
 
 
 def draft(pool, chain, chance=0.9):
@@ -54,7 +59,7 @@ def proposed(retriever, pool, *histories, max_depth=8, first=1):
     """What a retriever adds to the pool: by row, {token path: (source, evidence)}; the likeliest of equal ones."""
     before = pool.width
     priors = [torch.ones(1)] * (first - 1) + list(retriever.prior)
-    retriever.propose(pool, histories, first, Calibration(priors, CPU).chances, max_depth)
+    retriever.propose(pool, histories, first, Calibration(priors).chances, max_depth)
     nodes = pool.nodes
     rows = []
     for row in range(len(histories)):
@@ -76,7 +81,7 @@ def judged(ngrams, following, salt=0):
     for i, token in enumerate(following):
         logits[i, token] = 8.0
         logits[i, (token + 1) % VOCAB] = 4.0
-    return Judged(tokens, before, earlier, *likeliest(logits), torch.full_like(tokens, salt))
+    return Judged(tokens, before, earlier, *shares_of(logits), torch.full_like(tokens, salt))
 
 
 def successors(table, ngram, salt=0):
@@ -144,7 +149,7 @@ def test_padding_teaches_nothing(seed, num_rows, num_nodes, order, hashed):
     is_node = tree.valid.flip(1).flatten()
     nodes = Judged(**{field.name: getattr(found, field.name)[is_node] for field in fields(Judged)})
     one, other = (
-        SuccessorTable(order, NUM_ROWS, CPU) if order > 1 or hashed else SuccessorTable(1, VOCAB, CPU, hashed=False)
+        SuccessorTable(order, NUM_ROWS) if order > 1 or hashed else SuccessorTable(1, VOCAB, hashed=False)
         for _ in range(2)
     )
     one.learn(found)
@@ -164,7 +169,7 @@ def test_the_likeliest_are_those_of_a_full_ranking(vocab_size):
     logits[4] = -torch.inf
     logits[4, :2] = torch.tensor([1.0, 2.0])
     values, tokens = logits.topk(min(NUM_SUCCESSORS, vocab_size), dim=1)
-    found, shares = likeliest(logits)
+    found, shares = shares_of(logits)
     finite = values.isfinite()  # which of those that cannot be chosen come next means nothing
     assert torch.equal(found[finite], tokens[finite])
     torch.testing.assert_close(shares, values.softmax(dim=1))
@@ -178,7 +183,7 @@ OTHER = {1: (1, 2, 6), 2: (1, 3, 5), 3: (2, 2, 5)}
 
 
 def make_table(order, hashed):
-    return SuccessorTable(order, NUM_ROWS if hashed else VOCAB, CPU, hashed=hashed)
+    return SuccessorTable(order, NUM_ROWS if hashed else VOCAB, hashed=hashed)
 
 
 @pytest.fixture(params=[(1, False), (1, True), (2, True), (3, True)], ids=["matrix", "1", "2", "3"])
@@ -210,7 +215,7 @@ def test_of_an_ngram_judged_several_times_at_once_the_last_judgement_stays(table
 
 
 def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
-    table = SuccessorTable(3, NUM_ROWS, CPU)
+    table = SuccessorTable(3, NUM_ROWS)
     table.learn(judged([(NO_TOKEN, NO_TOKEN, 5), (NO_TOKEN, 4, 5)], [20, 21]))
     assert first_successor(table, (NO_TOKEN, NO_TOKEN, 5)) == 20
     assert first_successor(table, (NO_TOKEN, 4, 5)) == 21
@@ -219,7 +224,7 @@ def test_a_text_that_begins_is_told_apart_from_one_that_goes_on():
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
-    table = SuccessorTable(order, 1, CPU)  # all share one row
+    table = SuccessorTable(order, 1)  # all share one row
     table.learn(judged([(1, 2, 5)], [20]))
     assert first_successor(table, (1, 2, 5)) == 20
     assert first_successor(table, (1, 2, 6)) == COLD
@@ -230,7 +235,7 @@ def test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over(order):
 @given(st.integers(1, 3), st.lists(st.tuples(*[st.integers(0, 3)] * 5), min_size=1, max_size=12), st.integers(0, 3))
 def test_however_few_rows_there_are_a_table_gives_only_what_was_said_of_the_same_ngram(order, said, bits):
     """Of the n-grams on one row the last judged has it; the others are cold, not mistaken for it."""
-    table = SuccessorTable(order, 1 << bits, CPU)
+    table = SuccessorTable(order, 1 << bits)
     last = {}
     for *ngram, salt, following in said:
         table.learn(judged([ngram], [20 + following], salt))
@@ -244,7 +249,7 @@ def test_however_few_rows_there_are_a_table_gives_only_what_was_said_of_the_same
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_texts_under_different_salts_are_kept_apart(order):
-    table = SuccessorTable(order, NUM_ROWS, CPU)
+    table = SuccessorTable(order, NUM_ROWS)
     table.learn(judged([(1, 2, 5)], [20], salt=1))
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [COLD, 20, COLD]
     table.learn(judged([(1, 2, 5)], [30], salt=2))
@@ -253,7 +258,7 @@ def test_texts_under_different_salts_are_kept_apart(order):
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_isolated_texts_know_what_all_know_until_they_know_better(order):
-    table = SuccessorTable(order, NUM_ROWS, CPU, isolated=True)
+    table = SuccessorTable(order, NUM_ROWS, isolated=True)
     table.learn(judged([(1, 2, 5)], [40], salt=0))
     table.learn(judged([(1, 2, 5)], [20], salt=1))
     assert [first_successor(table, (1, 2, 5), salt) for salt in (0, 1, 2)] == [40, 20, 40]
@@ -261,16 +266,16 @@ def test_isolated_texts_know_what_all_know_until_they_know_better(order):
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_state_of_a_table_for_all_serves_every_isolated_text(order):
-    common = SuccessorTable(order, NUM_ROWS, CPU) if order > 1 else adjacency_table(VOCAB, CPU, isolated=False)
+    common = SuccessorTable(order, NUM_ROWS) if order > 1 else adjacency_table(VOCAB, isolated=False)
     common.learn(judged([(1, 2, 5), (2, 5, 6)], [40, 41]))
-    isolated = SuccessorTable(order, 4 * NUM_ROWS, CPU, isolated=True)
+    isolated = SuccessorTable(order, 4 * NUM_ROWS, isolated=True)
     isolated.restore(common.state())
     assert [first_successor(isolated, ngram, salt=7) for ngram in ((1, 2, 5), (2, 5, 6))] == [40, 41]
 
 
 def test_the_adjacency_table_is_one_for_all_texts_unless_they_are_isolated():
     for isolated in (False, True):
-        table = adjacency_table(VOCAB, CPU, isolated)
+        table = adjacency_table(VOCAB, isolated)
         table.learn(judged([(1, 2, 5)], [20], salt=isolated))
         assert first_successor(table, (3, 4, 5), salt=isolated) == 20
         assert first_successor(table, (3, 4, 5), salt=2) == (COLD if isolated else 20)
@@ -282,7 +287,7 @@ def test_an_entry_is_a_token_and_its_share_whatever_the_token_and_the_share(firs
     tokens = first + torch.arange(NUM_SUCCESSORS).flip(0)
     for buckets in torch.arange(NUM_BUCKETS).view(-1, NUM_SUCCESSORS):
         shares = 0.99 * BUCKET_PROBABILITIES[buckets]  # within the bucket, not at its edge
-        for table in (SuccessorTable(1, vocab_size, CPU, hashed=False), SuccessorTable(2, NUM_ROWS, CPU)):
+        for table in (SuccessorTable(1, vocab_size, hashed=False), SuccessorTable(2, NUM_ROWS)):
             last, zero = torch.tensor([vocab_size - 1]), torch.tensor([0])
             table.learn(Judged(last, last, zero, tokens[None], shares[None], zero))
             found = successors(table, (0, vocab_size - 1, vocab_size - 1))
@@ -305,10 +310,10 @@ def test_a_table_is_restored_from_its_state_and_from_nothing(table):
 
 
 def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
-    table = SuccessorTable(1, 5, CPU, hashed=False)
+    table = SuccessorTable(1, 5, hashed=False)
     logits = torch.tensor([[0.0, 1.0, 4.0, 2.0, 3.0]])
     zero = torch.tensor([0])
-    table.learn(Judged(zero, zero, zero, *likeliest(logits), zero))
+    table.learn(Judged(zero, zero, zero, *shares_of(logits), zero))
     assert successors(table, (0, 0, 0))[0].tolist() == [2, 4, 3, 1, 0, COLD, COLD, COLD]
 
 
@@ -316,7 +321,7 @@ def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
 
 
 def recall(**options):
-    return Recall(VOCAB, CPU, num_rows=NUM_ROWS, **options)
+    return Recall(VOCAB, num_rows=NUM_ROWS, **options)
 
 
 def test_nothing_is_recalled_that_was_never_judged():
@@ -380,7 +385,7 @@ def test_recall_goes_no_deeper_than_asked_and_looks_up_no_node_twice():
 
 
 def test_texts_recall_under_their_own_salts_only():
-    made = Recall(VOCAB, CPU, isolated=True)
+    made = Recall(VOCAB, isolated=True)
     made.learn(judged([(1, 2, 5)], [20], salt=1))
     made.learn(judged([(1, 2, 5)], [30], salt=2))
     histories = [Words(1, 2, 5)] * 3
@@ -551,7 +556,7 @@ def test_a_place_gets_no_more_nodes_than_asked_for():
 
 
 def test_calibration_learns_how_often_a_source_is_right():
-    calibration = Calibration([torch.tensor([0.5, 0.5]), torch.tensor([0.9])], CPU)
+    calibration = Calibration([torch.tensor([0.5, 0.5]), torch.tensor([0.9])])
     rng = random.Random(1)
     for _ in range(400):
         # Source 1 proposes token 7, right three times in four; source 2 proposes 8 below it, never right.
@@ -567,7 +572,7 @@ def test_calibration_learns_how_often_a_source_is_right():
 
 
 def test_calibration_follows_a_source_that_gets_better():
-    calibration = Calibration([torch.tensor([0.5])], CPU)
+    calibration = Calibration([torch.tensor([0.5])])
     pool = pool_for(Words(1))
     draft(pool, [7])
     pool.merge()
@@ -580,7 +585,7 @@ def test_calibration_follows_a_source_that_gets_better():
 
 
 def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
-    calibration = Calibration([torch.tensor([0.5])], CPU)
+    calibration = Calibration([torch.tensor([0.5])])
     pool = pool_for(Words(1), Words(2))
     draft(pool, [7, 8, 3])
     pool.merge()
@@ -590,7 +595,7 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
 
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():
-    made, other = (Calibration([torch.tensor([0.5, 0.2])], CPU) for _ in range(2))
+    made, other = (Calibration([torch.tensor([0.5, 0.2])]) for _ in range(2))
     pool = pool_for(Words(1))
     draft(pool, [7])
     pool.merge()

@@ -23,7 +23,6 @@ from graft.retrieve.table import HostTables, SuccessorTable, SuccessorTables
 from proposers import random_tree
 from tiny import tiny_model
 
-CPU = torch.device("cpu")
 TOKENS = 4  # few, so that equal paths are common
 CHANCES = (0.0, 1e-20, 0.004, 0.25, 0.5, 0.9, 1.0)
 NUM_SOURCES = 6
@@ -148,7 +147,7 @@ def test_the_same_is_counted(both, data):
     for pool in both.pools:
         pool.merge(DRAFTED, both.chances)
     emitted = [data.draw(st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=4)) for _ in range(both.num_rows)]
-    calibrations = [Calibration(list(both.chances[0, 1:]), CPU) for _ in both.pools]
+    calibrations = [Calibration(list(both.chances[0, 1:])) for _ in both.pools]
     known = {"tried": torch.full_like(both.chances, data.draw(st.sampled_from([16.0, 1023.5]))), "fitted": both.chances}
     for calibration, pool in zip(calibrations, both.pools, strict=True):
         calibration.restore(known)
@@ -180,8 +179,8 @@ def judgements(rng, count, num_successors, num_salts=2):
 
 
 def some_tables(kind, bits, isolated):
-    orders = [SuccessorTable(order, 1 << bits, CPU, isolated=isolated) for order in (3, 2)]
-    return kind([*orders, SuccessorTable(1, 64 if isolated else TOKENS, CPU, hashed=isolated, isolated=isolated)])
+    orders = [SuccessorTable(order, 1 << bits, isolated=isolated) for order in (3, 2)]
+    return kind([*orders, SuccessorTable(1, 64 if isolated else TOKENS, hashed=isolated, isolated=isolated)])
 
 
 @settings(deadline=None)
@@ -251,7 +250,7 @@ def test_what_is_out_of_range_is_refused():
         pool.add(one, one, 0.5 * one, one, one)  # below itself
     with pytest.raises(IndexError):
         pool.add_rows([Columns([5], [0], [1], [1], [NUM_BUCKETS])], torch.ones(3, 2, NUM_BUCKETS))
-    table = HostTables([SuccessorTable(1, TOKENS, CPU, hashed=False)])
+    table = HostTables([SuccessorTable(1, TOKENS, hashed=False)])
     with pytest.raises(IndexError):
         table.learn(Judged(TOKENS * one[0], one[0], one[0], one, 0.5 * one, one[0]))
     assert pool.width == 1
@@ -278,7 +277,7 @@ def no_kernels(monkeypatch):
 
 def test_without_kernels_torch_does_the_work(no_kernels):
     assert type(make_pool(*torch.tensor([[1], [2], [3]]))) is Pool
-    assert type(Recall(9, CPU)._tables) is SuccessorTables
+    assert type(Recall(9)._tables) is SuccessorTables
 
 
 def test_the_same_text_with_and_without_kernels(monkeypatch):

@@ -19,6 +19,7 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.accept import walk
 from graft.policy import Grown, Policy
 from graft.sampling import Sampler, gumbel_noise
+from graft.target import Verified
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
 
@@ -81,7 +82,7 @@ def test_rows_with_their_own_settings_are_sampled_as_if_alone():
     ]
     histories = [PROMPT, [1, 2], [4] * 9]
     logits = [torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(i)) * 3 for i in range(12)]
-    walking = torch.ones(3, dtype=torch.bool)
+    walking = [True] * 3
     together = Sampler(settings, histories, [2], VOCAB, torch.device("cpu"))
     drawn = [together.choose(row, walking).tolist() for row in logits]
     for row in range(3):
@@ -93,9 +94,9 @@ def test_a_row_that_does_not_walk_keeps_its_history():
     settings = [SamplingSettings(temperature=1.0, frequency_penalty=1.0, seed=1)]
     logits = torch.zeros(1, VOCAB)
     one, other = (Sampler(settings, [PROMPT], [], VOCAB, torch.device("cpu")) for _ in range(2))
-    other.choose(logits, torch.tensor([False]))
-    assert [one.choose(logits, torch.tensor([True])).item() for _ in range(20)] == [
-        other.choose(logits, torch.tensor([True])).item() for _ in range(20)
+    other.choose(logits, [False])
+    assert [one.choose(logits, [True]).item() for _ in range(20)] == [
+        other.choose(logits, [True]).item() for _ in range(20)
     ]
 
 
@@ -124,7 +125,7 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     logits = torch.zeros(1, 4, vocab)
     tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
     settings = SamplingSettings(frequency_penalty=1.0)
-    accepted = walk(tree, logits, Sampler([settings], [[3]], [], vocab, torch.device("cpu")))
+    accepted = walk(tree, Verified(tree.tokens, logits, ()), Sampler([settings], [[3]], [], vocab, torch.device("cpu")))
     assert accepted.tokens == [[0, 1, 2, 3]]
 
 

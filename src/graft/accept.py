@@ -14,14 +14,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graft.target import Verified
 from graft.tree import ROOT, DraftTree
 
 
 class Chooser(Protocol):
     """Chooses each row's next token and remembers it as part of that row's history."""
 
-    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
-        """Next tokens [B] from logits [B, V]; only rows that are `walking` [B] move on by one token."""
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
+        """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
+        ...
+
+    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> Tensor | None:
+        """The token [B, N] after every node, were it reached; None where that depends on how it is reached.
+
+        best: the token of the highest logit of [B, N, V]. depths: tokens chosen before each. Nothing moves on.
+        """
+        ...
+
+    def move_on(self, counts: Sequence[int]) -> None:
+        """Each row moves on by so many of the tokens that were chosen everywhere."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -44,21 +56,39 @@ class Accepted:
         return len(self.tokens)
 
 
-def walk(tree: DraftTree, logits: Tensor, chooser: Chooser) -> Accepted:
-    """Walks every row's tree from the root to the first token that the tree does not hold. logits [B, N, V]."""
-    rows = torch.arange(tree.tokens.shape[0], device=logits.device)
-    node = torch.zeros_like(rows)
-    walking = torch.ones_like(rows, dtype=torch.bool)
-    steps: list[tuple[Tensor, Tensor, Tensor]] = []  # (walking, token, node) at each depth
-    while bool(walking.any()):
-        token = chooser.choose(logits[rows, node], walking)
-        steps.append((walking, token, node))
-        is_child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & (tree.sources > ROOT)
-        walking = walking & is_child.any(dim=1)
-        node = torch.where(walking, is_child.int().argmax(dim=1), node)
+def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
+    """Walks every row's tree from the root to the first token that the tree does not hold."""
+    logits, num_rows = verified.logits, len(tree.tokens)
+    chosen: list[list[int]] | None = None
+    if verified.highest is not None:  # reading each choice would wait for a device: all that can be is chosen at once
+        everywhere = chooser.choose_everywhere(logits, verified.highest[0][:, :, 0], tree.depths())
+        chosen = everywhere.tolist() if everywhere is not None else None
+    rows = torch.arange(num_rows, device=logits.device)
+    children = _children(tree)
+    accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
+    node, walking = [0] * num_rows, [True] * num_rows
+    while any(walking):
+        if chosen is not None:
+            tokens = [chosen[row][at] for row, at in enumerate(node)]
+        else:
+            tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()
+        for row in (row for row in range(num_rows) if walking[row]):
+            accepted.tokens[row].append(tokens[row])
+            child = children[row].get((node[row], tokens[row]))
+            if child is None:
+                walking[row] = False
+            else:
+                accepted.nodes[row].append(child)
+                node[row] = child
+    if chosen is not None:
+        chooser.move_on([len(tokens) for tokens in accepted.tokens])
+    return accepted
 
-    was_walking, tokens, nodes = (torch.stack(column).T.tolist() for column in zip(*steps, strict=True))
-    return Accepted(
-        nodes=[[n for w, n in zip(ws, ns, strict=True) if w and n] for ws, ns in zip(was_walking, nodes, strict=True)],
-        tokens=[[t for w, t in zip(ws, ts, strict=True) if w] for ws, ts in zip(was_walking, tokens, strict=True)],
-    )
+
+def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
+    """By row: the node of a token below a parent, of equal ones the first."""
+    columns = (tree.parents.tolist(), tree.tokens.tolist(), tree.sources.tolist())
+    return [
+        {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}
+        for parents, tokens, sources in zip(*columns, strict=True)
+    ]

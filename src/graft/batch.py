@@ -23,9 +23,9 @@ class Batch:
     chooser: Chooser
     draft: Any = None  # what the policy's drafter keeps, a DraftState
 
-    def roots(self, device: torch.device) -> Tensor:
+    def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
-        return torch.tensor([sequence.ids[-1] for sequence in self.sequences], device=device)
+        return torch.tensor([sequence.ids[-1] for sequence in self.sequences])
 
     @property
     def max_depth(self) -> int:

@@ -170,13 +170,13 @@ class Engine:
     @torch.no_grad()
     def run_round(self, batch: Batch, clock: Clock) -> None:
         """Grows a tree for every row, verifies all in one forward, and gives each sequence its new tokens."""
-        grown = self.policy.grow(batch, batch.roots(self.target.device), clock)
+        grown = self.policy.grow(batch, batch.roots(), clock)
         tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
             self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
         with clock("accept"):
-            accepted = walk(tree, verified.logits, batch.chooser)
+            accepted = walk(tree, verified, batch.chooser)
             batch.cache.commit(accepted.nodes)
         with clock("learn"):
             self.policy.learn(batch, tree, verified, accepted, verify_time())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS
-from graft.kernels import ChancesStruct, PoolStruct, kernels, plain, serve
+from graft.kernels import ChancesStruct, PoolStruct, available, kernels, plain
 from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool
 from graft.tree import DraftTree
 
@@ -26,8 +26,8 @@ _INHERITED = -1  # needs what its parent needs
 
 
 def make_pool(roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> Pool:
-    """A pool on the roots' device."""
-    kind = HostPool if serve(roots.device) else Pool
+    """A pool with nothing but its roots."""
+    kind = HostPool if available() else Pool
     return kind(roots, before, earlier, salts)
 
 

@@ -103,9 +103,9 @@ def kernels() -> Any | None:
     return library
 
 
-def serve(device: torch.device) -> bool:
-    """Whether tensors on a device are worked on by the kernels."""
-    return device.type == "cpu" and kernels() is not None
+def available() -> bool:
+    """Whether there is a library: else torch does its work."""
+    return kernels() is not None
 
 
 def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -371,9 +371,9 @@ def _least(values: Tensor, places: Tensor) -> Tensor:
     return torch.zeros_like(values).scatter_reduce_(1, places, values, "amin", include_self=False)
 
 
-def before_roots(histories: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def before_roots(histories: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """The token before each text's last, and the one before that, both [B]."""
-    before, earlier = torch.tensor(last_before_roots(histories), device=device).unbind()
+    before, earlier = torch.tensor(last_before_roots(histories)).unbind()
     return before, earlier
 
 

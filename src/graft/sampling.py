@@ -116,9 +116,10 @@ class Sampler:
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._seeds = column("seed", torch.int64)
-        self._positions = torch.tensor([len(h) for h in histories], device=device)  # of the token to choose
+        # What moves on with every token is on the host.
+        self._positions = torch.tensor([len(h) for h in histories])  # of the token to choose
         self._generated = torch.zeros_like(self._positions)
-        self._min_tokens = column("min_tokens", torch.int64)
+        self._min_tokens = torch.tensor([s.min_tokens for s in settings])
         self._temperature = column("temperature")
         self._top_k, self._top_p, self._min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
         self._repetition = column("repetition_penalty")
@@ -147,12 +148,12 @@ class Sampler:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._seeds.device)
+        index = torch.tensor(rows, dtype=torch.int64)
         self._settings = [self._settings[row] for row in rows]
         self._constraints = [self._constraints[row] for row in rows]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(self, name, value[index])
+                setattr(self, name, value[index.to(value.device)])
 
     def join(self, other: Sampler) -> None:
         """Takes in the rows of another sampler, behind its own."""
@@ -167,16 +168,33 @@ class Sampler:
                 new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
                 setattr(self, name, torch.cat([own, new]))
 
-    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         scores = self._constrained(self._penalized(logits.float()), walking)
         tokens = scores.argmax(dim=1)
         if any(s.temperature for s in self._settings):
-            noise = gumbel_noise(self._seeds, self._positions, self._vocab_size)
+            noise = gumbel_noise(self._seeds, self._positions.to(logits.device), self._vocab_size)
             scores = scores / self._temperature.clamp(min=1e-6)[:, None]
             drawn = (self._truncated(scores) + noise).argmax(dim=1)
             tokens = torch.where(self._temperature > 0, drawn, tokens)
         self._remember(tokens, walking)
         return tokens
+
+    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> Tensor | None:
+        if any(tensor is not None for tensor in (self._seen, self._counts, self._bias, self._endings)):
+            return None
+        if any(self._constraints) or any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
+            return None
+        if not any(s.temperature for s in self._settings):
+            return best
+        from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
+
+        positions = (self._positions[:, None] + depths).to(logits.device, non_blocking=True)
+        return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
+
+    def move_on(self, counts: Sequence[int]) -> None:
+        more = torch.tensor(counts, dtype=torch.int64)
+        self._positions = self._positions + more
+        self._generated = self._generated + more
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after everything that looks at the row's own history."""
@@ -188,11 +206,11 @@ class Sampler:
         if self._counts is not None:
             logits = logits - self._presence[:, None] * (self._counts > 0) - self._frequency[:, None] * self._counts
         if self._endings is not None:
-            too_early = (self._generated < self._min_tokens)[:, None]
+            too_early = (self._generated < self._min_tokens)[:, None].to(logits.device)
             logits = logits.masked_fill(self._endings & too_early, -torch.inf)
         return logits
 
-    def _constrained(self, scores: Tensor, walking: Tensor) -> Tensor:
+    def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
         """Scores with what a row's constraint forbids at minus infinity."""
         rows = [row for row, constraint in enumerate(self._constraints) if constraint is not None and walking[row]]
         if not rows:
@@ -218,16 +236,15 @@ class Sampler:
         keep &= probability >= self._min_p[:, None] * probability[:, :1]
         return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
 
-    def _remember(self, tokens: Tensor, walking: Tensor) -> None:
-        self._positions = self._positions + walking
-        self._generated = self._generated + walking
-        rows = walking.nonzero().squeeze(1)
+    def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
+        self.move_on(walking)
+        rows = [row for row, walks in enumerate(walking) if walks]
         if self._seen is not None:
             self._seen[rows, tokens[rows]] = True
         if self._counts is not None:
             self._counts[rows, tokens[rows]] += 1
         if any(self._constraints):
-            for row in rows.tolist():
+            for row in rows:
                 if (constraint := self._constraints[row]) is not None:
                     constraint.take(int(tokens[row]))
 

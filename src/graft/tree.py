@@ -7,7 +7,7 @@ what goes into one is decided in `policy`, and how it is checked, in `target`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,12 @@ class DraftTree:
         # Whoever is no ancestor goes to one place more, which is cut off.
         steps = torch.where(self.ancestors(), self.depths()[:, None, :], self.max_depth + 1)
         return nodes.new_zeros(batch, width, self.max_depth + 2).scatter_(2, steps, nodes)[:, :, :-1]
+
+    def to(self, device: torch.device) -> DraftTree:
+        """The same on a device."""
+        if self.tokens.device == device:
+            return self
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if name != "max_depth"})
 
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""

@@ -35,7 +35,7 @@ class _OtherOrders(Graft):
         usual = [r for r in super().make_retrievers(target, settings) if not isinstance(r, Recall)]
         if not self.orders:
             return usual
-        return [*usual, Recall(target.vocab_size, target.device, self.orders, isolated=settings.isolated)]
+        return [*usual, Recall(target.vocab_size, self.orders, isolated=settings.isolated)]
 
 
 class WithoutNgrams(_OtherOrders):

@@ -29,13 +29,14 @@ from graft.errors import GraftError
 from graft.policy.base import Grown, Policy
 from graft.policy.graft import KEPT_OF_A_LEVEL
 from graft.pool import NO_TOKEN
-from graft.retrieve.base import NUM_SUCCESSORS, Judged, likeliest
+from graft.retrieve.base import Judged
 from graft.sampling import SamplingSettings
 from graft.sequence import Sequence as TokenSequence
 from graft.sequence import TreeRow
 from graft.settings import require
 from graft.stats import Clock, Stats
 from graft.target import TargetRunner, Verified
+from graft.target.verified import NUM_SUCCESSORS
 from graft.tree import ROOT, DraftTree
 
 FORMAT = "graft-trace-1"
@@ -72,7 +73,8 @@ class Recorder(Policy):
 
     def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         super().read(batch, row, verified, following)
-        self.prompts[batch.sequences[row]].append(likeliest(verified.logits[0]))
+        successors, shares = verified.likeliest()
+        self.prompts[batch.sequences[row]].append((successors[0], shares[0]))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
@@ -92,20 +94,18 @@ class Recorder(Policy):
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
-        num_rows, width = tree.tokens.shape
-        successors, shares = likeliest(verified.logits.flatten(0, 1))
+        successors, shares = verified.likeliest()
         fields = {
             "drafted": torch.cat([level.tokens for level in self._levels], dim=1),
             "parents": torch.cat([level.parents for level in self._levels], dim=1),
             "q": torch.cat([level.probabilities for level in self._levels], dim=1),
             "judged": tree.tokens,
             "judged_parents": tree.parents,
-            "successors": successors.view(num_rows, width, -1),
-            "shares": shares.view(num_rows, width, -1),
+            "successors": successors,
+            "shares": shares,
         }
-        host = {name: value.cpu() for name, value in fields.items()}
         for row, sequence in enumerate(batch.sequences):
-            self.rounds[sequence].append({name: value[row] for name, value in host.items()})
+            self.rounds[sequence].append({name: value[row] for name, value in fields.items()})
 
 
 def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Trace]:
@@ -175,7 +175,6 @@ class ReplayedDrafter:
 
     def __init__(self, settings: TreeSettings) -> None:
         self.settings = settings
-        self.device = torch.device("cpu")
 
     def open(self, num_rows: int, num_slots: int) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
@@ -230,8 +229,8 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
 
 
 def replayed_target(about: dict[str, Any]) -> TargetRunner:
-    """What a policy asks of its target when it is made: the vocabulary's size and a device."""
-    return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], device=torch.device("cpu")))
+    """What a policy asks of its target when it is made: the vocabulary's size."""
+    return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"]))
 
 
 def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from graft.settings import Settings, require
@@ -66,9 +65,6 @@ class Drafter(Protocol):
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
     settings: TreeSettings
-
-    @property
-    def device(self) -> torch.device: ...
 
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
 

@@ -139,12 +139,18 @@ class _ProcessorChooser:
         self._processors = processors
         self._seeds = torch.randint(2**62, (len(batch),)).tolist() if do_sample else [None] * len(batch)
 
-    def choose(self, logits: Tensor, walking: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, walking: SequenceOf[bool]) -> Tensor:
         tokens = [
             sequence.choose(row, self._processors, seed) if walks else 0
-            for sequence, row, seed, walks in zip(self._rows, logits, self._seeds, walking.tolist(), strict=True)
+            for sequence, row, seed, walks in zip(self._rows, logits, self._seeds, walking, strict=True)
         ]
-        return torch.tensor(tokens, device=logits.device)
+        return torch.tensor(tokens)
+
+    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+        """Processors look at the tokens before."""
+
+    def move_on(self, counts: SequenceOf[int]) -> None:
+        raise NotImplementedError("nothing is chosen everywhere")
 
     def keep(self, rows: SequenceOf[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

@@ -18,13 +18,13 @@ _MEMORY = 1024.0  # observations after which old ones begin to fade
 class Calibration:
     """For every (source, evidence bucket): how often the parent was reached, and how often then the child fitted."""
 
-    def __init__(self, priors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, priors: Sequence[Tensor]) -> None:
         """`priors` are the proposers' own, in the order of their source numbers (from 1; the root has no entry)."""
         num_buckets = max(len(prior) for prior in priors)
         prior = torch.ones(NUM_STANDINGS, len(priors) + 1, num_buckets)
         for source, values in enumerate(priors, start=ROOT + 1):
             prior[:, source, : len(values)] = values
-        self._prior = prior.to(device)
+        self._prior = prior
         self._tried = torch.full_like(self._prior, _PRIOR_WEIGHT)
         self._fitted = self._tried * self._prior
         self._chances: Tensor | None = None

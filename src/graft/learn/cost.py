@@ -120,7 +120,7 @@ class VerifyCost:
 
     @staticmethod
     def _time_once(target: TargetRunner, cache: TreeCache, width: int) -> float:
-        chain = DraftTree.chain(torch.zeros(1, width, dtype=torch.int64, device=target.device))
+        chain = DraftTree.chain(torch.zeros(1, width, dtype=torch.int64))
         target.warm_up(cache, width)
         start = time.perf_counter()
         target.verify(cache, chain)

@@ -33,7 +33,7 @@ class Prospect:
         state = drafter.open(1, num_slots=8)
         self.seconds = math.inf
         for _ in range(3):
-            passes = drafter.levels(state, torch.zeros(1, dtype=torch.int64, device=drafter.device))
+            passes = drafter.levels(state, torch.zeros(1, dtype=torch.int64))
             float(next(passes).probabilities[0, 0])  # waits for the device; the first runs no beams yet
             start = time.perf_counter()
             float(next(passes).probabilities[0, 0])

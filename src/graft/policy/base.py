@@ -94,7 +94,7 @@ class Policy(ABC):
         """Learns from a finished round, whose verify took `seconds`."""
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch, tree.tokens.device)))
+            self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch)))
         if self.drafter is not None:
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         self.learn_accepted(tree, accepted, seconds)
@@ -130,14 +130,14 @@ class Policy(ABC):
 
     def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
         """A pool with the batch's roots and nothing else."""
-        before, earlier = before_roots([sequence.ids for sequence in batch.sequences], roots.device)
-        return make_pool(roots, before, earlier, self._salts(batch, roots.device))
+        before, earlier = before_roots([sequence.ids for sequence in batch.sequences])
+        return make_pool(roots, before, earlier, self._salts(batch))
 
-    def _salts(self, batch: Batch, device: torch.device) -> Tensor | None:
+    def _salts(self, batch: Batch) -> Tensor | None:
         """[B] whose tables each row uses; None if all share them."""
         if not self.isolated:
             return None
-        return torch.tensor([self.salt_of(sequence) for sequence in batch.sequences], device=device)
+        return torch.tensor([self.salt_of(sequence) for sequence in batch.sequences])
 
     def salt_of(self, history: History) -> int:
         """Whose tables a text uses: its own, or everybody's."""

@@ -53,7 +53,7 @@ def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: 
         levels = drafter.levels(batch.draft, pool.nodes.tokens[:, 0])
         for number in range(most):
             level = next(levels)
-            going = torch.tensor([[stop == NEVER] for stop in stops], device=level.tokens.device)
+            going = torch.tensor([[stop == NEVER] for stop in stops])
             pool.add(
                 level.tokens,
                 level.parents,

@@ -61,7 +61,7 @@ class Graft(Policy):
             names.extend(retriever.names)
             priors.extend(retriever.prior)
         self.sources = tuple(names)
-        self._calibration = Calibration(priors, target.device)
+        self._calibration = Calibration(priors)
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
@@ -78,7 +78,7 @@ class Graft(Policy):
         return [
             SuffixLookup(keep_past=not settings.isolated),
             *datastore,
-            Recall(target.vocab_size, target.device, isolated=settings.isolated),
+            Recall(target.vocab_size, isolated=settings.isolated),
         ]
 
     def calibrate(self, pool: Pool, accepted: Accepted) -> None:

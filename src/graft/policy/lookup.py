@@ -21,7 +21,7 @@ class Lookup(Policy):
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self._suffix = SuffixLookup(keep_past=False)
-        self._prior = Calibration(list(self._suffix.prior), target.device)
+        self._prior = Calibration(list(self._suffix.prior))
         self._budget = settings.budget or USUAL_BUDGET
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:

@@ -38,7 +38,7 @@ class Recycle(Policy):
     sources = ("root", "adjacency")
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
-        self._matrix = AdjacencyMatrix(target.vocab_size, target.device, settings.isolated)
+        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
         self.retrievers = [self._matrix]
         self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET
@@ -67,7 +67,7 @@ class Paper(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         assert drafter is not None
         self.drafter = drafter
-        self._matrix = AdjacencyMatrix(target.vocab_size, target.device, settings.isolated)
+        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
         self.retrievers = [self._matrix]
         self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.base import NUM_SUCCESSORS
 from graft.retrieve.table import COLD, SuccessorTable, unpack
+from graft.target.verified import NUM_SUCCESSORS
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
 LIKELY = 0.5  # stands for a probability: it only has to fall along a path

@@ -13,13 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graft.kernels import kernels, plain, serve
+from graft.kernels import available, kernels, plain
 from graft.pool import NO_TOKEN, Pool, before_roots, last_before_roots
 from graft.target import Verified
 from graft.tree import DraftTree
-
-NUM_SUCCESSORS = 8  # of each judged token that are remembered: retrieval of 8 was best where it was published
-_BLOCK = 128  # logits of which only the highest are looked at again
 
 
 class History(Protocol):
@@ -46,9 +43,9 @@ class Judged:
     def of_chunk(cls, verified: Verified, preceding: Sequence[int], salt: int = 0) -> Judged:
         """A chunk of one prompt, and at least the two tokens before it, where there are two."""
         tokens = verified.tokens[0]
-        before = torch.tensor(([NO_TOKEN] * 2 + list(preceding[-2:]))[-2:], device=tokens.device)
-        text = torch.cat([before, tokens])
-        return cls(tokens, text[1:-1], text[:-2], *likeliest(verified.logits[0]), torch.full_like(tokens, salt))
+        text = torch.cat([torch.tensor(([NO_TOKEN] * 2 + list(preceding[-2:]))[-2:]), tokens])
+        successors, shares = verified.likeliest()
+        return cls(tokens, text[1:-1], text[:-2], successors[0], shares[0], torch.full_like(tokens, salt))
 
     @classmethod
     def of_trees(
@@ -58,8 +55,8 @@ class Judged:
 
         Padding was judged as well, but in no context of its own: it passes for the root, whose judgement comes last.
         """
-        order = nodes_in_context if serve(tree.tokens.device) else nodes_in_context_by_torch
-        return cls(*order(tree, histories, salts, *likeliest(verified.logits.flatten(0, 1))))
+        order = nodes_in_context if available() else nodes_in_context_by_torch
+        return cls(*order(tree, histories, salts, *(column.flatten(0, 1) for column in verified.likeliest())))
 
 
 def nodes_in_context(
@@ -90,7 +87,7 @@ def nodes_in_context(
 def nodes_in_context_by_torch(
     tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
 ) -> tuple[Tensor, ...]:
-    before, earlier = before_roots(histories, tree.tokens.device)
+    before, earlier = before_roots(histories)
     text = torch.cat([earlier[:, None], before[:, None], tree.tokens], dim=1)  # nodes stand two places further
     parents = tree.parents + 2
     parents[:, 0] = 1
@@ -145,20 +142,3 @@ def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 def named(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A part of a state under `name`."""
     return {f"{name}/{key}": value for key, value in part.items()}
-
-
-def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
-    """The k highest of logits [R, V] and the shares of each among them.
-
-    By blocks: of every block only the highest is ranked, and only the best blocks are looked into.
-    """
-    num_rows, vocab_size = logits.shape
-    if vocab_size % _BLOCK or vocab_size < 2 * k * _BLOCK:
-        values, tokens = logits.topk(min(k, vocab_size), dim=1)
-    else:
-        blocks = logits.view(num_rows, -1, _BLOCK)
-        best = blocks.amax(dim=2).topk(k, dim=1).indices  # [R, k]
-        inside = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-        values, place = inside.topk(k, dim=1)
-        tokens = best.gather(1, place // _BLOCK) * _BLOCK + place % _BLOCK
-    return tokens, values.softmax(dim=1)

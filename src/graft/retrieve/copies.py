@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, NamedTuple
 
-import torch
-
-from graft.kernels import ScaleStruct, TextsStruct, kernels, serve
+from graft.kernels import ScaleStruct, TextsStruct, available, kernels
 from graft.pool import Columns
 from graft.retrieve.rows import Twig
 
-_HOST = torch.device("cpu")
 MAX_MATCH = 24
 MATCHES = (2, 3, 4, 6, 9, 13, 18, MAX_MATCH)  # least lengths of the evidence buckets
 SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
@@ -41,7 +38,7 @@ def copies(found: Sequence[Occurrences], suffix: list[int], length: int, num_nod
 
     It has at most `num_nodes` of each of the `found`, whose numbers are the sources, and is at most `length` deep.
     """
-    if not serve(_HOST):
+    if not available():
         return copies_in_python(found, suffix, length, num_nodes)
     library: Any = kernels()
     spans = [array("q", each.spans) for each in found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from graft.retrieve.base import History, Judged, named, part_of
@@ -16,9 +15,9 @@ class AdjacencyMatrix:
 
     names: tuple[str, ...] = ("adjacency",)
 
-    def __init__(self, vocab_size: int, device: torch.device, isolated: bool = False) -> None:
-        self.table = adjacency_table(vocab_size, device, isolated)
-        self._tables = make_tables([self.table], device)
+    def __init__(self, vocab_size: int, isolated: bool = False) -> None:
+        self.table = adjacency_table(vocab_size, isolated)
+        self._tables = make_tables([self.table])
 
     def learn(self, judged: Judged) -> None:
         self._tables.learn(judged)

@@ -28,7 +28,6 @@ class Recall:
     def __init__(
         self,
         vocab_size: int,
-        device: torch.device,
         orders: Sequence[int] = (3, 2, 1),
         num_rows: int = 1 << 18,  # of each hashed table
         waves: int = 5,
@@ -37,12 +36,12 @@ class Recall:
     ) -> None:
         """orders: longest first."""
         tables = [
-            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, device, isolated=isolated)
+            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, isolated=isolated)
             if order > 1
-            else adjacency_table(vocab_size, device, isolated)
+            else adjacency_table(vocab_size, isolated)
             for order in orders
         ]
-        self._tables = make_tables(tables, device)
+        self._tables = make_tables(tables)
         self.names = tuple(_NAMES[order] for order in orders)
         self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
         self._waves = waves

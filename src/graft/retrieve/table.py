@@ -18,8 +18,9 @@ from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS, probability_bucket
 from graft.hashing import mix64
-from graft.kernels import TableStruct, kernels, plain, serve
-from graft.retrieve.base import NUM_SUCCESSORS, Judged
+from graft.kernels import TableStruct, available, kernels, plain
+from graft.retrieve.base import Judged
+from graft.target.verified import NUM_SUCCESSORS
 
 COLD = -1  # stands for the successor of an n-gram that was never judged
 ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
@@ -31,9 +32,7 @@ _TOKEN, _BEFORE, _EARLIER, _SALT = _FACTORS.tolist()
 class SuccessorTable:
     """M[rows, k] of entries, likeliest first: a token id and the bucket of its share, in one number (see `unpack`)."""
 
-    def __init__(
-        self, order: int, num_rows: int, device: torch.device, hashed: bool = True, isolated: bool = False
-    ) -> None:
+    def __init__(self, order: int, num_rows: int, hashed: bool = True, isolated: bool = False) -> None:
         """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size.
 
         isolated: of a table that is hashed, whether texts look up rows of their own before those of all.
@@ -42,8 +41,8 @@ class SuccessorTable:
         self._is_isolated = isolated
         self._is_hashed = hashed
         self._shift = 64 - (num_rows.bit_length() - 1)
-        self._entries = torch.full((num_rows, NUM_SUCCESSORS), COLD, dtype=torch.int32, device=device)
-        self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64, device=device)
+        self._entries = torch.full((num_rows, NUM_SUCCESSORS), COLD, dtype=torch.int32)
+        self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64)
 
     def lookup(self, tokens: Tensor, before: Tensor, earlier: Tensor, salts: Tensor) -> Tensor:
         """Entries [..., k] after n-grams whose last tokens are given; `COLD` where unknown."""
@@ -56,7 +55,7 @@ class SuccessorTable:
         """Of several judgements of one row the last stays."""
         rows, tags = self._place(judged.tokens, judged.before, judged.earlier, judged.salts)
         # Every judgement of a row writes what the last one says, so the order of writing does not matter.
-        index = torch.arange(1, len(rows) + 1, device=rows.device)
+        index = torch.arange(1, len(rows) + 1)
         last = ((rows[:, None] == rows) * index).amax(dim=1) - 1
         entries = (judged.successors * NUM_BUCKETS + probability_bucket(judged.shares)).int()
         self._entries[rows, : entries.shape[1]] = entries[last]
@@ -64,7 +63,7 @@ class SuccessorTable:
             self._tags[rows] = tags[last]
 
     def struct(self) -> TableStruct:
-        """Where the kernels find it, on a CPU."""
+        """Where the kernels find it."""
         return TableStruct(
             self._entries.data_ptr(),
             self._tags.data_ptr() if self._is_hashed else None,
@@ -86,7 +85,7 @@ class SuccessorTable:
         self._entries.fill_(COLD)
         self._tags.zero_()
         if state:
-            rows = state["rows"].to(self._entries.device).long()
+            rows = state["rows"].cpu().long()
             if self._is_hashed:  # perhaps in a table of another size, or a row a token and not hashed at all
                 tags = state["tags"].to(self._tags) if "tags" in state else rows * _TOKEN
                 rows = self._row_of(tags)
@@ -120,7 +119,7 @@ class SuccessorTables:
 
     @cached_property
     def structs(self) -> Array[TableStruct]:
-        """Where the kernels find them, on a CPU."""
+        """Where the kernels find them."""
         return (TableStruct * len(self.tables))(*(table.struct() for table in self.tables))
 
     def successors(
@@ -142,7 +141,7 @@ class SuccessorTables:
 
 
 class HostTables(SuccessorTables):
-    """The same in a CPU's memory, learning by `kernels.c`."""
+    """The same, learning by `kernels.c`."""
 
     def learn(self, judged: Judged) -> None:
         library: Any = kernels()
@@ -157,11 +156,11 @@ def unpack(entries: Tensor) -> tuple[Tensor, Tensor]:
     return entries >> (NUM_BUCKETS.bit_length() - 1), entries & (NUM_BUCKETS - 1)
 
 
-def make_tables(tables: Sequence[SuccessorTable], device: torch.device) -> SuccessorTables:
-    """The tables, which are all on that device, as one."""
-    return HostTables(tables) if serve(device) else SuccessorTables(tables)
+def make_tables(tables: Sequence[SuccessorTable]) -> SuccessorTables:
+    """The tables as one."""
+    return HostTables(tables) if available() else SuccessorTables(tables)
 
 
-def adjacency_table(vocab_size: int, device: torch.device, isolated: bool) -> SuccessorTable:
+def adjacency_table(vocab_size: int, isolated: bool) -> SuccessorTable:
     """The matrix of all texts, or rows of it for each."""
-    return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, device, hashed=isolated, isolated=isolated)
+    return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, hashed=isolated, isolated=isolated)

@@ -24,7 +24,8 @@ from graft.target import kernels, layer_kernels
 from graft.target.attention import Paths
 from graft.target.cache import Aim, TreeCache
 from graft.target.fast_layers import FastLayers, Rotary, touched_module, why_not
-from graft.target.runner import TargetRunner, Verified
+from graft.target.runner import TargetRunner
+from graft.target.verified import Verified
 from graft.tree import DraftTree
 
 WIDTHS = (1, 8, 16, 32, 64, 128)
@@ -306,7 +307,7 @@ class CapturedTarget(TargetRunner):
         return self._graphs.memory_report()
 
     def warm_up(self, cache: TreeCache, width: int) -> None:
-        self.verify(cache, DraftTree.chain(torch.zeros(cache.num_rows, width, dtype=torch.int64, device=self.device)))
+        self.verify(cache, DraftTree.chain(torch.zeros(cache.num_rows, width, dtype=torch.int64)))
         self.synchronize()
 
     @torch.no_grad()
@@ -397,7 +398,7 @@ class CapturedTarget(TargetRunner):
     def _find_cache_shape(self) -> tuple[int, int] | None:
         """By a forward of one token; None if keys and values are of different shapes."""
         cache = TreeCache(self._num_layers, 1, 1)
-        TargetRunner.verify(self, cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64, device=self.device)))
+        TargetRunner.verify(self, cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
         key, value = (stored.shape[3:] for stored in cache.stored)
         if key != value:
             self._graphs.give_up("its keys and values differ in size")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,16 +17,8 @@ from graft.report import Report
 from graft.target import attention
 from graft.target.cache import Aim, TreeCache
 from graft.target.support import check_supported
+from graft.target.verified import Verified
 from graft.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The target's judgement of W tokens in B rows. Copy what is kept: the next verify may write over it."""
-
-    tokens: Tensor  # [B, W] what was judged
-    logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
-    hidden: tuple[Tensor, ...]  # [B, W, H] inputs of the layers asked for, in that order
 
 
 class TargetRunner:
@@ -80,14 +71,14 @@ class TargetRunner:
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
         for start in range(0, len(tokens), self.chunk_size):
-            chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]], device=self.device))
+            chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]]))
             aim = cache.aim(slice(row, row + 1), chunk.width, self.device)
             verified = self._forward(cache, chunk, aim)
             cache.advance([chunk.width])
             yield verified
 
     def verify(self, cache: TreeCache, tree: DraftTree) -> Verified:
-        """Judges every node of every row's tree in one forward. Nothing is committed."""
+        """Judges every node of every row's tree, on the host, in one forward. Nothing is committed."""
         aim = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
         return self._forward(cache, tree, aim)
 
@@ -101,7 +92,7 @@ class TargetRunner:
                 for prompt, count in zip(prompts, counts, strict=True)
             ]
             aim = cache.aim(slice(0, cache.num_rows), width, self.device)
-            self._forward(cache, DraftTree.chain(torch.tensor(rows, device=self.device)), aim, num_logits=1)
+            self._forward(cache, DraftTree.chain(torch.tensor(rows)), aim, num_logits=1)
             cache.advance(counts)
 
     def step(self, cache: TreeCache, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -111,10 +102,11 @@ class TargetRunner:
     @torch.no_grad()
     def _forward(self, cache: TreeCache, tree: DraftTree, aim: Aim, num_logits: int = 0) -> Verified:
         """One forward to where the cache was aimed. num_logits: for the last tokens only; 0 is for all."""
+        tokens, tree = tree.tokens, tree.to(self.device)
         positions = self._clamped(tree.positions(aim.lengths))
         seen = attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype)
         logits, hidden = self._run_model(cache, tree.tokens, positions, seen, num_logits)
-        return Verified(tree.tokens, logits.float(), hidden)
+        return Verified(tokens, logits.float(), hidden)
 
     def _clamped(self, positions: Tensor) -> Tensor:
         """Nodes past the model's last position cannot become text; they only must not break its tables."""
