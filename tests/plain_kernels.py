@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graft.target import kernels, layer_kernels
+from graft.sampling import gumbel_noise
+from graft.target import choice_kernels, kernels, layer_kernels
 from graft.target.attention import Paths
 from graft.tree import DraftTree
 
@@ -17,6 +18,8 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, function.__name__, function)
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
+    for function in (highest, draw):
+        monkeypatch.setattr(choice_kernels, function.__name__, function)
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,3 +108,15 @@ def commit(keys: Tensor, values: Tensor, lengths: Tensor, places: Tensor, counts
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    values, tokens = logits.float().sort(dim=1, descending=True, stable=True)
+    return tokens[:, :k].int(), values[:, :k], logits.float().logsumexp(dim=1)
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+    keyed = (seeds[:, None].expand_as(positions).flatten(), positions.flatten())
+    noise = gumbel_noise(*keyed, logits.shape[2]).view_as(logits)
+    warm = temperatures[:, None, None]
+    return torch.where(warm > 0, logits / warm.clamp(min=1e-6) + noise, logits.double()).argmax(dim=2)

@@ -14,6 +14,7 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.policy import make_policy
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
+from graft.target import arena as arenas
 from graft.target.attention import Paths
 from graft.target.captured import ArenaCache, CapturedTarget
 from graft.target.fast_layers import FastLayers, why_not
@@ -228,7 +229,7 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
 
 
 def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
-    monkeypatch.setattr(captured, "CONTEXTS", (32,))  # arenas of few slots
+    monkeypatch.setattr(arenas, "CONTEXTS", (32,))  # arenas of few slots
     model = model_of("llama")
     engine = Engine(model, policy=RandomTrees(6))
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids

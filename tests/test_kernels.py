@@ -14,7 +14,8 @@ from proposers import random_tree
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
-from graft.target import kernels
+import plain_kernels
+from graft.target import choice_kernels, kernels
 from graft.target.kernels import Tiles, scratch_size, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,3 +202,28 @@ def test_committing_moves_what_the_cache_moves(paths):
     kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
     cache.commit(paths)
     assert torch.equal(keys, cache._keys) and torch.equal(values, cache._values)
+
+
+# Choices
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1024, 2500])
+def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size):
+    torch.manual_seed(0)
+    logits = torch.randn(3, vocab_size).round(decimals=1).to(DEVICE)  # many are equal
+    logits[1] = -torch.inf
+    logits[1, -2:] = 3.0
+    tokens, values, total = choice_kernels.highest(logits, 4)
+    expected = plain_kernels.highest(logits, 4)
+    torch.testing.assert_close((values, total), expected[1:])
+    finite = values > -torch.inf
+    assert torch.equal(tokens[finite], expected[0][finite])
+
+
+def test_draws_are_those_of_the_keyed_noise_at_every_node():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 1500)[:, :3].to(DEVICE)  # a part of a wider step
+    seeds, positions = torch.tensor([7, -(2**61)]), torch.tensor([[5, 6, 6], [900, 901, 902]])
+    for temperatures in ([1.0, 0.3], [0.0, 2.5]):
+        inputs = (seeds.to(DEVICE), positions.to(DEVICE), torch.tensor(temperatures, device=DEVICE))
+        assert torch.equal(choice_kernels.draw(logits, *inputs), plain_kernels.draw(logits, *inputs))

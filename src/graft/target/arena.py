@@ -1,0 +1,239 @@
+"""Arenas: where caches stay in place, so that captured CUDA graphs, bound to addresses, outlive generations.
+
+Without a GPU the same code runs, and what would be replayed is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.target import kernels
+from graft.target.cache import TreeCache
+from graft.target.fast_layers import Rotary
+
+CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
+ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are compiled for alignments
+_WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a power of two
+
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(eq=False)
+class Arena:
+    """Tensors of a cache that stay where they are, and the steps bound to them. One cache at a time has them."""
+
+    keys: Tensor  # [layers, rows, slots, kv_heads, head_dim]
+    values: Tensor
+    rotary: Rotary | None
+    pool: Any  # of memory that its graphs share; None without a GPU
+    steps: dict[Hashable, Any] = field(default_factory=dict)  # what was captured, by bucket
+    places: dict[Hashable, Any] = field(default_factory=dict)  # what steps of several buckets read and write
+    lessee: weakref.ref[ArenaCache] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.lessee is None or self.lessee() is None
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    def forget(self) -> None:
+        self.steps.clear()
+        self.places.clear()
+        self.pool = new_pool(self.keys.device)
+
+    def holds(self, num_rows: int, num_slots: int) -> bool:
+        return self.keys.shape[1] >= num_rows and self.num_slots >= num_slots
+
+
+class ArenaCache(TreeCache):
+    """A cache in an arena. What it holds stays in place: rows that stay move up within it."""
+
+    def __init__(self, arena: Arena, num_rows: int, lease: Callable[[int, int], ArenaCache] | None = None) -> None:
+        """lease: where a larger arena is to be had."""
+        super().__init__(len(arena.keys), num_rows, arena.num_slots)
+        self.arena = arena
+        self.num_rows_at_first = num_rows
+        self._lease = lease
+        self._keys, self._values = arena.keys, arena.values
+
+    def aim_at_all(self) -> None:
+        """Readies all rows for a step, which finds its slots by itself."""
+        self._rows = slice(0, self.num_rows)
+
+    @property
+    def aimed(self) -> tuple[slice, int]:
+        """The rows of the current forward, and how many slots it may read."""
+        return self._rows, self._end
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        if not self.arena.steps:  # kernels may not run here
+            return super().commit(paths)
+        if any(list(path) != list(range(1, len(path) + 1)) for path in paths):
+            keys, values = self.arena.keys[:, self._rows], self.arena.values[:, self._rows]
+            longest = max(map(len, paths))
+            padded = [place for path in paths for place in (*path, *[0] * (longest - len(path)))]
+            lengths, counts, places = on_device(
+                keys.device, self.lengths[self._rows], [len(path) for path in paths], padded
+            )
+            with torch.cuda.device_of(keys):
+                kernels.commit(keys, values, lengths, places.view(len(paths), longest), counts)
+        self.advance([1 + len(path) for path in paths])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        kept = list(rows)
+        if kept and kept != list(range(len(kept))):
+            longest = max(self.lengths[row] for row in kept)
+            for stored in (self.arena.keys, self.arena.values):
+                stored[:, : len(kept), :longest] = stored[:, kept, :longest]
+        self.lengths = [self.lengths[row] for row in kept]
+
+    def join(self, other: TreeCache) -> None:
+        """Takes in another cache's rows behind its own, in a larger arena where they do not fit."""
+        first, num_rows = self.num_rows, self.num_rows + other.num_rows
+        if not self.arena.holds(next_power(num_rows), other.num_slots):
+            self._move(num_rows, max(self.num_slots, other.num_slots))
+        for own, new in ((self.arena.keys, other._keys), (self.arena.values, other._values)):
+            if new is not None:
+                for row, length in enumerate(other.lengths):
+                    own[:, first + row, :length] = new[:, row, :length]
+        self.lengths = self.lengths + other.lengths
+        self.num_rows_at_first = max(self.num_rows_at_first, num_rows)
+
+    def _move(self, num_rows: int, num_slots: int) -> None:
+        """To an arena of that size, where steps are captured anew."""
+        assert self._lease is not None
+        old, self.arena = self.arena, self._lease(num_rows, num_slots).arena
+        longest = max(self.lengths, default=0)
+        for stored, before in ((self.arena.keys, old.keys), (self.arena.values, old.values)):
+            stored[:, : self.num_rows, :longest] = before[:, : self.num_rows, :longest]
+        old.lessee, self.arena.lessee = None, weakref.ref(self)
+        self.num_slots = self.arena.num_slots
+        self._keys, self._values = self.arena.keys, self.arena.values
+
+
+class Arenas:
+    """Arenas of one kind, leased to one cache at a time, and how their steps are captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arenas: list[Arena] = []
+        self.failure: str | None = None  # why there are none
+        self.num_captured = 0
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+
+    @abstractmethod
+    def make_arena(self, rows: int, slots: int, max_positions: int | None) -> Arena: ...
+
+    def lease(self, num_rows: int, num_slots: int, max_positions: int | None) -> ArenaCache:
+        """A cache of at least that size. A free arena that is too small makes room for a larger one."""
+        rows, slots = next_power(num_rows), _slots(num_slots)
+        free = [arena for arena in self.arenas if arena.is_free]
+        arena = next((arena for arena in free if arena.holds(rows, slots)), None)
+        self.arenas = [other for other in self.arenas if other is arena or other not in free]
+        free.clear()
+        if arena is None:
+            arena = self.make_arena(rows, slots, max_positions)
+            self.arenas.append(arena)
+        cache = ArenaCache(arena, num_rows, lambda rows, slots: self.lease(rows, slots, max_positions))
+        arena.lessee = weakref.ref(cache)
+        return cache
+
+    def capture(self, run: Run, pool: Any) -> Run:
+        """What replays `run`, or without a GPU calls it. Runs it first, since libraries set themselves up then."""
+        self.num_captured += 1
+        if self._stream is None:
+            return _calling(run)
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                run()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = run()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return outputs
+
+        return replay
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        caches = [t for arena in self.arenas for t in (arena.keys, arena.values)]
+        tables = [t for arena in self.arenas if arena.rotary for t in (arena.rotary.cos, arena.rotary.sin)]
+        segments = torch.cuda.memory_snapshot() if self._is_cuda else []
+        pools = {arena.pool for arena in self.arenas}
+        return {
+            "cache": num_bytes(caches),
+            "rotary tables": num_bytes(tables),
+            "graphs": sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools),
+        }
+
+
+def _calling(run: Run) -> Run:
+    """Like a graph's replay: outputs stay where those of the first run are."""
+    outputs = run()
+
+    def replay() -> tuple[Tensor, ...]:
+        for fixed, new in zip(outputs, run(), strict=True):
+            fixed.copy_(new)
+        return outputs
+
+    return replay
+
+
+def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host that a device reads and writes without waiting."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def new_pool(device: torch.device) -> Any:
+    """Memory for graphs that stay and go together: a pool that all graphs have left cannot be used again."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """int32 on the host, from where the device takes them without waiting."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def on_device(device: torch.device, *lists: Sequence[int]) -> list[Tensor]:
+    """int32 tensors by one transfer."""
+    sizes = [whole(len(numbers)) for numbers in lists]
+    padded = [n for numbers, size in zip(lists, sizes, strict=True) for n in (*numbers, *[0] * (size - len(numbers)))]
+    parts = _numbers(padded, device).to(device, non_blocking=True).split(sizes)
+    return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
+
+
+def whole(number: int, part: int = ALIGNED) -> int:
+    return -(-number // part) * part
+
+
+def next_power(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def _slots(number: int) -> int:
+    """Doubled for a longer text while that is cheap, and in steps further on."""
+    return max(next_power(number), CONTEXTS[0]) if number <= _WHOLE_SLOTS else whole(number, _WHOLE_SLOTS)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
