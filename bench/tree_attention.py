@@ -2,20 +2,25 @@
 
     python bench/tree_attention.py
     python bench/tree_attention.py --shape 8b --width 64 --tiles keys=128,prefix_stages=2 --parts
+    python bench/tree_attention.py --shape 8b --search
 
 Times are of one layer in microseconds, from a CUDA graph that runs through many layers, so that keys do not wait in
 the L2 cache. `read` is the time to read keys and values once, at the bandwidth of a copy measured in the same run.
 Every line also says whether nodes got the bits of plain decoding, and how far the result is from SDPA's. Ends with an
 error if bits differ. `--dry-run` goes through all of it with small shapes, without a GPU in Triton's interpreter.
+
+`--search` times many tiles instead, those of `--tiles` or a list of its own: pieces first, then splits for the best of
+them. The best have the smallest mean over contexts and widths of their time relative to that of the tiles in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +42,28 @@ SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
 FAR_FROM_CACHED = 512e6  # bytes of keys and values that a graph runs through
 NUM_CHECKED = 8  # nodes decoded plainly
+# What --search tries: pieces, and then splits for the best of them.
+PIECES = (
+    "stacked=2",
+    "stacked=4",
+    "tail_registers=128",
+    "stacked=2,tail_registers=128",
+    "stacked=2,prefix_stages=2",
+    "stacked=2,tail_stages=2",
+    "stacked=2,keys=128,prefix_stages=2",
+    "rows=128,warps=8",
+    "stacked=2,keys=32,prefix_stages=4",
+)
+SPLITS = (
+    "short_split=512",
+    "long_split=2048",
+    "short_split=512,long_split=2048",
+    "long_split=4096,border=8192",
+    "short_split=512,border=8192,long_split=2048",
+    "short_split=128,border=1024,long_split=1024",
+)
+
+Changes = dict[str, int]  # of tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
@@ -55,8 +82,7 @@ class Case:
         self.query = torch.randn(1, heads, width, head_dim, dtype=DTYPE, device=DEVICE)
         self.lengths = torch.tensor([context], dtype=torch.int32, device=DEVICE)
         self.paths, self.depths = self.tree.paths().int(), self.tree.depths().int()
-        size = scratch_size(1, heads, width, head_dim, self.tree.max_depth, context, tiles)
-        self.scratch = torch.empty(size, device=DEVICE)
+        self.make_scratch()
         aim = Aim(self.lengths, exact_end=True)
         visibility = Visibility(aim, self.tree.positions(self.lengths), self.tree.ancestors(), DTYPE)
         self.mask = visibility.mask(context + width, None, heads // kv_heads)
@@ -65,6 +91,11 @@ class Case:
     @property
     def num_layers(self) -> int:
         return len(self.keys)
+
+    def make_scratch(self) -> None:
+        _, heads, width, head_dim = self.query.shape
+        size = scratch_size(1, heads, width, head_dim, self.tree.max_depth, self.context, self.tiles)
+        self.scratch = torch.empty(size, device=DEVICE)
 
     def by_kernels(self, layer: int) -> Tensor:
         return tree_attention(
@@ -186,8 +217,55 @@ def time_flex(case: Case) -> str:
         return f"{'-':>9s}"
 
 
-def parse_tiles(text: str) -> dict[str, int]:
+def parse_tiles(text: str) -> Changes:
     return {name: int(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
+def search(
+    shape: tuple[int, int, int], widths: Sequence[int], contexts: Sequence[int], given: list[Changes] | None
+) -> None:
+    cases = [Case(*shape, width, context, Tiles()) for context in contexts for width in widths]
+    print(f"{'context':60s}{''.join(f'{case.context:8d}' for case in cases)}")
+    print(f"{'width':60s}{''.join(f'{case.tree.width:8d}' for case in cases)}    mean")
+    usual = time_tiles(cases, {})
+    best: tuple[float, Changes] = (1.0, {})
+
+    def try_all(candidates: list[Changes]) -> None:
+        nonlocal best
+        for changes in candidates:
+            mean = geometric_mean(time_tiles(cases, changes, usual), usual)
+            best = min(best, (mean, changes), key=lambda scored: scored[0])
+
+    try_all(given or [parse_tiles(text) for text in PIECES])
+    if not given:
+        try_all([best[1] | parse_tiles(text) for text in SPLITS])
+    print(f"best: {written(best[1])} with {best[0]:.3f} of the time")
+
+
+def time_tiles(cases: list[Case], changes: Changes, usual: list[float] | None = None) -> list[float]:
+    """Microseconds of each case; infinite for tiles that are refused or give other bits than plain decoding."""
+    times: list[float] = []
+    why = ""
+    try:
+        for case in cases:
+            case.tiles = replace(tiles_for(case.query.shape[3], DTYPE), **changes)
+            case.make_scratch()
+            times.append(microseconds(case.by_kernels, case.num_layers, replays=5)[0])
+        if cases[-1].nodes_that_differ():
+            why = "other bits than plain decoding"
+    except Exception as error:  # whatever a compiler may raise: no registers, no shared memory
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    mean = f"{geometric_mean(times, usual):8.3f}" if usual and not why else ""
+    print(f"{written(changes):60s}{''.join(f'{time:8.1f}' for time in times)}{mean} {why}", flush=True)
+    return [math.inf] * len(cases) if why else times
+
+
+def geometric_mean(times: list[float], usual: list[float]) -> float:
+    return math.prod(time / before for time, before in zip(times, usual, strict=True)) ** (1 / len(times))
+
+
+def written(changes: Changes) -> str:
+    return ",".join(f"{name}={value}" for name, value in changes.items()) or "tiles in use"
 
 
 def main() -> None:
@@ -196,6 +274,7 @@ def main() -> None:
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=128,warps=8")
+    parser.add_argument("--search", action="store_true", help="many tiles, and which are the best")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled anew for every line")
     parser.add_argument("--parts", action="store_true", help="the time of each kernel too")
     parser.add_argument("--dry-run", action="store_true")
@@ -207,6 +286,11 @@ def main() -> None:
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
         shapes, widths, contexts, copied = {"tiny": (2, 1, 16)}, (1, 3), (70,), 2**20
+    if options.search:
+        for shape_name, shape in shapes.items():
+            print(shape_name)
+            search(shape, options.width or widths[:3], contexts, options.tiles)
+        return
     bandwidth = copy_bandwidth(copied)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
     print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s")

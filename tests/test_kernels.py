@@ -2,7 +2,7 @@
 between a tree and plain decoding; the commit against the cache's own."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,9 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 # Small enough that short texts have many blocks and splits of both kinds.
-SMALL = Tiles(
-    rows=16, keys=16, short_split=32, border=64, long_split=48, combined_splits=2, combined_dims=64, prefix_stages=2
-)
+SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2)
 
 
 @dataclass
@@ -119,6 +117,19 @@ def test_a_path_may_cross_several_splits_and_most_of_it_be_of_earlier_forwards()
 
 def test_a_wide_tree_fills_several_tiles():
     check(Problem.random([40], width=20))
+
+
+@pytest.mark.parametrize("stacked", [2, 4])
+def test_tiles_of_a_program_do_not_touch_each_others_bits(stacked):
+    problem = Problem.random([100], width=20, group=8, dtype=torch.float16)
+    one = replace(SMALL, rows=64, warps=4)
+    check(problem, tiles=replace(one, stacked=stacked))
+    assert torch.equal(problem.attend(one), problem.attend(replace(one, stacked=stacked)))
+
+
+def test_tiles_whose_warps_share_rows_are_not_stacked():
+    with pytest.raises(ValueError, match="warps share rows"):
+        Tiles(rows=32, warps=4, stacked=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,6 +6,8 @@ tree, in any batch. Three rules make it so:
 - Keys are taken by their position in the node's own text, in blocks and splits whose borders are fixed positions. A
   split is summed block after block, and splits are combined in one fixed order.
 - All tiles of query rows have one shape, so a row's numbers do not depend on where it stands or what stands beside it.
+  A prefix program may have several of them, below each other and each with warps of its own: a row's sums never leave
+  its warp.
 - Prefix and tail do the same operations to a block, spelled so that a compiler has nothing to choose, and a block of
   which a row sees nothing leaves the row's sums as they are.
 
@@ -24,12 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
+_WARP_ROWS = 16  # of a warp in a matrix instruction
 _VARYING = ["max_path", "width", "num_splits", "window"]  # what no kernel is compiled for
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How attention is cut into pieces. Any change but that of the stages may change the last bits of the result."""
+    """How attention is cut into pieces. What is above `stacked` may change the last bits of the result."""
 
     rows: int = 64  # query rows of a tile: nodes times the query heads that share keys
     keys: int = 64  # positions of a block
@@ -37,17 +40,20 @@ class Tiles:
     short_split: int = 256
     long_split: int = 1024
     border: int = 4096  # the position from which on splits are long
-    combined_splits: int = 16  # added up at once when splits are combined
-    combined_dims: int = 64  # of a head, by one program
+    combined: int = 8192  # numbers of splits that are added up at once
     warps: int = 4
+    stacked: int = 1  # tiles of a prefix program, if there are rows for so many: they read keys together
     prefix_stages: int = 3
     tail_stages: int = 1
+    tail_registers: int | None = None  # a thread's at most; with fewer, more programs run at once
 
     def __post_init__(self) -> None:
         if any(size % self.keys for size in self.splits) or self.border % self.short_split:
             raise ValueError(
                 f"splits {self.splits} do not consist of whole blocks of {self.keys} and end at the border"
             )
+        if self.stacked > 1 and self.rows != _WARP_ROWS * self.warps:
+            raise ValueError(f"tiles of {self.rows} rows by {self.warps} warps cannot be stacked: warps share rows")
 
     @property
     def splits(self) -> tuple[int, int, int]:
@@ -108,32 +114,40 @@ def tree_attention(
     out = query.new_empty(batch, width, heads * head_dim)
 
     group = heads // kv_heads
-    tree = (lengths, paths, depths, paths.shape[2], width, kv_heads, num_splits, window or 0)
-    states = (sums, maxima, totals)
+    log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
+    arguments = (
+        *(query, keys, values, *query.stride()[:3], *keys.stride()[:3], log2_scale),
+        *(lengths, paths, depths, paths.shape[2], width, kv_heads, num_splits, window or 0),
+        *(sums, maxima, totals),
+    )
     cut: dict[str, Any] = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_N": tiles.keys,
+        "BLOCK_D": _padded(head_dim),
         "SPLITS": tiles.splits,
         "WINDOWED": window is not None,
-    }
-    tile: dict[str, Any] = {
-        "BLOCK_M": tiles.rows,
-        "BLOCK_D": _padded(head_dim),
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
-        "num_warps": tiles.warps,
     }
-    log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
-    inputs = (query, keys, values, *query.stride()[:3], *keys.stride()[:3], log2_scale)
-
-    prefix_grid = (triton.cdiv(width * group, tiles.rows), tiles.count_splits(max_context), batch * kv_heads)
     if max_context >= tiles.keys:
-        _prefix_kernel[prefix_grid](*inputs, *tree, *states, **cut, **tile, num_stages=tiles.prefix_stages)
-    tail_grid = (width, triton.cdiv(group, tiles.rows), batch * kv_heads)
-    _tail_kernel[tail_grid](*inputs, *tree, *states, **cut, **tile, num_stages=tiles.tail_stages)
-    dims = min(tiles.combined_dims, _padded(head_dim))
-    combine_grid = (width * group, triton.cdiv(head_dim, dims), batch * kv_heads)
-    _combine_kernel[combine_grid](out, *tree, *states, **cut, BLOCK_S=tiles.combined_splits, BLOCK_D=dims)
+        stacked = min(tiles.stacked, triton.next_power_of_2(triton.cdiv(width * group, tiles.rows)))
+        rows = tiles.rows * stacked
+        grid = (triton.cdiv(width * group, rows), tiles.count_splits(max_context), batch * kv_heads)
+        _prefix_kernel[grid](
+            *arguments, **cut, BLOCK_M=rows, num_warps=tiles.warps * stacked, num_stages=tiles.prefix_stages
+        )
+    members = min(triton.next_power_of_2(group), tiles.rows)
+    _tail_kernel[width, triton.cdiv(group, tiles.rows), batch * kv_heads](
+        *arguments,
+        out,
+        **cut,
+        BLOCK_M=tiles.rows,
+        BLOCK_G=members,
+        BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
+        num_warps=tiles.warps,
+        num_stages=tiles.tail_stages,
+        maxnreg=tiles.tail_registers,
+    )
     return out
 
 
@@ -281,6 +295,48 @@ def _add_block(
     return acc, new_maximum, total
 
 
+@triton.jit
+def _combine(
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    totals: tl.tensor,
+    state: tl.tensor,
+    real: tl.tensor,
+    first: int,
+    last: int,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> tl.tensor:
+    """What rows see in the splits from first to last, [BLOCK_G, BLOCK_D]. Splits are taken in groups that start at
+    fixed splits too, and one of which a row sees nothing leaves its sums as they are."""
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(first // BLOCK_S * BLOCK_S, last + 1, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        exists = ((split >= first) & (split <= last))[:, None] & real[None, :]
+        states = state[None, :] + split[:, None]  # [BLOCK_S, BLOCK_G]
+        part = tl.load(
+            sums + (states * HEAD_DIM)[:, :, None] + dims[None, None, :],
+            mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        greatest = tl.load(maxima + states, mask=exists, other=float("-inf"))
+        parts_total = tl.load(totals + states, mask=exists, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2(greatest - base[None, :])
+        rescale = tl.exp2(maximum - base)
+        total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
+        acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
+        maximum = new_maximum
+    # Rows that are not real have no total.
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _prefix_kernel(
     query: tl.tensor,
@@ -368,16 +424,23 @@ def _tail_kernel(
     sums: tl.tensor,
     maxima: tl.tensor,
     totals: tl.tensor,
+    out: tl.tensor,  # [B, W, heads * head_dim]
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A node's own last blocks, the end of the committed tokens and then its path: goes on where the prefix ended."""
+    """A node's own last blocks, the end of the committed tokens and then its path, and all its splits together.
+
+    Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real; to combine splits
+    there are no others.
+    """
     node = tl.program_id(0)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
     length = tl.load(lengths + batch)
@@ -418,66 +481,20 @@ def _tail_kernel(
             )
         _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
-
-@triton.jit(do_not_specialize=_VARYING)
-def _combine_kernel(
-    out: tl.tensor,
-    lengths: tl.tensor,
-    paths: tl.tensor,
-    depths: tl.tensor,
-    max_path: int,
-    width: int,
-    kv_heads: int,
-    num_splits: int,
-    window: int,
-    sums: tl.tensor,
-    maxima: tl.tensor,
-    totals: tl.tensor,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """All splits of one query row, for some of the head's dimensions. Groups of splits start at fixed splits too."""
-    row = tl.program_id(0)
-    node = row // GROUP
-    batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
-    length = tl.load(lengths + batch)
-    position = length + tl.load(depths + batch * width + node)
-    first = _split_of(_first_block(length, window, BLOCK_N, WINDOWED), SPLITS)
-    last = _split_of(position, SPLITS)
-    first_group = first // BLOCK_S * BLOCK_S
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = (tl.program_id(2).to(tl.int64) * width * GROUP + row) * num_splits
-
-    # The greatest of all is the same in any order.
-    greatest = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for group in range(first_group, last + 1, BLOCK_S):
-        split = group + tl.arange(0, BLOCK_S)
-        real = (split >= first) & (split <= last)
-        greatest = tl.maximum(greatest, tl.load(maxima + state + split, mask=real, other=float("-inf")))
-    base = tl.max(greatest, axis=0)
-
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    for group in range(first_group, last + 1, BLOCK_S):
-        split = group + tl.arange(0, BLOCK_S)
-        real = (split >= first) & (split <= last)
-        weight = tl.exp2(tl.load(maxima + state + split, mask=real, other=float("-inf")) - base)
-        part = tl.load(
-            sums + ((state + split) * HEAD_DIM)[:, None] + dims[None, :],
-            mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(part * weight[:, None], axis=0)
-        total += tl.sum(tl.load(totals + state + split, mask=real, other=0.0) * weight, axis=0)
-
-    head = kv_head * GROUP + row % GROUP
-    out += ((batch.to(tl.int64) * width + node) * kv_heads * GROUP + head) * HEAD_DIM
-    tl.store(out + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.debug_barrier()  # what this program's other threads have stored
+    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
+    real = member < GROUP
+    state = ((tl.program_id(2).to(tl.int64) * width + node) * GROUP + member) * num_splits
+    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
+    result = _combine(sums, maxima, totals, state, real, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + member
+    row = (batch.to(tl.int64) * width + node) * kv_heads * GROUP + head
+    tl.store(
+        out + (row * HEAD_DIM)[:, None] + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["max_places"])
