@@ -92,7 +92,7 @@ class MadeUpDrafter:
             beams = [(width + i, node[0], node[4]) for i, node in enumerate(nodes[:topk])]
             width += len(nodes)
 
-    def levels(self, state: Any, roots: Any, keep: int | None = None) -> Iterator[Level]:
+    def levels(self, state: Any, roots: Any, keep: int | None = None, stops: Any = None) -> Iterator[Level]:
         return iter(self._levels)
 
     def learn(self, *round: Any) -> None: ...

@@ -138,7 +138,7 @@ def run_graft(options: argparse.Namespace) -> Json:
 
     from graft.draft.base import TreeSettings
     from graft.draft.eagle3.checkpoint import load_head
-    from graft.draft.eagle3.drafter import Eagle3Drafter
+    from graft.draft.eagle3.drafter import drafter_for
     from graft.engine import Engine
     from graft.loading import load
 
@@ -148,7 +148,7 @@ def run_graft(options: argparse.Namespace) -> Json:
     embedding = model.get_input_embeddings().weight.detach()
     head = load_head(options.head, model.config, torch.float32, "cpu", embedding)
     chain = TreeSettings(depth=max(options.drafts - 1, 1), topk=1, total_token=options.drafts)
-    engine = Engine(model, plain.tokenizer, policy="dense", drafter=Eagle3Drafter(head, chain))
+    engine = Engine(model, plain.tokenizer, policy="dense", drafter=drafter_for(head, chain))
 
     prompts = read_prompts(options, plain.tokenizer)
     counters = {"rounds": 0, "drafted": 0, "accepted": 0, "by_position": [0] * options.drafts}

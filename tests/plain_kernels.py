@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graft.draft.eagle3 import head_kernels
 from graft.sampling import gumbel_noise
 from graft.target import choice_kernels, kernels, layer_kernels
 from graft.target.attention import Paths
@@ -20,6 +21,8 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layer_kernels, function.__name__, function)
     for function in (highest, draw):
         monkeypatch.setattr(choice_kernels, function.__name__, function)
+    for function in (enter, spread):
+        monkeypatch.setattr(head_kernels, function.__name__, function)
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +45,7 @@ def rotate_and_store(
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    before: Tensor | None = None,
 ) -> None:
     kv_heads, head_dim = keys.shape[2:]
     rows, width = seen.depths.shape
@@ -56,7 +60,7 @@ def rotate_and_store(
         x * c + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * s for x in (query, key)
     )
     vectors[:, :, :heads] = query
-    slots = seen.lengths[:, None].long() + torch.arange(width)
+    slots = (seen.lengths + (0 if before is None else before))[:, None].long() + torch.arange(width)
     row = torch.arange(rows)[:, None]
     keys[row, slots], values[row, slots] = key, value
 
@@ -120,3 +124,60 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor)
     noise = gumbel_noise(*keyed, logits.shape[2]).view_as(logits)
     warm = temperatures[:, None, None]
     return torch.where(warm > 0, logits / warm.clamp(min=1e-6) + noise, logits.double()).argmax(dim=2)
+
+
+def enter(
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    origins: Tensor | None,
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    keeps_normed: bool,
+) -> tuple[Tensor, Tensor]:
+    if origins is not None:
+        hidden = hidden[torch.arange(len(hidden))[:, None], origins.long()]
+    normed = _norm(hidden, norms[1], eps)
+    both = torch.cat([_norm(embedding[tokens.long()], norms[0], eps), normed], dim=-1)
+    return both.flatten(0, 1), (normed if keeps_normed else hidden).flatten(0, 1)
+
+
+def spread(
+    draft_ids: Tensor,
+    logits: Tensor,
+    totals: Tensor,
+    to_target: Tensor,
+    beams: head_kernels.Beams,
+    numbers: Tensor,
+    keep: int | None,
+    is_first: bool,
+) -> None:
+    batch, topk = beams.tokens.shape
+    chances = numbers.view(torch.float32).unflatten(2, (2, -1))
+    for row in range(batch):
+        number = 0 if is_first else int(beams.num_passes[row])
+        parts = (draft_ids.view(batch, -1, topk)[row], (logits - totals[:, None]).exp().view(batch, -1, topk)[row])
+        above = [(1.0, 0, [])]
+        if not is_first:
+            columns = (beams.paths[row].tolist(), beams.places[row].tolist(), beams.entries[row, :, :number].tolist())
+            above = list(zip(*columns, strict=True))
+        children = []  # path probability, token, beam, parent's place, q
+        for beam, (path, place, _) in enumerate(above):
+            for draft_id, q in zip(parts[0][beam].tolist(), parts[1][beam].tolist(), strict=True):
+                children.append((path * q, draft_id + int(to_target[draft_id]), beam, place, q))
+        order = sorted(range(len(children)), key=lambda i: -children[i][0])
+        listed = range(len(children)) if keep is None else order[: max(keep, topk)]
+        listed = list(listed)
+        span = slice(row * len(listed), (row + 1) * len(listed))
+        numbers[number, 0, span] = torch.tensor([children[i][1] for i in listed])
+        numbers[number, 1, span] = torch.tensor([children[i][3] for i in listed])
+        chances[number, 2, 0, span] = torch.tensor([children[i][4] for i in listed])
+        chances[number, 2, 1, span] = torch.tensor([children[i][0] for i in listed])
+        later = topk * topk if keep is None else min(max(keep, topk), topk * topk)
+        start = 1 if is_first else 1 + topk + (number - 1) * later
+        for rank, i in enumerate(order[:topk]):
+            path, token, beam, _, _ = children[i]
+            beams.tokens[row, rank], beams.origins[row, rank], beams.paths[row, rank] = token, beam, path
+            beams.places[row, rank], beams.depths[row, rank] = start + listed.index(i), number
+            beams.entries[row, rank, : number + 1] = torch.tensor([*above[beam][2], number * topk + rank])
+        beams.before[row], beams.num_passes[row] = number * topk, number + 1

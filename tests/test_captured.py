@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
-from graft.policy import make_policy
+from graft.draft.eagle3.captured import CapturedDrafter
+from graft.policy import Grown, make_policy
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target import arena as arenas
@@ -33,6 +34,23 @@ class Small(CapturedTarget):
 
     widths = (1, 4, 8, 16)
     contexts = (16, 32)
+
+
+class SmallDrafter(CapturedDrafter):
+    contexts = (16, 32)
+
+
+class Resting:
+    """A policy that drafts nothing for a while."""
+
+    def __init__(self, policy):
+        self._policy = policy
+
+    def grow(self, batch, roots, clock):
+        return Grown.without_drafts(DraftTree.roots(roots))
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
 
 
 def small_target(model, hidden_layers=(), chunk_size=256, exact_width=None):
@@ -200,15 +218,47 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
 def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monkeypatch):
     model = model_of("llama", num_hidden_layers=6)
     runs = []
-    for target in (small_target, lambda model, layers, *_: TargetRunner(model, layers)):
+    for target, kind in (
+        (small_target, SmallDrafter),
+        (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
+    ):
         monkeypatch.setattr("graft.engine.target_for", target)
-        drafter = Eagle3Drafter(make_head(model).to(DEVICE), SMALL_TREE)
+        drafter = kind(make_head(model).to(DEVICE), SMALL_TREE)
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
         )
         runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
     for captured_run, ordinary in zip(*runs, strict=True):
         assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
+
+
+def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch):
+    """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
+    model = model_of("llama", num_hidden_layers=6)
+    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
+    runs = []
+    for kind in (SmallDrafter, Eagle3Drafter):
+        drafter = kind(make_head(model).to(DEVICE), SMALL_TREE)
+        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
+        settings = [SamplingSettings(max_new_tokens=count) for count in (30, 12, 24)]
+        made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
+        batch, clock = engine.open(made[:2]), Clock()
+        engine._prefill(batch)
+        for number in range(40):
+            if number == 3:  # one joins
+                other = engine.open(made[2:])
+                engine._prefill(other)
+                batch.join(other)
+            policy = engine.policy
+            if number in (1, 2, 6):  # plain rounds
+                engine.policy = Resting(policy)
+            engine.run_round(batch, clock)
+            engine.policy = policy
+            batch.keep([row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None])
+            if not batch.sequences:
+                break
+        runs.append([(sequence.new_ids, sequence.stats.accepted) for sequence in made])
+    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
 def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):

@@ -15,6 +15,7 @@ from proposers import random_tree
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+from graft.draft.eagle3 import head_kernels
 from graft.target import choice_kernels, kernels
 from graft.target.kernels import Tiles, scratch_size, tree_attention
 
@@ -238,3 +239,43 @@ def test_draws_are_those_of_the_keyed_noise_at_every_node():
     for temperatures in ([1.0, 0.3], [0.0, 2.5]):
         inputs = (seeds.to(DEVICE), positions.to(DEVICE), torch.tensor(temperatures, device=DEVICE))
         assert torch.equal(choice_kernels.draw(logits, *inputs), plain_kernels.draw(logits, *inputs))
+
+
+# The head's passes
+
+
+@pytest.mark.parametrize("keeps_normed", [False, True])
+def test_entries_of_the_head(keeps_normed):
+    torch.manual_seed(0)
+    embedding, hidden, norms = torch.randn(9, 12), torch.randn(2, 3, 12), torch.randn(2, 12)
+    tokens, origins = torch.tensor([[1, 8], [0, 3]]), torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
+    for inputs in ((tokens, embedding, hidden, origins), (tokens, embedding, hidden[:, :2].contiguous(), None)):
+        options = (tuple(norms.to(DEVICE)), 1e-5, keeps_normed)
+        there = [None if part is None else part.to(DEVICE) for part in inputs]
+        expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
+        ours = tuple(part.cpu() for part in head_kernels.enter(*there, *options))
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("keep", [None, 5])
+def test_beams_spread_into_levels_and_the_likeliest_go_on(keep):
+    rows, topk, passes, vocab = 2, 3, 3, 20
+    beams = [head_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
+    levels = [
+        torch.zeros(passes, 3, rows * topk * topk, dtype=torch.int64, device=device) for device in ("cpu", DEVICE)
+    ]
+    to_target = torch.arange(vocab) * 2
+    for number in range(passes + 1):  # one more than there is room for: it is written over the last
+        torch.manual_seed(number)
+        found = rows * (1 if number == 0 else topk)
+        ids = torch.stack([torch.randperm(vocab)[:topk] for _ in range(found)]).int()
+        logits, totals = torch.randn(found, topk).sort(dim=1, descending=True).values, torch.full((found,), 3.0)
+        for module, own, level in zip((plain_kernels, head_kernels), beams, levels, strict=True):
+            if module is plain_kernels and number == passes:
+                continue
+            inputs = (part.to(level.device) for part in (ids, logits, totals, to_target))
+            module.spread(*inputs, own, level, keep, is_first=number == 0)
+        if number < passes:
+            torch.testing.assert_close({k: v.cpu() for k, v in vars(beams[1]).items()}, vars(beams[0]))
+            assert torch.equal(levels[1][number, :2].cpu(), levels[0][number, :2])
+            torch.testing.assert_close(*(level[number, 2].cpu().view(torch.float32) for level in levels))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.checkpoint import load_head
-from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.drafter import Eagle3Drafter, drafter_for
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.index.store import Datastore
@@ -94,7 +94,7 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
     path = packaged_head(draft) or draft
     head = load_head(path, model.config, model.dtype, model.device, embedding)
     speed_up(head)
-    return Eagle3Drafter(head, tree)
+    return drafter_for(head, tree)
 
 
 def packaged_head(name: str) -> Path | None:

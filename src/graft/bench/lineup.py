@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from graft.bench.ablations import ABLATIONS, CONTENDERS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
-from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.drafter import Eagle3Drafter, drafter_for
 from graft.loading import tree_settings
 from graft.policy import DEFAULT_POLICY, PolicySettings
 from graft.settings import require, require_known
@@ -54,4 +54,4 @@ def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None)
     """Under a common budget all draft the same tree; otherwise each what it drafts for users."""
     if drafter is None or budget is not None:
         return drafter
-    return Eagle3Drafter(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))
+    return drafter_for(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))

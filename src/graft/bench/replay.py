@@ -78,7 +78,7 @@ class Recorder(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
-        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
+        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL, stops=())
         self._levels = list(islice(levels, self.drafter.settings.depth + 1))
         pool = self.new_pool(batch, roots)
         for level in self._levels:
@@ -183,7 +183,9 @@ class ReplayedDrafter:
 
     def learn(self, state: Any, verified: Verified, nodes: Any, tokens: Any) -> None: ...
 
-    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
+    def levels(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
         trace, place = state.trace, state.place
         parents, q = trace.parents[place], trace.q[place]
         start, first_parent, paths = 0, 0, torch.ones(1)

@@ -183,14 +183,14 @@ def _head_name(draft: str, model_name: str) -> str | None:
 def _dressed(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
     """Plain decoding and drafting as before, at the cost of that shape."""
     from graft.bench.costume import wear, wear_head
-    from graft.draft.eagle3.drafter import Eagle3Drafter
+    from graft.draft.eagle3.drafter import drafter_for
     from graft.engine import Engine
 
     aside("Widening it ...")
     model = wear(engine.target.model, shape)
     if drafter is not None:
         head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
-        drafter = Eagle3Drafter(head, drafter.settings)
+        drafter = drafter_for(head, drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 
 

@@ -37,6 +37,9 @@ class Level:
     probabilities: Tensor  # [B, n] the drafter's q(token | parent)
     path_probabilities: Tensor  # [B, n] their product along the path
 
+    def to_host(self) -> Level:
+        return Level(*(getattr(self, field.name).cpu() for field in fields(self)))
+
     def at(self, index: Tensor) -> Level:
         """Its nodes at `index` [B, m]."""
         return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
@@ -72,10 +75,14 @@ class Drafter(Protocol):
         """Takes in a judged chunk of one row's prompt and the tokens that follow each of its tokens."""
         ...
 
-    def levels(self, state: Any, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
-        """Each `next` is one draft pass and gives the nodes one depth further down; stop when enough.
+    def levels(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
+        """Each `next` is one draft pass and gives the nodes one depth further down, on the host; stop when enough.
 
         keep: only so many of each level, the likeliest first; all of them in any order if None.
+        stops: the passes after which the caller may stop, so that a device can go on to the next of them without being
+        asked; any if None.
         """
         ...
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from graft.accept import Accepted
 from graft.draft.base import Drafter, TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.drafter import Eagle3Drafter, drafter_for
 from graft.engine import Engine
 from graft.learn.profile import About, Profile
 from graft.policy import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
@@ -147,7 +147,7 @@ def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
 
 def _wide(drafter: Drafter | None) -> Drafter | None:
     """The same head drafting the usual tree: an engine on a CPU drafts a narrower one."""
-    return Eagle3Drafter(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
+    return drafter_for(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
 
 
 def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:

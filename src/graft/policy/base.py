@@ -92,11 +92,11 @@ class Policy(ABC):
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         """Learns from a finished round, whose verify took `seconds`."""
+        if self.drafter is not None:  # first, so that a device can go on while the host learns
+            self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
             self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch)))
-        if self.drafter is not None:
-            self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         self.learn_accepted(tree, accepted, seconds)
 
     def learn_judged(self, judged: Judged) -> None:

@@ -50,7 +50,8 @@ def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: 
     passes, stops = [0] * num_rows, [NEVER] * num_rows
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
-        levels = drafter.levels(batch.draft, pool.nodes.tokens[:, 0])
+        gates = () if thresholds is None else GATES
+        levels = drafter.levels(batch.draft, pool.nodes.tokens[:, 0], stops=gates)
         for number in range(most):
             level = next(levels)
             going = torch.tensor([[stop == NEVER] for stop in stops])

@@ -32,11 +32,11 @@ _FAMILIES = {
     Qwen3ForCausalLM: "Qwen3",
 }
 _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle unless its forward asks for outputs
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a position alike in texts of any length
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a position alike in texts of any length
 _MAX_HOLES = 2**31  # bytes
-_MAX_HEAD_DIM = 256
-_MAX_HIDDEN = 16384  # what a program of the norm kernel holds
+MAX_HEAD_DIM = 256
+MAX_HIDDEN = 16384  # what a program of the norm kernel holds
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ def why_not(model: PreTrainedModel) -> str | None:
     config = model.config
     parameters = list(model.parameters())
     kinds = {(p.device, p.dtype) for p in parameters}
-    if len(kinds) > 1 or parameters[0].dtype not in _DTYPES or any(type(p) is not nn.Parameter for p in parameters):
+    if len(kinds) > 1 or parameters[0].dtype not in DTYPES or any(type(p) is not nn.Parameter for p in parameters):
         return "its weights are of several kinds, or of one that is not supported"
     rotary = parts.model.rotary_emb
-    if rotary.rope_type not in _ROPES:
+    if rotary.rope_type not in STEADY_ROPES:
         return f"its rotary positions are of type {rotary.rope_type}"
     head_dim = parts.model.layers[0].self_attn.head_dim
-    if head_dim > _MAX_HEAD_DIM or 2 * rotary.inv_freq.numel() != head_dim or config.hidden_size > _MAX_HIDDEN:
+    if head_dim > MAX_HEAD_DIM or 2 * rotary.inv_freq.numel() != head_dim or config.hidden_size > MAX_HIDDEN:
         return "its heads, rotary positions or hidden states are of an unusual size"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}"
@@ -235,10 +235,10 @@ def _layer(layer: Any) -> _Layer:
     if "Mistral" in type(attention).__name__:
         window = attention.config.sliding_window
     return _Layer(
-        qkv=_together([p.weight for p in projections]),
-        qkv_bias=_together([p.bias for p in projections]) if attention.q_proj.bias is not None else None,
+        qkv=together([p.weight for p in projections]),
+        qkv_bias=together([p.bias for p in projections]) if attention.q_proj.bias is not None else None,
         o=attention.o_proj.weight.detach(),
-        gate_up=_together([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight.detach(),
         input_norm=layer.input_layernorm.weight.detach(),
         attention_norm=layer.post_attention_layernorm.weight.detach(),
@@ -248,7 +248,7 @@ def _layer(layer: Any) -> _Layer:
     )
 
 
-def _together(parameters: Sequence[nn.Parameter]) -> Tensor:
+def together(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The parameters below each other in one tensor, of which they become views if they are not yet."""
     first, sizes = parameters[0], [len(p) for p in parameters]
     if _lie_together(parameters):

@@ -59,10 +59,12 @@ def rotate_and_store(
     cos: Tensor,  # [positions, head_dim / 2]
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    before: Tensor | None = None,  # [B] int32
 ) -> None:
     """Turns queries by their position where they are, and writes turned keys and values to the cache.
 
-    A node's slot is its place behind the committed tokens. Positions past the tables count as their last.
+    A node's slot is its place behind the committed tokens, and behind those that came `before` it in earlier forwards
+    and stay. Positions past the tables count as their last.
     norms: weights [head_dim] of the queries' and the keys' RMS norm, which comes first, and its eps.
     """
     kv_heads, head_dim = keys.shape[2:]
@@ -77,6 +79,7 @@ def rotate_and_store(
         values,
         seen.lengths,
         seen.depths,
+        seen.lengths if before is None else before,
         cos,
         sin,
         query_norm,
@@ -89,6 +92,7 @@ def rotate_and_store(
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         NORMED=norms is not None,
+        FOLLOWS=before is not None,
         BLOCK_H=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
@@ -175,6 +179,7 @@ def _rotate_kernel(
     values: tl.tensor,
     lengths: tl.tensor,
     depths: tl.tensor,
+    before: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     query_norm: tl.tensor,
@@ -188,6 +193,7 @@ def _rotate_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -233,7 +239,10 @@ def _rotate_kernel(
 
     tl.store(qkv + places, turned_x, mask=inside & is_query)
     tl.store(qkv + places + HALF, turned_y, mask=inside & is_query)
-    slot = batch * cache_row + (length + node) * cache_slot
+    place = length + node
+    if FOLLOWS:
+        place += tl.load(before + batch)
+    slot = batch * cache_row + place * cache_slot
     stored = keys + slot + (head - HEADS) * (2 * HALF) + dims
     tl.store(stored, turned_x, mask=inside & is_key)
     tl.store(stored + HALF, turned_y, mask=inside & is_key)

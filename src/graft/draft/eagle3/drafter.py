@@ -6,6 +6,7 @@ entries come behind, with the head's own outputs as features, and are forgotten 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,16 +92,18 @@ class Eagle3Drafter:
             self._refresh(state)
 
     @torch.no_grad()
-    def levels(self, state: Eagle3State, roots: Tensor, keep: int | None = None) -> Iterator[Level]:
+    def levels(
+        self, state: Eagle3State, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
         self._refresh(state)
-        batch, topk, device = len(roots), self.settings.topk, roots.device
+        batch, topk, device = len(roots), self.settings.topk, self.device
         lengths = torch.tensor(state.cache.lengths, device=device)
         itself = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)
         hidden = state.hidden[:, None]  # [B, F, H] of the F beams, at first the root alone
-        parents = roots.new_zeros(batch, 1)  # [B, F] their places in the tree
+        parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, F] their places in the tree
         path = torch.ones(batch, 1, device=device)  # [B, F]
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
-        positions = roots.new_zeros(batch, 0)  # [B, U]
+        positions = parents[:, :0]  # [B, U]
         width, depth = 1, 0
         while True:
             level = self._children(hidden, parents, path)
@@ -108,7 +111,7 @@ class Eagle3Drafter:
             count = max(num_beams, min(keep or 0, level.tokens.shape[1]))
             path, best = level.path_probabilities.topk(count, dim=1)
             kept = level.at(best) if keep is not None else level
-            yield kept
+            yield kept.to_host()
             # The best of the new nodes are the beams that the next pass expands.
             path, best = path[:, :num_beams], best[:, :num_beams]
             tokens, origin = level.tokens.gather(1, best), best // topk
@@ -132,7 +135,8 @@ class Eagle3Drafter:
         output = self._run_entries(state.cache, slice(0, len(counts)), features, tokens)
         state.cache.commit([range(1, count) for count in counts])
         last = torch.tensor(counts, device=features.device) - 1
-        state.hidden = output[torch.arange(len(counts), device=features.device), last]
+        newest = output[torch.arange(len(counts), device=features.device), last]
+        state.hidden = torch.where(last[:, None] >= 0, newest, state.hidden)  # rows that joined have run theirs
         state.pending = [(features[row, :0], []) for row in range(len(counts))]
 
     def _run_entries(self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor) -> Tensor:
@@ -176,3 +180,17 @@ class Eagle3Drafter:
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def drafter_for(head: Eagle3Head, settings: TreeSettings | None = None) -> Eagle3Drafter:
+    """The drafter for where the head is: on a GPU, one whose passes are CUDA graphs."""
+    if head.fc.weight.device.type == "cuda":
+        try:
+            from graft.draft.eagle3.captured import CapturedDrafter
+            from graft.draft.eagle3.fast_head import why_not
+        except ImportError:  # the target's runner says that Triton is missing
+            return Eagle3Drafter(head, settings)
+        if (reason := why_not(head)) is None:
+            return CapturedDrafter(head, settings)
+        warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
+    return Eagle3Drafter(head, settings)
