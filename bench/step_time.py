@@ -7,6 +7,8 @@ Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUD
 `TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
 bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
 own forward. A width below a bucket runs in the bucket (1, 8, 16, 32, 64, 128); `--exact` runs all in one.
+`--narrow off` runs narrow models in the layers of all others; `--overlap` launches the kernels of attention and of
+narrow models before the previous ones have ended.
 `--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
@@ -33,7 +35,7 @@ from tree_attention import random_tree
 from graft.bench.costume import SHAPES, Shape
 from graft.target import TargetRunner, TreeCache
 from graft.target.captured import ArenaCache, CapturedTarget
-from graft.target.fast_layers import why_not
+from graft.target.fast_layers import FastLayers, why_not
 from graft.tree import DraftTree
 
 SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
@@ -69,12 +71,15 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
     parser.add_argument("--exact", action="store_true", help="all widths in steps of 64, or of 128 for wider ones")
+    parser.add_argument("--narrow", choices=["on", "off"], default="on", help="kernels for narrow models")
+    parser.add_argument("--overlap", action="store_true", help="launch kernels early")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     if DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a tiny model without one")
 
+    FastLayers.narrow, FastLayers.overlap = options.narrow == "on", options.overlap and not options.dry_run
     models = {name: MODELS[name] for name in options.shape or MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
@@ -130,13 +135,13 @@ def time_step(name: str, target: CapturedTarget, context: int, width: int, bandw
     target.verify(cache, tree)
     if target._graphs.failure is not None:
         sys.exit(f"not captured: {target._graphs.failure}")
-    step = cache.arena.steps[min(key for key in cache.arena.steps if key[1] >= width and key[2] >= context)]
+    run = cache.arena.steps[min(key for key in cache.arena.steps if key[1] >= width and key[2] >= context)]
     read = num_weight_bytes(target.model) + 2 * cache.stored[0][:, 0, :context].nbytes
     return Line(
         name,
         context,
         width,
-        graph_ms=milliseconds(step.run),
+        graph_ms=milliseconds(run),
         verify_ms=milliseconds(lambda: verify(target, cache, tree), each=True),
         limit_ms=read / bandwidth * 1e3,
         eager_ms=eager_milliseconds(target.model, context, tree) if with_eager else None,

@@ -74,7 +74,7 @@ class Case:
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles) -> None:
         self.context, self.tiles = context, tiles
-        self.tree = random_tree(width)
+        self.tree = random_tree(width).to(DEVICE)
         layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
         num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
         shape = (num_layers, 1, context + width, kv_heads, head_dim)
@@ -162,8 +162,8 @@ def random_tree(width: int) -> DraftTree:
     depths = [0] * width
     for node in range(1, width):
         depths[node] = depths[parents[node]] + 1
-    numbers = torch.zeros(1, width, dtype=torch.int64, device=DEVICE)
-    return DraftTree(max(depths), numbers, torch.tensor([parents], device=DEVICE), numbers.float(), numbers, numbers)
+    numbers = torch.zeros(1, width, dtype=torch.int64)
+    return DraftTree(max(depths), numbers, torch.tensor([parents]), numbers.float(), numbers, numbers)
 
 
 def microseconds(run: Callable[[int], Tensor], num_layers: int, replays: int = 20) -> tuple[float, Callable[[], None]]:

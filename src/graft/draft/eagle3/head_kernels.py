@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.target.layer_kernels import _rms_normed
+from graft.target.layer_kernels import rms_normed
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _enter_kernel(
         x = tl.load(hidden + place.to(tl.int64) * SIZE + columns, mask=inside, other=0.0)
         weight = tl.load(hidden_norm + columns, mask=inside, other=0.0)
     wide = x.to(tl.float32)
-    normed = _rms_normed(x, weight, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps))
+    normed = rms_normed(x, weight, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps))
     tl.store(both + entry.to(tl.int64) * 2 * SIZE + half * SIZE + columns, normed, mask=inside)
     if half == 1:
         kept = normed if KEEPS_NORMED else x
