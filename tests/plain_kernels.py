@@ -84,22 +84,21 @@ def norm_qkv(
     cos: Tensor,
     sin: Tensor,
     head_norms: tuple[Tensor, Tensor, float] | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     qkv = nn.functional.linear(_norm(stream, norm, eps), weight, bias)
     rotate_and_store(qkv, keys, values, seen, cos, sin, head_norms)
     return qkv[:, : len(weight) - 2 * keys[0, 0].numel()].contiguous()
 
 
-def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor, overlap: bool = False) -> Tensor:
+def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     return silu_mul(nn.functional.linear(_norm(stream, norm, eps), gate_up))
 
 
-def add_product(stream: Tensor, inputs: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def add_product(stream: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     return stream + nn.functional.linear(inputs, weight)
 
 
-def logits(inputs: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def logits(inputs: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(inputs, weight)
 
 
@@ -115,7 +114,6 @@ def tree_attention(
     scale: float | None = None,
     window: int | None = None,
     scratch: Tensor | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     batch, heads, width, head_dim = query.shape
     assert int(lengths.max()) <= max_context

@@ -68,7 +68,6 @@ class FastLayers:
     """The model's forward over a cache's tensors."""
 
     narrow = True  # whether steps that `narrow_layers` fit are run by them
-    overlap = False  # whether kernels are launched before the previous ones have ended
 
     def __init__(self, model: PreTrainedModel) -> None:
         """model: one that `why_not` has nothing against."""
@@ -117,7 +116,7 @@ class FastLayers:
         inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
         last = normed.unflatten(0, (batch, width))[:, -num_logits:]
         if is_narrow:
-            logits = narrow_layers.logits(last.flatten(0, 1), self._head, self.overlap).unflatten(0, (batch, -1))
+            logits = narrow_layers.logits(last.flatten(0, 1), self._head).unflatten(0, (batch, -1))
         else:
             logits = linear(last, self._head)
         return logits, tuple(inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers)
@@ -171,12 +170,10 @@ class FastLayers:
                 rotary.cos,
                 rotary.sin,
                 layer.head_norms,
-                self.overlap,
             )
-            attended = self._attend(query, key, value, layer, seen, scratch)
-            stream = narrow_layers.add_product(stream, attended, layer.o, self.overlap)
-            active = narrow_layers.norm_mlp(stream, layer.attention_norm, self._eps, layer.gate_up, self.overlap)
-            stream = narrow_layers.add_product(stream, active, layer.down, self.overlap)
+            stream = narrow_layers.add_product(stream, self._attend(query, key, value, layer, seen, scratch), layer.o)
+            active = narrow_layers.norm_mlp(stream, layer.attention_norm, self._eps, layer.gate_up)
+            stream = narrow_layers.add_product(stream, active, layer.down)
         return layer_kernels.add_norm(stream, None, self._norm, self._eps)[1]
 
     def _attend(
@@ -195,7 +192,6 @@ class FastLayers:
             scale=layer.scale,
             window=layer.window,
             scratch=scratch,
-            overlap=self.overlap,
         )
         return attended.flatten(0, 1)
 

@@ -95,14 +95,12 @@ def tree_attention(
     window: int | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """What every node sees of the committed tokens and its own path, [B, W, heads * head_dim].
 
     max_context: no length is greater, which is not checked. It sizes the launch and does not change the result.
     window: keys this many positions back or more are not seen.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
-    overlap: see `overlapping`.
     """
     batch, heads, width, head_dim = query.shape
     kv_heads = keys.shape[2]
@@ -130,7 +128,6 @@ def tree_attention(
         "SPLITS": tiles.splits,
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
-        **overlapping(overlap),
     }
     if max_context >= tiles.keys:
         stacked = min(tiles.stacked, triton.next_power_of_2(triton.cdiv(width * group, tiles.rows)))
@@ -152,12 +149,6 @@ def tree_attention(
         maxnreg=tiles.tail_registers,
     )
     return out
-
-
-def overlapping(overlap: bool) -> dict[str, Any]:
-    """Launch options of a kernel that calls `wait_for_previous`: with overlap it is launched while the kernel before it
-    still runs. Needs a GPU of capability 9.0 or more."""
-    return {"OVERLAPPED": True, "launch_pdl": True} if overlap else {"OVERLAPPED": False}
 
 
 def scratch_size(
@@ -206,14 +197,6 @@ def _check_layout(query: Tensor, keys: Tensor, values: Tensor, *indices: Tensor)
 def _check_indices(*indices: Tensor) -> None:
     if any(index.dtype is not torch.int32 or not index.is_contiguous() for index in indices):
         raise ValueError("lengths, depths and places must be contiguous int32")
-
-
-@triton.jit
-def wait_for_previous(OVERLAPPED: tl.constexpr) -> None:
-    """Nothing that another kernel has written may be read before, nor anything be written."""
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -385,10 +368,8 @@ def _prefix_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
     """Whole blocks of committed tokens, the same for all nodes: one split for one tile of query rows."""
-    wait_for_previous(OVERLAPPED)
     # The last splits are the longest and start first.
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
@@ -454,14 +435,12 @@ def _tail_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
     """A node's own last blocks, the end of the committed tokens and then its path, and all its splits together.
 
     Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real; to combine splits
     there are no others.
     """
-    wait_for_previous(OVERLAPPED)
     node = tl.program_id(0)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
     length = tl.load(lengths + batch)

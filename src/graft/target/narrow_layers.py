@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.target.attention import Paths
-from graft.target.kernels import overlapping, wait_for_previous
 from graft.target.layer_kernels import head_inverse, rms_normed, silu_times, turned
 
 MAX_HIDDEN = 1024  # a program holds tokens' whole hidden states, and reads them for every few outputs
@@ -70,7 +69,6 @@ def norm_qkv(
     cos: Tensor,  # [positions, head_dim / 2]
     sin: Tensor,
     head_norms: tuple[Tensor, Tensor, float] | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """RMS norm, product and `layer_kernels.rotate_and_store`: gives the turned queries [B * W, heads * head_dim]."""
     num_tokens, size = stream.shape
@@ -115,12 +113,11 @@ def norm_qkv(
         BLOCK_K=_block(size),
         num_warps=NORMED.warps,
         num_stages=NORMED.stages_for(2 * half, stream),
-        **overlapping(overlap),
     )
     return queries
 
 
-def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor, overlap: bool = False) -> Tensor:
+def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """RMS norm, gates and what they let through [tokens, neurons]. gate_up: [2 * neurons, H], gates first."""
     num_tokens, size = stream.shape
     neurons = len(gate_up) // 2
@@ -141,22 +138,21 @@ def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor, overlap:
         BLOCK_K=_block(size),
         num_warps=NORMED.warps,
         num_stages=NORMED.stages_for(2 * NORMED.outputs, stream),
-        **overlapping(overlap),
     )
     return out
 
 
-def add_product(stream: Tensor, inputs: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def add_product(stream: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     """stream + inputs @ weight.T, all of them [tokens, size] but the weight [outputs, inputs]."""
-    return _product(stream, inputs, weight, ADDED, overlap)
+    return _product(stream, inputs, weight, ADDED)
 
 
-def logits(inputs: Tensor, weight: Tensor, overlap: bool = False) -> Tensor:
+def logits(inputs: Tensor, weight: Tensor) -> Tensor:
     """inputs @ weight.T"""
-    return _product(None, inputs, weight, LOGITS_FLOAT32 if inputs.dtype is torch.float32 else LOGITS, overlap)
+    return _product(None, inputs, weight, LOGITS_FLOAT32 if inputs.dtype is torch.float32 else LOGITS)
 
 
-def _product(stream: Tensor | None, inputs: Tensor, weight: Tensor, tile: Tile, overlap: bool) -> Tensor:
+def _product(stream: Tensor | None, inputs: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     num_tokens, size = inputs.shape
     out = inputs.new_empty(num_tokens, len(weight))
     _product_kernel[triton.cdiv(num_tokens, tile.tokens), triton.cdiv(len(weight), tile.outputs)](
@@ -174,7 +170,6 @@ def _product(stream: Tensor | None, inputs: Tensor, weight: Tensor, tile: Tile, 
         BLOCK_K=_block(size),
         num_warps=tile.warps,
         num_stages=tile.stages_for(tile.outputs, inputs),
-        **overlapping(overlap),
     )
     return out
 
@@ -257,10 +252,8 @@ def _qkv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
     """One head, of whatever kind, of some tokens; as two halves, since a number turns with that in the other half."""
-    wait_for_previous(OVERLAPPED)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = token < num_tokens
     head = tl.program_id(1)
@@ -335,9 +328,7 @@ def _mlp_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
-    wait_for_previous(OVERLAPPED)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = token < num_tokens
     neuron = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -369,9 +360,7 @@ def _product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ) -> None:
-    wait_for_previous(OVERLAPPED)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = token < num_tokens
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
