@@ -7,7 +7,6 @@ Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUD
 `TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
 bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
 own forward. A width below a bucket runs in the bucket (1, 8, 16, 32, 64, 128); `--exact` runs all in one.
-`--narrow off` runs narrow models in the layers of all others.
 `--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
@@ -34,7 +33,7 @@ from tree_attention import random_tree
 from graft.bench.costume import SHAPES, Shape
 from graft.target import TargetRunner, TreeCache
 from graft.target.captured import ArenaCache, CapturedTarget
-from graft.target.fast_layers import FastLayers, why_not
+from graft.target.fast_layers import why_not
 from graft.tree import DraftTree
 
 SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
@@ -70,14 +69,12 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
     parser.add_argument("--exact", action="store_true", help="all widths in steps of 64, or of 128 for wider ones")
-    parser.add_argument("--narrow", choices=["on", "off"], default="on", help="kernels for narrow models")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     if DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a tiny model without one")
 
-    FastLayers.narrow = options.narrow == "on"
     models = {name: MODELS[name] for name in options.shape or MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graft.draft.eagle3 import head_kernels
 from graft.sampling import gumbel_noise
-from graft.target import choice_kernels, kernels, layer_kernels, narrow_layers
+from graft.target import choice_kernels, kernels, layer_kernels
 from graft.target.attention import Paths
 from graft.tree import DraftTree
 
@@ -23,8 +23,6 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice_kernels, function.__name__, function)
     for function in (enter, spread):
         monkeypatch.setattr(head_kernels, function.__name__, function)
-    for function in (norm_qkv, norm_mlp, add_product, logits):
-        monkeypatch.setattr(narrow_layers, function.__name__, function)
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,36 +68,6 @@ def rotate_and_store(
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return nn.functional.silu(gate) * up
-
-
-def norm_qkv(
-    stream: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Paths,
-    cos: Tensor,
-    sin: Tensor,
-    head_norms: tuple[Tensor, Tensor, float] | None = None,
-) -> Tensor:
-    qkv = nn.functional.linear(_norm(stream, norm, eps), weight, bias)
-    rotate_and_store(qkv, keys, values, seen, cos, sin, head_norms)
-    return qkv[:, : len(weight) - 2 * keys[0, 0].numel()].contiguous()
-
-
-def norm_mlp(stream: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-    return silu_mul(nn.functional.linear(_norm(stream, norm, eps), gate_up))
-
-
-def add_product(stream: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-    return stream + nn.functional.linear(inputs, weight)
-
-
-def logits(inputs: Tensor, weight: Tensor) -> Tensor:
-    return nn.functional.linear(inputs, weight)
 
 
 def tree_attention(

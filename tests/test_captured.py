@@ -130,10 +130,8 @@ def test_trees_are_laid_out_and_what_is_behind_them_passes_for_the_root():
 # Fused layers
 
 
-@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", FAST)
-def test_fused_layers_give_what_transformers_gives(name, narrow, plain, monkeypatch):
-    monkeypatch.setattr(FastLayers, "narrow", narrow)
+def test_fused_layers_give_what_transformers_gives(name, plain):
     model = model_of(name)
     ordinary, fast = TargetRunner(model, (0, 2, 3)), Small(model, (0, 2, 3), chunk_size=7)
     results = []
@@ -146,9 +144,7 @@ def test_fused_layers_give_what_transformers_gives(name, narrow, plain, monkeypa
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_fused_layers_with_the_real_kernels(narrow, monkeypatch):
-    monkeypatch.setattr(FastLayers, "narrow", narrow)
+def test_fused_layers_with_the_real_kernels():
     model = model_of("qwen3", num_hidden_layers=1)
     results = []
     for target in (TargetRunner(model, (1,)), Small(model, (1,))):

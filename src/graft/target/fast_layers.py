@@ -1,9 +1,8 @@
 """A forward of our own over a transformers model's weights, for models built like Llama, in few kernels.
 
-Matrix products stay PyTorch's, and what lies between them is fused (`layer_kernels`); small steps of narrow models have
-their products in kernels too (`narrow_layers`). The weights remain the model's: those that one product takes together
-are laid below each other once, and its parameters become views of them. Whatever `why_not` has an answer for is left to
-transformers' own code.
+Matrix products stay PyTorch's; what lies between them is fused (`layer_kernels`). The weights remain the model's: those
+that one product takes together are laid below each other once, and its parameters become views of them. Whatever
+`why_not` has an answer for is left to transformers' own code.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from graft.target import kernels, layer_kernels, narrow_layers
+from graft.target import kernels, layer_kernels
 from graft.target.attention import Paths
 
 _FAMILIES = {
@@ -67,8 +66,6 @@ class _Layer:
 class FastLayers:
     """The model's forward over a cache's tensors."""
 
-    narrow = True  # whether steps that `narrow_layers` fit are run by them
-
     def __init__(self, model: PreTrainedModel) -> None:
         """model: one that `why_not` has nothing against."""
         parts: Any = model
@@ -107,97 +104,36 @@ class FastLayers:
         """Logits [B, W, V] in the model's dtype, of the last tokens only if num_logits is given, and the inputs
         [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
         batch, width = tokens.shape
-        is_narrow = self.narrow and self._fits_narrow(batch * width)
-        run = self._run_narrow if is_narrow else self._run
         scratch = self._scratch(batch, width, seen)
         stream = embedding(tokens, self._embedding).flatten(0, 1)  # [B * W, H]
+        delta: Tensor | None = None  # what is still to be added to it
         inputs: dict[int, Tensor] = {}
-        normed = run(stream, seen, keys, values, rotary, scratch, inputs)
-        inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
-        last = normed.unflatten(0, (batch, width))[:, -num_logits:]
-        if is_narrow:
-            logits = narrow_layers.logits(last.flatten(0, 1), self._head).unflatten(0, (batch, -1))
-        else:
-            logits = linear(last, self._head)
-        return logits, tuple(inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers)
-
-    def _run(
-        self,
-        stream: Tensor,
-        seen: Paths,
-        keys: Tensor,
-        values: Tensor,
-        rotary: Rotary,
-        scratch: Tensor,
-        inputs: dict[int, Tensor],
-    ) -> Tensor:
-        """All layers and the last norm. Puts down every layer's input."""
-        delta: Tensor | None = None  # what is still to be added to the stream
         for number, layer in enumerate(self._layers):
             stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
             inputs[number] = stream
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
             key, value = keys[number], values[number]
             layer_kernels.rotate_and_store(qkv, key, value, seen, rotary.cos, rotary.sin, layer.head_norms)
-            delta = linear(self._attend(qkv, key, value, layer, seen, scratch), layer.o)
-            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-            delta = linear(layer_kernels.silu_mul(linear(normed, layer.gate_up)), layer.down)
-        return layer_kernels.add_norm(stream, delta, self._norm, self._eps)[1]
-
-    def _run_narrow(
-        self,
-        stream: Tensor,
-        seen: Paths,
-        keys: Tensor,
-        values: Tensor,
-        rotary: Rotary,
-        scratch: Tensor,
-        inputs: dict[int, Tensor],
-    ) -> Tensor:
-        """The same in fewer kernels."""
-        for number, layer in enumerate(self._layers):
-            inputs[number] = stream
-            key, value = keys[number], values[number]
-            query = narrow_layers.norm_qkv(
-                stream,
-                layer.input_norm,
-                self._eps,
-                layer.qkv,
-                layer.qkv_bias,
+            query = qkv.view(batch, width, -1, self.head_dim)[:, :, : self.heads].transpose(1, 2)
+            attended = kernels.tree_attention(
+                query,
                 key,
                 value,
-                seen,
-                rotary.cos,
-                rotary.sin,
-                layer.head_norms,
+                seen.lengths,
+                seen.paths,
+                seen.depths,
+                max_context=seen.max_context,
+                scale=layer.scale,
+                window=layer.window,
+                scratch=scratch,
             )
-            stream = narrow_layers.add_product(stream, self._attend(query, key, value, layer, seen, scratch), layer.o)
-            active = narrow_layers.norm_mlp(stream, layer.attention_norm, self._eps, layer.gate_up)
-            stream = narrow_layers.add_product(stream, active, layer.down)
-        return layer_kernels.add_norm(stream, None, self._norm, self._eps)[1]
-
-    def _attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, layer: _Layer, seen: Paths, scratch: Tensor
-    ) -> Tensor:
-        """Tree attention [B * W, heads * head_dim]. Of each token's row of queries the first heads are meant."""
-        batch, width = seen.depths.shape
-        attended = kernels.tree_attention(
-            queries.view(batch, width, -1, self.head_dim)[:, :, : self.heads].transpose(1, 2),
-            keys,
-            values,
-            seen.lengths,
-            seen.paths,
-            seen.depths,
-            max_context=seen.max_context,
-            scale=layer.scale,
-            window=layer.window,
-            scratch=scratch,
-        )
-        return attended.flatten(0, 1)
-
-    def _fits_narrow(self, num_tokens: int) -> bool:
-        hidden, intermediate = self._layers[0].down.shape
-        return narrow_layers.fits(hidden, intermediate, self.heads * self.head_dim, num_tokens)
+            delta = linear(attended.flatten(0, 1), layer.o)
+            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
+            delta = linear(layer_kernels.silu_mul(linear(normed, layer.gate_up)), layer.down)
+        _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
+        inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
+        last = normed.unflatten(0, (batch, width))[:, -num_logits:]
+        return linear(last, self._head), tuple(inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers)
 
     def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
         """For the attention of all layers in turn."""

@@ -147,31 +147,6 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, inverse: tl.tensor) -> tl.tensor
 
 
 @triton.jit
-def head_inverse(first: tl.tensor, second: tl.tensor, eps: float, HALF: tl.constexpr) -> tl.tensor:
-    """1 / RMS of heads [heads, 1], given as two halves each."""
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-    return tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-
-
-@triton.jit
-def turned(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Two halves of heads after their rotation. Each product is rounded before they are added."""
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    c, s = cos.to(tl.float32), sin.to(tl.float32)
-    turned_x = (x * c).to(first.dtype).to(tl.float32) - (y * s).to(first.dtype).to(tl.float32)
-    turned_y = (y * c).to(first.dtype).to(tl.float32) + (x * s).to(first.dtype).to(tl.float32)
-    return turned_x.to(first.dtype), turned_y.to(first.dtype)
-
-
-@triton.jit
-def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-
-
-@triton.jit
 def _add_norm_kernel(
     stream: tl.tensor,
     delta: tl.tensor,
@@ -240,7 +215,10 @@ def _rotate_kernel(
     second = tl.load(qkv + places + HALF, mask=inside, other=0.0)
     x, y = first, second
     if NORMED:
-        inverse = head_inverse(x, y, eps, HALF)
+        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1) + tl.sum(
+            y.to(tl.float32) * y.to(tl.float32), axis=1
+        )
+        inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         low = tl.where(
             is_query,
             tl.load(query_norm + dims, mask=real, other=0.0),
@@ -252,9 +230,12 @@ def _rotate_kernel(
             tl.load(key_norm + HALF + dims, mask=real, other=0.0),
         )
         x, y = rms_normed(x, low, inverse), rms_normed(y, high, inverse)
-    c = tl.load(cos + position * HALF + dims, mask=real, other=0.0)
-    s = tl.load(sin + position * HALF + dims, mask=real, other=0.0)
-    turned_x, turned_y = turned(x, y, c, s)
+    c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
+    x32, y32 = x.to(tl.float32), y.to(tl.float32)
+    # Each product is rounded before they are added.
+    turned_x = ((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
+    turned_y = ((y32 * c).to(first.dtype).to(tl.float32) + (x32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
 
     tl.store(qkv + places, turned_x, mask=inside & is_query)
     tl.store(qkv + places + HALF, turned_y, mask=inside & is_query)
@@ -278,4 +259,6 @@ def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLO
     inside = columns < SIZE
     gate = tl.load(gate_up + token * (2 * SIZE) + columns, mask=inside, other=0.0)
     up = tl.load(gate_up + token * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0)
-    tl.store(out + token * SIZE + columns, silu_times(gate, up), mask=inside)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + token * SIZE + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
