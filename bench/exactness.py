@@ -34,6 +34,7 @@ from graft.policy import make_policy
 from graft.sampling import Sampler, SamplingSettings
 from graft.sequence import Sequence as TokenSequence
 from graft.target.captured import CapturedTarget
+from graft.tree import DraftTree
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Plain:
                 row.append(Place(token, logit))
         return self._sampler.choose(logits, walking)
 
-    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
         """Each place is noted on its own."""
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -111,7 +112,7 @@ class Forced:
                 self._tally.gaps.append(logit - float(logits[row, notes[place].token]))
         return torch.tensor(chosen, device=logits.device)
 
-    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
         """Each place is compared on its own."""
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ class Judge:
         for node, token in enumerate(tokens[0].tolist()):
             for rank, following in enumerate(self._following[token]):
                 logits[0, node, following] = SURE - rank
-        return Verified(tokens, logits, ())
+        return Verified(tokens, logits, logits)
 
 
 class Stopwatch:

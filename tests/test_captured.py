@@ -139,7 +139,7 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
         cache = target.open(2, 64)
         chunks = [*target.prefill(cache, 0, PROMPT), *target.prefill(cache, 1, PROMPT[:5])]
         verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
-        results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, *verified.hidden))
+        results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, verified.hidden))
     assert fast._graphs.layers is not None and fast._graphs.failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
@@ -151,7 +151,7 @@ def test_fused_layers_with_the_real_kernels():
         cache = target.open(1, 64)
         list(target.prefill(cache, 0, [7, 8]))
         verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]], device=DEVICE)))
-        results.append((verified.logits, *verified.hidden))
+        results.append((verified.logits, verified.hidden))
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 

@@ -108,7 +108,7 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
         ([3, 4], [3, 4]),
         ([1, 2, 3, 4], [3, 4]),
     ):
-        found = Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, ()), preceding, salt=6)
+        found = Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, logits), preceding, salt=6)
         text = [*text, 7, 8, 9]
         assert found.tokens.tolist() == text[2:]
         assert found.before.tolist() == text[1:-1]
@@ -124,7 +124,7 @@ def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, n
     tree = random_tree(rng, [history[-1] for history in histories], num_nodes, vocab_size=9)
     logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
     salts = torch.tensor([rng.randrange(9) for _ in histories])
-    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories, salts)
+    found = Judged.of_trees(Verified(tree.tokens, logits, logits), tree, histories, salts)
     expected = []
     for row, history in enumerate(histories):
         valid = tree.valid[row].nonzero().flatten().tolist()
@@ -135,7 +135,7 @@ def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, n
             expected.append((text[-1], text[-2], text[-3], said, int(salts[row])))
     columns = (found.tokens, found.before, found.earlier, found.successors[:, 0], found.salts)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
-    assert (Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories).salts == 0).all()
+    assert (Judged.of_trees(Verified(tree.tokens, logits, logits), tree, histories).salts == 0).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3), st.booleans())
@@ -145,7 +145,7 @@ def test_padding_teaches_nothing(seed, num_rows, num_nodes, order, hashed):
     histories = [[rng.randrange(9) for _ in range(3)] for _ in range(num_rows)]
     tree = random_tree(rng, [history[-1] for history in histories], num_nodes, vocab_size=9)
     logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
-    found = Judged.of_trees(Verified(tree.tokens, logits, ()), tree, histories)
+    found = Judged.of_trees(Verified(tree.tokens, logits, logits), tree, histories)
     is_node = tree.valid.flip(1).flatten()
     nodes = Judged(**{field.name: getattr(found, field.name)[is_node] for field in fields(Judged)})
     one, other = (

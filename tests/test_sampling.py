@@ -125,7 +125,9 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     logits = torch.zeros(1, 4, vocab)
     tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
     settings = SamplingSettings(frequency_penalty=1.0)
-    accepted = walk(tree, Verified(tree.tokens, logits, ()), Sampler([settings], [[3]], [], vocab, torch.device("cpu")))
+    accepted = walk(
+        tree, Verified(tree.tokens, logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
+    )
     assert accepted.tokens == [[0, 1, 2, 3]]
 
 

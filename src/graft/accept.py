@@ -25,10 +25,10 @@ class Chooser(Protocol):
         """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
         ...
 
-    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> Tensor | None:
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> Tensor | None:
         """The token [B, N] after every node, were it reached; None where that depends on how it is reached.
 
-        best: the token of the highest logit of [B, N, V]. depths: tokens chosen before each. Nothing moves on.
+        best: the token of the highest logit of [B, N, V]. Nothing moves on.
         """
         ...
 
@@ -61,9 +61,8 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
     logits, num_rows = verified.logits, len(tree.tokens)
     chosen: list[list[int]] | None = None
     if verified.highest is not None:  # reading each choice would wait for a device: all that can be is chosen at once
-        everywhere = chooser.choose_everywhere(logits, verified.highest[0][:, :, 0], tree.depths())
+        everywhere = chooser.choose_everywhere(tree, logits, verified.highest[0][:, :, 0])
         chosen = everywhere.tolist() if everywhere is not None else None
-    rows = torch.arange(num_rows, device=logits.device)
     children = _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, [True] * num_rows
@@ -71,6 +70,7 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
         if chosen is not None:
             tokens = [chosen[row][at] for row, at in enumerate(node)]
         else:
+            rows = torch.arange(num_rows, device=logits.device)
             tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()
         for row in (row for row in range(num_rows) if walking[row]):
             accepted.tokens[row].append(tokens[row])

@@ -17,6 +17,7 @@ from torch import Tensor
 from graft.constraint import Constraint
 from graft.hashing import GOLDEN, mix64
 from graft.settings import Settings, require
+from graft.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Sampler:
         self._remember(tokens, walking)
         return tokens
 
-    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> Tensor | None:
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> Tensor | None:
         if any(tensor is not None for tensor in (self._seen, self._counts, self._bias, self._endings)):
             return None
         if any(self._constraints) or any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
@@ -188,7 +189,7 @@ class Sampler:
             return best
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
-        positions = (self._positions[:, None] + depths).to(logits.device, non_blocking=True)
+        positions = (self._positions[:, None] + tree.depths()).to(logits.device, non_blocking=True)
         return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
 
     def move_on(self, counts: Sequence[int]) -> None:

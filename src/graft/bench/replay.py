@@ -252,7 +252,8 @@ def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> Judg
     tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
     zeros = torch.zeros_like(tokens)
     tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
-    empty = Verified(tokens, torch.zeros(1, tokens.shape[1], NUM_SUCCESSORS), ())
+    logits = torch.zeros(1, tokens.shape[1], NUM_SUCCESSORS)
+    empty = Verified(tokens, logits, logits)
     judged = Judged.of_trees(empty, tree, [history], torch.tensor([salt]))
     return replace(judged, successors=trace.successors[place].flip(0), shares=trace.shares[place].flip(0))
 

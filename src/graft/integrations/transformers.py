@@ -28,6 +28,7 @@ from graft.policy import DEFAULT_POLICY
 from graft.sampling import SamplingSettings, gumbel_noise
 from graft.sequence import FinishReason, Sequence
 from graft.settings import require
+from graft.tree import DraftTree
 
 # What `generate` hands over beside its own arguments and that decoding needs not, or computes by itself.
 _WHOLE_BATCH = (  # processors that know a row by its place in the batch, or keep state for the whole of it
@@ -146,7 +147,7 @@ class _ProcessorChooser:
         ]
         return torch.tensor(tokens)
 
-    def choose_everywhere(self, logits: Tensor, best: Tensor, depths: Tensor) -> None:
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
         """Processors look at the tokens before."""
 
     def move_on(self, counts: SequenceOf[int]) -> None:

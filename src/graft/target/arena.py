@@ -22,7 +22,66 @@ CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
 ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are compiled for alignments
 _WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a power of two
 
+MAX_PATH = 128  # tokens of a round, at most
+
 Run = Callable[[], tuple[Tensor, ...]]
+
+
+class Moment:
+    """A point in what the device was given to do; without a GPU it is always past."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Numbers:
+    """What the host tells graphs of the rows: int32 numbers at fixed addresses, taken to the device in one transfer.
+
+    Some columns, a number a row, and some tables, up to `room` numbers a row.
+    """
+
+    def __init__(self, num_columns: int, num_tables: int, rows: int, room: int, device: torch.device) -> None:
+        self._rows, self._room, self._num_columns = rows, room, num_columns
+        size = num_columns * whole(rows) + num_tables * whole(rows * room)
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        self._here = on_host((size,), torch.int32, device)
+        self._array = self._here.numpy()
+        self._loaded = Moment(device)
+
+    def column(self, number: int) -> Tensor:
+        """[rows], on the device."""
+        start = number * whole(self._rows)
+        return self._there[start : start + self._rows]
+
+    def table(self, number: int, rows: int, width: int) -> Tensor:
+        """[rows, width] where `load` puts a table of that width, on the device."""
+        start = self._start_of_table(number)
+        return self._there[start : start + rows * width].view(rows, width)
+
+    def load(self, columns: Sequence[Sequence[int]], tables: Sequence[Sequence[Sequence[int]]], width: int) -> None:
+        """Rows beyond those given have zeros, and so has a table behind a row's numbers."""
+        self._loaded.wait()
+        self._array[:] = 0
+        for number, column in enumerate(columns):
+            start = number * whole(self._rows)
+            self._array[start : start + len(column)] = column
+        for number, table in enumerate(tables):
+            start = self._start_of_table(number)
+            for row, numbers in enumerate(table):
+                self._array[start + row * width : start + row * width + len(numbers)] = numbers
+        self._there.copy_(self._here, non_blocking=True)
+        self._loaded.record()
+
+    def _start_of_table(self, number: int) -> int:
+        return self._num_columns * whole(self._rows) + number * whole(self._rows * self._room)
 
 
 @dataclass(eq=False)
@@ -57,12 +116,14 @@ class Arena:
 class ArenaCache(TreeCache):
     """A cache in an arena. What it holds stays in place: rows that stay move up within it."""
 
-    def __init__(self, arena: Arena, num_rows: int, lease: Callable[[int, int], ArenaCache] | None = None) -> None:
-        """lease: where a larger arena is to be had."""
+    def __init__(
+        self, arena: Arena, num_rows: int, owner: Arenas | None = None, max_positions: int | None = None
+    ) -> None:
+        """owner: who captures what is done to it, and has larger arenas."""
         super().__init__(len(arena.keys), num_rows, arena.num_slots)
         self.arena = arena
         self.num_rows_at_first = num_rows
-        self._lease = lease
+        self._owner, self._max_positions = owner, max_positions
         self._keys, self._values = arena.keys, arena.values
 
     def aim_at_all(self) -> None:
@@ -78,14 +139,8 @@ class ArenaCache(TreeCache):
         if not self.arena.steps:  # kernels may not run here
             return super().commit(paths)
         if any(list(path) != list(range(1, len(path) + 1)) for path in paths):
-            keys, values = self.arena.keys[:, self._rows], self.arena.values[:, self._rows]
-            longest = max(map(len, paths))
-            padded = [place for path in paths for place in (*path, *[0] * (longest - len(path)))]
-            lengths, counts, places = on_device(
-                keys.device, self.lengths[self._rows], [len(path) for path in paths], padded
-            )
-            with torch.cuda.device_of(keys):
-                kernels.commit(keys, values, lengths, places.view(len(paths), longest), counts)
+            assert self._owner is not None and self._rows.start == 0
+            self._owner.move(self.arena, self.lengths[self._rows], paths)
         self.advance([1 + len(path) for path in paths])
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -110,8 +165,8 @@ class ArenaCache(TreeCache):
 
     def _move(self, num_rows: int, num_slots: int) -> None:
         """To an arena of that size, where steps are captured anew."""
-        assert self._lease is not None
-        old, self.arena = self.arena, self._lease(num_rows, num_slots).arena
+        assert self._owner is not None
+        old, self.arena = self.arena, self._owner.lease(num_rows, num_slots, self._max_positions).arena
         longest = max(self.lengths, default=0)
         for stored, before in ((self.arena.keys, old.keys), (self.arena.values, old.values)):
             stored[:, : self.num_rows, :longest] = before[:, : self.num_rows, :longest]
@@ -144,7 +199,7 @@ class Arenas:
         if arena is None:
             arena = self.make_arena(rows, slots, max_positions)
             self.arenas.append(arena)
-        cache = ArenaCache(arena, num_rows, lambda rows, slots: self.lease(rows, slots, max_positions))
+        cache = ArenaCache(arena, num_rows, self, max_positions)
         arena.lessee = weakref.ref(cache)
         return cache
 
@@ -168,6 +223,23 @@ class Arenas:
             return outputs
 
         return replay
+
+    def move(self, arena: Arena, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Moves the tokens of each row's path together behind its root, which comes behind so many tokens."""
+        rows = next_power(len(lengths))
+        key = ("move", rows)
+        if key not in arena.steps:
+            moves = arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
+            keys, values = arena.keys[:, :rows], arena.values[:, :rows]
+
+            def run() -> tuple[Tensor, ...]:
+                kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
+                return ()
+
+            arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
+        with torch.cuda.device_of(arena.keys):
+            arena.places[key].load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
+            arena.steps[key]()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes by what they are for."""
@@ -202,19 +274,6 @@ def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def new_pool(device: torch.device) -> Any:
     """Memory for graphs that stay and go together: a pool that all graphs have left cannot be used again."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-
-def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """int32 on the host, from where the device takes them without waiting."""
-    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-
-def on_device(device: torch.device, *lists: Sequence[int]) -> list[Tensor]:
-    """int32 tensors by one transfer."""
-    sizes = [whole(len(numbers)) for numbers in lists]
-    padded = [n for numbers, size in zip(lists, sizes, strict=True) for n in (*numbers, *[0] * (size - len(numbers)))]
-    parts = _numbers(padded, device).to(device, non_blocking=True).split(sizes)
-    return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
 
 
 def whole(number: int, part: int = ALIGNED) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ from graft.target.arena import (
 from graft.target.attention import Paths
 from graft.target.cache import Aim, TreeCache
 from graft.target.fast_layers import FastLayers, touched_module, why_not
-from graft.target.runner import TargetRunner
+from graft.target.runner import TargetRunner, side_by_side
 from graft.target.verified import NUM_SUCCESSORS, Verified
 from graft.tree import DraftTree
 
@@ -91,19 +93,28 @@ class Place:
         self.best_logits.copy_(values.view_as(self.best_logits), non_blocking=True)
 
 
+@dataclass(eq=False, kw_only=True)
+class StepArena(Arena):
+    """An arena for steps."""
+
+    hidden: Tensor  # [rows, width, layers * H] of the last step, where the drafter's own graphs find them
+
+
 class Graphs(Arenas):
     """What runners of one model that ask for the same hidden states share: fused weights, arenas, captured steps."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, num_hidden: int) -> None:
+        """num_hidden: layers whose inputs are asked for."""
         super().__init__(model.device)
         self.model = model
+        self._num_hidden = num_hidden
         self.layers: FastLayers | None = None
         self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
         self._weights: tuple[int, ...] = ()
 
     def make_room(self, arena: Arena, num_logits: int) -> None:
         """Forgets an arena's steps if their logits and so many more are too much; those in use are captured again."""
-        if arena.places and 4 * num_logits + num_bytes(p.logits for p in arena.places.values()) > _MAX_LOGITS:
+        if arena.places and 4 * num_logits + num_bytes(place.logits for place in _places(arena)) > _MAX_LOGITS:
             arena.forget()
 
     def refresh(self) -> None:
@@ -130,17 +141,22 @@ class Graphs(Arenas):
             arena.forget()
 
     def memory_report(self) -> dict[str, int]:
-        outputs = [place.logits for arena in self.arenas for place in arena.places.values()]
+        outputs = [place.logits for arena in self.arenas for place in _places(arena)]
         return super().memory_report() | {"logits": num_bytes(outputs)}
 
-    def make_arena(self, rows: int, slots: int, max_positions: int | None) -> Arena:
+    def make_arena(self, rows: int, slots: int, max_positions: int | None) -> StepArena:
         assert self.cache_shape is not None
-        model = self.model
-        shape = (model.config.get_text_config().num_hidden_layers, rows, slots, *self.cache_shape)
+        model, config = self.model, self.model.config.get_text_config()
+        shape = (config.num_hidden_layers, rows, slots, *self.cache_shape)
         # Zeros: attention through masks reads slots that nobody has written, and NaN times zero is NaN.
         keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         rotary = self.layers.rotary(min(slots, max_positions or slots)) if self.layers is not None else None
-        return Arena(keys, values, rotary, new_pool(model.device))
+        hidden = keys.new_zeros(rows, WIDTHS[-1], self._num_hidden * config.hidden_size)
+        return StepArena(keys, values, rotary, new_pool(model.device), hidden=hidden)
+
+
+def _places(arena: Arena) -> list[Place]:
+    return [place for place in arena.places.values() if isinstance(place, Place)]
 
 
 _GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Graphs] = weakref.WeakValueDictionary()
@@ -165,7 +181,7 @@ class CapturedTarget(TargetRunner):
             self.widths = (exact_width,)
         self._is_exact = exact_width is not None
         key = (id(model), self._hidden_layers)
-        self._graphs = _GRAPHS.get(key) or Graphs(model)
+        self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers))
         _GRAPHS[key] = self._graphs
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
@@ -200,21 +216,18 @@ class CapturedTarget(TargetRunner):
             raise GraftError(f"the cache holds {cache.num_slots} tokens and {longest + width} are needed")
         num_rows = cache.num_rows_at_first if self._is_exact else cache.num_rows
         with torch.cuda.device_of(cache.arena.keys):
-            place, run = self._step(cache.arena, tree, cache.lengths, next_power(num_rows), width)
+            arena = cast(StepArena, cache.arena)
+            place, run = self._step(arena, tree, cache.lengths, next_power(num_rows), width)
             if run is None:
                 return super().verify(cache, tree)
             cache.aim_at_all()
-            hidden = run()
+            run()
         part = (slice(len(tree.tokens)), slice(tree.width))
-        return Verified(
-            tree.tokens,
-            place.logits[part],
-            tuple(state[part] for state in hidden),
-            highest=(place.best_tokens[part], place.best_logits[part]),
-        )
+        highest = (place.best_tokens[part], place.best_logits[part])
+        return Verified(tree.tokens, place.logits[part], arena.hidden[part], highest)
 
     def _step(
-        self, arena: Arena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
+        self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
     ) -> tuple[Place, Run | None]:
         """The step of the tree's bucket with the tree in place; captured if there is none yet, None if that fails."""
         longest = max(lengths)
@@ -235,9 +248,8 @@ class CapturedTarget(TargetRunner):
                 return place, None
         return place, arena.steps[key]
 
-    def _make_run(self, arena: Arena, place: Place, context: int) -> Run:
-        """One forward over static inputs: no shape and no branch in it depends on what they hold. It gives the hidden
-        states asked for, [rows, width, H] each."""
+    def _make_run(self, arena: StepArena, place: Place, context: int) -> Run:
+        """One forward over static inputs: no shape and no branch in it depends on what they hold."""
         inputs = place.inputs
         rows, width = inputs.tokens.shape
         layers, rotary = self._graphs.layers, arena.rotary
@@ -249,13 +261,15 @@ class CapturedTarget(TargetRunner):
             tokens, depths, paths = layer_kernels.lay_out(inputs.tokens, inputs.parents, inputs.width)
             seen = Paths(inputs.lengths, depths, paths, context)
             if layers is not None and rotary is not None:
-                out, hidden = layers(tokens, seen, keys, values, rotary, self._hidden_layers)
+                out, inputs_of_layers = layers(tokens, seen, keys, values, rotary, self._hidden_layers)
+                hidden = side_by_side(inputs_of_layers, out)
             else:
                 lengths = inputs.lengths.long()
                 writer.aim_on_device(lengths, width)
                 out, hidden = self._run_model(writer, tokens, self._clamped(lengths[:, None] + depths), seen)
             place.judge(out)
-            return hidden
+            arena.hidden[:rows, :width].copy_(hidden)
+            return ()
 
         return run
 
@@ -273,11 +287,11 @@ class CapturedTarget(TargetRunner):
         keys, values = arena.keys[:, rows], arena.values[:, rows]
         try:
             with torch.cuda.device_of(keys):
-                logits, hidden = layers(tree.tokens, seen, keys, values, rotary, self._hidden_layers, num_logits)
+                logits, inputs = layers(tree.tokens, seen, keys, values, rotary, self._hidden_layers, num_logits)
         except Exception as error:  # as in a capture
             self._graphs.give_up(first_line(error))
             return super()._forward(cache, tree, aim, num_logits)
-        return Verified(tokens, logits.float(), hidden)
+        return Verified(tokens, logits.float(), side_by_side(inputs, tree.tokens[..., None].to(logits.dtype)))
 
     def _find_cache_shape(self) -> tuple[int, int] | None:
         """By a forward of one token; None if keys and values are of different shapes."""

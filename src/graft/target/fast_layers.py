@@ -100,7 +100,7 @@ class FastLayers:
         rotary: Rotary,
         hidden_layers: Sequence[int] = (),
         num_logits: int = 0,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, W, V] in the model's dtype, of the last tokens only if num_logits is given, and the inputs
         [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
         batch, width = tokens.shape
@@ -133,7 +133,7 @@ class FastLayers:
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
         inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
         last = normed.unflatten(0, (batch, width))[:, -num_logits:]
-        return linear(last, self._head), tuple(inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers)
+        return linear(last, self._head), [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
 
     def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
         """For the attention of all layers in turn."""

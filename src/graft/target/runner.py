@@ -119,8 +119,8 @@ class TargetRunner:
         positions: Tensor,
         seen: attention.Visibility | attention.Paths,
         num_logits: int = 0,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits in the model's dtype, and inputs of the layers asked for."""
+    ) -> tuple[Tensor, Tensor]:
+        """Logits in the model's dtype, and inputs of the layers asked for, side by side."""
         with self._tree_attention(), evaluating(self.model):
             output = self.model(
                 input_ids=tokens,
@@ -131,7 +131,9 @@ class TargetRunner:
                 output_hidden_states=bool(self._hidden_layers),
                 tree=seen,
             )
-        return output.logits, tuple(output.hidden_states[layer] for layer in self._hidden_layers)
+        return output.logits, side_by_side(
+            [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
+        )
 
 
 def target_for(
@@ -164,6 +166,11 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Hidden states [B, W, H] of some layers as [B, W, layers * H]; of none, with the first sizes of `like`."""
+    return torch.cat(list(hidden), dim=-1) if hidden else like[..., :0]
 
 
 def _num_logits(model: PreTrainedModel) -> int:

@@ -16,7 +16,7 @@ class Verified:
 
     tokens: Tensor  # [B, W] what was judged, on the host
     logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
-    hidden: tuple[Tensor, ...]  # [B, W, H] inputs of the layers asked for, in that order
+    hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, side by side
     highest: tuple[Tensor, Tensor] | None = None  # what `likeliest` would find, and its logits, if it is known already
 
     def likeliest(self) -> tuple[Tensor, Tensor]:

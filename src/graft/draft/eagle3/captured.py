@@ -1,8 +1,8 @@
 """CapturedDrafter: the EAGLE-3 drafter with every pass one CUDA graph, and beams that never leave the device.
 
-Three kinds of graph make a round: `refresh` runs the entries whose true features came in, `root` gives the first level,
-and `expand`, again and again, the next. What a pass proposes is sent to the host while the device goes on. Without a
-GPU the same code runs, and what would be replayed is called.
+Four kinds of graph make a round: `gather` takes the features of what was accepted, `refresh` runs the entries they
+belong to, `root` gives the first level, and `expand`, again and again, the next. What a pass proposes is sent to the
+host while the device goes on. Without a GPU the same code runs, and what would be replayed is called.
 """
 
 from __future__ import annotations
@@ -23,63 +23,40 @@ from graft.draft.eagle3.head import Eagle3Head
 from graft.target import Verified
 from graft.target.arena import (
     CONTEXTS,
+    MAX_PATH,
     Arena,
     ArenaCache,
     Arenas,
+    Moment,
+    Numbers,
     Run,
     first_line,
     new_pool,
     next_power,
-    on_device,
     on_host,
-    whole,
 )
 from graft.target.attention import Paths
 
-_PENDING = (4, 8, 16, 32, 128)  # entries that a refresh runs; no round accepts more tokens than the last
+_PENDING = (4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
+_AHEAD = 3  # levels that are started while the host is busy with the last round, where any may be the last one wanted
 
-
-class _Numbers:
-    """What the host tells passes of the rows, in one tensor that one transfer takes to the device."""
-
-    def __init__(self, numbers: Tensor, rows: int) -> None:
-        self.all = numbers
-        sizes = (*[whole(rows)] * 3, rows * _PENDING[-1])
-        self.starts, self.counts, self.lengths, self.following = numbers[: sum(sizes)].split(sizes)
-
-    @staticmethod
-    def count(rows: int) -> int:
-        return 3 * whole(rows) + rows * _PENDING[-1]
-
-
-class Moment:
-    """A point in what the device was given to do; without a GPU it is always past."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def record(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+# Columns and tables of an arena's numbers: entries committed before the refresh, entries that it runs, both together,
+# and of those to be run the ones that were there before the last round; the token after each, and nodes of the round.
+_STARTS, _COUNTS, _LENGTHS, _OLD = range(4)
+_FOLLOWING, _NODES = range(2)
 
 
 @dataclass(eq=False, kw_only=True)
 class DraftArena(Arena):
     """An arena, and what passes read and write beside its cache."""
 
-    numbers: _Numbers  # int32: entries committed before the refresh, entries that it runs, both together; tokens
-    staged: _Numbers  # the same on the host
-    features: Tensor  # [rows, pending, layers * H_t] of entries that are yet to be run
+    numbers: Numbers
+    features: Tensor  # [rows, pending + 1, layers * H_t] of entries that are yet to be run; the last is never read
     root: Tensor  # [rows, H] the head's output at each row's last entry
     hidden: Tensor  # [rows, topk, H] its outputs at the beams
     beams: head_kernels.Beams
     levels: Tensor  # [passes, 3, rows * topk * topk] int64, see `head_kernels.spread`
     sent: Tensor  # the same on the host
-    loaded: Moment  # when the device has the numbers
     was_sent: list[Moment]  # of every pass
 
 
@@ -95,21 +72,19 @@ class HeadArenas(Arenas):
         config, weight, device = self.fast.config, self.fast.head.fc.weight, self.device
         topk, num_passes = self._settings.topk, self._settings.depth + 1
         shape = (1, rows, slots, config.num_key_value_heads, config.head_dim)
-        level_shape, count = (num_passes, 3, rows * topk * topk), _Numbers.count(rows)
+        level_shape = (num_passes, 3, rows * topk * topk)
         return DraftArena(
             keys=weight.new_zeros(shape),
             values=weight.new_zeros(shape),
             rotary=self.fast.rotary(slots),
             pool=new_pool(device),
-            numbers=_Numbers(torch.zeros(count, dtype=torch.int32, device=device), rows),
-            staged=_Numbers(on_host((count,), torch.int32, device), rows),
-            features=weight.new_zeros(rows, _PENDING[-1], weight.shape[1]),
+            numbers=Numbers(4, 2, rows, _PENDING[-1], device),
+            features=weight.new_zeros(rows, _PENDING[-1] + 1, weight.shape[1]),
             root=weight.new_zeros(rows, weight.shape[0]),
             hidden=weight.new_zeros(rows, topk, weight.shape[0]),
             beams=head_kernels.Beams.make(rows, topk, num_passes, device),
             levels=torch.zeros(level_shape, dtype=torch.int64, device=device),
             sent=on_host(level_shape, torch.int64, device),
-            loaded=Moment(device),
             was_sent=[Moment(device) for _ in range(num_passes)],
         )
 
@@ -121,8 +96,8 @@ class CapturedState:
     cache: ArenaCache
     following: list[list[int]]  # by row: of entries that are yet to be run, the token after each
     kept: int | None = None  # how many nodes of a level were asked for last
-    is_begun: bool = False  # whether the first level of these rows is under way
-    has_drafted: bool = False  # since the last round
+    num_begun: int = 0  # levels of the coming round that are made or being made
+    num_taken: int = 0  # levels of the last round that were asked for
 
     @property
     def arena(self) -> DraftArena:
@@ -133,14 +108,14 @@ class CapturedState:
         for stored in (self.arena.features, self.arena.root):
             stored[: len(rows)] = stored[list(rows)]
         self.following = [self.following[row] for row in rows]
-        self.is_begun = False
+        self.num_begun = 0
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
         for stored in (self.arena.features, self.arena.root):
             stored[target] = stored[source]
         self.following[target] = list(self.following[source])
-        self.is_begun = False
+        self.num_begun = 0
 
     def join(self, other: CapturedState) -> None:
         before, num_rows = self.arena, self.cache.num_rows
@@ -151,11 +126,11 @@ class CapturedState:
             own[:num_rows] = getattr(before, name)[:num_rows]
             own[num_rows:end] = new[: end - num_rows]
         self.following = self.following + other.following
-        self.is_begun = False
+        self.num_begun = 0
 
 
 class CapturedDrafter(Eagle3Drafter):
-    """Starts on the next round's first level as soon as a round is over, if it was asked for levels in that one."""
+    """Starts on the next round's first levels as soon as a round is over, if it was asked for levels in that one."""
 
     contexts: tuple[int, ...] = CONTEXTS
 
@@ -163,6 +138,7 @@ class CapturedDrafter(Eagle3Drafter):
         """head: one that `fast_head.why_not` has nothing against."""
         super().__init__(head, settings)
         self._arenas = HeadArenas(head, self.settings)
+        self._stops: Sequence[int] | None = None  # of the last levels
 
     def open(self, num_rows: int, num_slots: int) -> Any:
         arenas = self._arenas
@@ -190,15 +166,14 @@ class CapturedDrafter(Eagle3Drafter):
         places = torch.arange(width, dtype=torch.int32, device=self.device)
         length = cache.aim(rows, width, self.device).lengths.int()
         seen = Paths(length, places[None], places.expand(1, width, width).contiguous(), cache.lengths[row])
-        tokens = on_device(self.device, following)[0][None]
-        features = self.head.fuse(torch.cat(verified.hidden, dim=-1))
+        tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
+        keys, values = arena.keys[0, rows], arena.values[0, rows]
         with torch.cuda.device_of(arena.keys):
-            output = self._arenas.fast.run(
-                tokens, features, None, seen, arena.keys[0, rows], arena.values[0, rows], arena.rotary
-            )
+            features = self.head.fuse(verified.hidden)
+            output = self._arenas.fast.run(tokens, features, None, seen, keys, values, arena.rotary)
         cache.advance([width])
         arena.root[row] = output[0, -1]
-        state.is_begun = False
+        state.num_begun = 0
 
     @torch.no_grad()
     def learn(
@@ -207,20 +182,21 @@ class CapturedDrafter(Eagle3Drafter):
         if not isinstance(state, CapturedState):
             return super().learn(state, verified, nodes, tokens)
         if max(map(len, state.following)) + max(map(len, tokens)) > _PENDING[-1]:
-            self._run_pending(state)
-        moves = [
-            (row, node, len(state.following[row]) + step)
-            for row, path in enumerate(nodes)
-            for step, node in enumerate((0, *path))
-        ]
-        row, node, place = on_device(self.device, *zip(*moves, strict=True))
-        state.arena.features[row, place] = torch.cat(verified.hidden, dim=-1)[row, node]
+            self._load(state)
+            self._refresh_entries(state)
+        old = [len(following) for following in state.following]
         for following, new in zip(state.following, tokens, strict=True):
             following.extend(new)
-        state.is_begun = False
-        if state.has_drafted:
-            self._begin(state, state.kept)
-        state.has_drafted = False
+        state.num_begun = 0
+        width = self._load(state, old, [(0, *path) for path in nodes])
+        if verified.highest is not None:  # from a captured step: its hidden states are always at the same place
+            self._replay(state, ("gather", width), verified.hidden)
+        else:
+            self._gather(state.arena, verified.hidden, width)
+        if state.num_taken:
+            ahead = min(state.num_taken, _AHEAD) if self._stops is None or self._stops else self.settings.depth + 1
+            self._begin(state, state.kept, ahead, is_loaded=True)
+        state.num_taken = 0
 
     @torch.no_grad()
     def levels(
@@ -229,47 +205,46 @@ class CapturedDrafter(Eagle3Drafter):
         if not isinstance(state, CapturedState):
             yield from super().levels(state, roots, keep, stops)
             return
-        self._begin(state, keep)
-        state.has_drafted = True
-        last, num_launched = self.settings.depth, 1
+        self._stops = stops
+        last = self.settings.depth
         for number in range(last + 1):
             ahead = number if stops is None else next((stop for stop in stops if stop >= number), last)
-            while num_launched <= min(ahead, last):
-                self._replay(state, ("expand", keep))
-                self._send(state, num_launched)
-                num_launched += 1
+            self._begin(state, keep, ahead + 1)
+            state.num_taken += 1
             yield self._sent(state, number, keep)
 
-    # One pass
+    # The parts of a round
 
-    def _begin(self, state: CapturedState, keep: int | None) -> None:
-        """Has the first level made, unless it is being made already."""
-        if state.is_begun and state.kept == keep:
-            return
-        self._run_pending(state)
-        self._replay(state, ("root", keep))
-        self._send(state, 0)
-        state.is_begun, state.kept = True, keep
+    def _begin(self, state: CapturedState, keep: int | None, count: int, is_loaded: bool = False) -> None:
+        """Has the first `count` levels made, as far as they are not being made already."""
+        if state.num_begun and state.kept != keep:
+            state.num_begun = 0
+        if state.num_begun == 0:
+            if not is_loaded:
+                self._load(state)
+            self._refresh_entries(state)
+        while state.num_begun < count:
+            self._replay(state, ("expand" if state.num_begun else "root", keep))
+            self._send(state, state.num_begun)
+            state.num_begun += 1
+        state.kept = keep
 
-    def _run_pending(self, state: CapturedState) -> None:
-        """Tells the device where the rows stand, and runs the entries whose true features came in."""
-        arena, cache, staged = state.arena, state.cache, state.arena.staged
+    def _load(self, state: CapturedState, old: Sequence[int] = (), nodes: Sequence[Sequence[int]] = ()) -> int:
+        """Tells the device where the rows stand, and which nodes of the last round their new entries are. Returns the
+        width of the tables."""
+        starts, counts = state.cache.lengths, [len(following) for following in state.following]
+        width = _wide_enough(max(counts))
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        state.arena.numbers.load((starts, counts, lengths, old), (state.following, nodes), width)
+        return width
+
+    def _refresh_entries(self, state: CapturedState) -> None:
+        """Runs the entries whose true features came in."""
         counts = [len(following) for following in state.following]
-        longest, num_rows = max(counts), len(counts)
-        width = next(width for width in _PENDING if width >= longest)
-        padded = [token for following in state.following for token in (*following, *[0] * (width - len(following)))]
-        arena.loaded.wait()
-        staged.all.zero_()
-        staged.starts[:num_rows] = torch.tensor(cache.lengths)
-        staged.counts[:num_rows] = torch.tensor(counts)
-        staged.lengths[:num_rows] = staged.starts[:num_rows] + staged.counts[:num_rows]
-        staged.following[: len(padded)] = torch.tensor(padded)
-        arena.numbers.all.copy_(staged.all, non_blocking=True)
-        arena.loaded.record()
-        if longest:
-            self._replay(state, ("refresh", width))
-            cache.aim_at_all()
-            cache.advance(counts)
+        if any(counts):
+            self._replay(state, ("refresh", _wide_enough(max(counts))))
+            state.cache.aim_at_all()
+            state.cache.advance(counts)
             state.following = [[] for _ in counts]
 
     def _send(self, state: CapturedState, number: int) -> None:
@@ -288,67 +263,91 @@ class CapturedDrafter(Eagle3Drafter):
         q, paths = (part[: num_rows * count].view(num_rows, count) for part in chances)
         return Level(tokens, parents, q, paths)
 
+    @staticmethod
+    def _gather(arena: DraftArena, hidden: Tensor, width: int) -> None:
+        """Puts the hidden states [B, W, layers * H] of a round's nodes behind the features that wait."""
+        rows, size = len(hidden), hidden.shape[2]
+        nodes = arena.numbers.table(_NODES, rows, width).long()
+        places = arena.numbers.column(_OLD)[:rows, None] + torch.arange(width, device=hidden.device)
+        places = places.clamp(max=_PENDING[-1]).long()  # what is behind a row's last node is never read
+        new = hidden.gather(1, nodes[:, :, None].expand(-1, -1, size))
+        arena.features[:rows].scatter_(1, places[:, :, None].expand(-1, -1, size), new)
+
     # Graphs
 
-    def _replay(self, state: CapturedState, kind: tuple[str, int | None]) -> None:
+    def _replay(self, state: CapturedState, kind: tuple[str, int | None], hidden: Tensor | None = None) -> None:
         arena, cache = state.arena, state.cache
-        rows = next_power(cache.num_rows)
-        longest = max(cache.lengths)
+        rows, longest = next_power(cache.num_rows), max(cache.lengths)
         context = min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
-        key: Hashable = (kind, rows, None if kind[0] == "root" else context)
+        key: Hashable = (kind, rows, context)
+        if hidden is not None:
+            hidden = hidden.as_strided((len(hidden), MAX_PATH, hidden.shape[2]), hidden.stride())
+            key = (kind, hidden.data_ptr(), hidden.shape, hidden.stride())
         with torch.cuda.device_of(arena.keys):
             if key not in arena.steps:
                 # Trial runs before the capture move the beams on.
-                before = [part.clone() for part in (arena.hidden, *vars(arena.beams).values())]
-                arena.steps[key] = self._arenas.capture(self._make_run(arena, kind, rows, context), arena.pool)
-                for part, old in zip((arena.hidden, *vars(arena.beams).values()), before, strict=True):
+                moving = (arena.hidden, *vars(arena.beams).values())
+                before = [part.clone() for part in moving]
+                arena.steps[key] = self._arenas.capture(self._make_run(arena, kind, rows, context, hidden), arena.pool)
+                for part, old in zip(moving, before, strict=True):
                     part.copy_(old)
             arena.steps[key]()
 
-    def _make_run(self, arena: DraftArena, kind: tuple[str, int | None], rows: int, context: int) -> Run:
-        """One pass over static inputs."""
+    def _make_run(
+        self, arena: DraftArena, kind: tuple[str, int | None], rows: int, context: int, given: Tensor | None
+    ) -> Run:
+        """A graph's work, over static inputs."""
         fast, rotary, topk = self._arenas.fast, arena.rotary, self.settings.topk
         assert rotary is not None
         name, number = kind
         keys, values, beams = arena.keys[0, :rows], arena.values[0, :rows], arena.beams.first(rows)
-        numbers = arena.numbers
-        starts, counts, lengths = numbers.starts[:rows], numbers.counts[:rows], numbers.lengths[:rows]
+        starts, counts, lengths = (arena.numbers.column(column)[:rows] for column in (_STARTS, _COUNTS, _LENGTHS))
         root, hidden = arena.root[:rows], arena.hidden[:rows]
 
-        def spread(outputs: Tensor, is_first: bool) -> tuple[Tensor, ...]:
+        def spread(outputs: Tensor, is_first: bool) -> None:
             best = fast.likeliest(outputs, topk)
             head_kernels.spread(*best, self.head.d2t, beams, arena.levels, number, is_first)
-            return ()
 
-        @torch.no_grad()
-        def refresh() -> tuple[Tensor, ...]:
+        def gather() -> None:
+            assert given is not None and number is not None
+            self._gather(arena, given, number)
+
+        def refresh() -> None:
             assert number is not None
-            tokens = numbers.following[: rows * number].view(rows, number)
-            places = torch.arange(number, dtype=torch.int32, device=tokens.device)
+            places = torch.arange(number, dtype=torch.int32, device=root.device)
             paths = places.expand(rows, number, number).contiguous()
             seen = Paths(starts, places.expand(rows, number).contiguous(), paths, context)
             features = self.head.fuse(arena.features[:rows, :number])
+            tokens = arena.numbers.table(_FOLLOWING, rows, number)
             outputs = fast.run(tokens, features, None, seen, keys, values, rotary)
             last = (counts - 1).clamp(min=0).long()
             newest = outputs[torch.arange(rows, device=last.device), last]
             root.copy_(torch.where(counts[:, None] > 0, newest, root))
-            return ()
 
-        @torch.no_grad()
-        def first() -> tuple[Tensor, ...]:
+        def first() -> None:
             hidden[:, 0] = root
-            return spread(root, is_first=True)
+            spread(root, is_first=True)
 
-        @torch.no_grad()
-        def expand() -> tuple[Tensor, ...]:
+        def expand() -> None:
             seen = Paths(lengths, beams.depths, beams.entries, context)
             outputs = fast.run(beams.tokens, hidden, beams.origins, seen, keys, values, rotary, beams.before)
             hidden.copy_(outputs)
-            return spread(outputs.flatten(0, 1), is_first=False)
+            spread(outputs.flatten(0, 1), is_first=False)
 
-        return {"refresh": refresh, "root": first, "expand": expand}[name]
+        work = {"gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
+
+        @torch.no_grad()
+        def run() -> tuple[Tensor, ...]:
+            work()
+            return ()
+
+        return run
 
     def _try(self, state: CapturedState) -> None:
-        """Captures one of each kind, to see whether it can be done."""
-        for kind in (("refresh", _PENDING[0]), ("root", None), ("expand", None)):
+        """Captures what most rounds need, to see whether it can be done."""
+        for kind in (*(("refresh", width) for width in _PENDING[:3]), ("root", None), ("expand", None)):
             self._replay(state, kind)
+
+
+def _wide_enough(count: int) -> int:
+    return next(width for width in _PENDING if width >= count)

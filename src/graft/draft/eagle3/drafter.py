@@ -70,7 +70,7 @@ class Eagle3Drafter:
 
     @torch.no_grad()
     def read(self, state: Eagle3State, row: int, verified: Verified, following: Sequence[int]) -> None:
-        features = torch.cat(verified.hidden, dim=-1)  # [1, W, 3H]
+        features = verified.hidden  # [1, W, 3H]
         tokens = torch.tensor([following], device=features.device)
         output = self._run_entries(state.cache, slice(row, row + 1), features, tokens)
         state.cache.commit([range(1, len(following))])
@@ -84,9 +84,8 @@ class Eagle3Drafter:
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> None:
-        features = torch.cat(verified.hidden, dim=-1)  # [B, N, 3H]
         for row, (path, (waiting, following)) in enumerate(zip(nodes, state.pending, strict=True)):
-            new = features[row, [0, *path]]
+            new = verified.hidden[row, [0, *path]]
             state.pending[row] = (torch.cat([waiting, new]), following + list(tokens[row]))
         if max(len(following) for _, following in state.pending) > _MAX_PENDING:
             self._refresh(state)
