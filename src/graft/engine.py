@@ -174,6 +174,7 @@ class Engine:
         tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
+            self.policy.catch_up()
             self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
         with clock("accept"):
             accepted = walk(tree, verified, batch.chooser)

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
+
+
+@lru_cache(maxsize=64)
+def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Parents, probabilities, sources and evidence of trees with one path each. They are not to be written to."""
+    parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape)
+    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
+    return parents, torch.ones(shape, device=device), zeros, zeros
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,7 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
         """Trees with one path each: tokens [B, N], the first being the root."""
-        parents = (torch.arange(tokens.shape[1], device=tokens.device) - 1).clamp(min=0).expand_as(tokens)
-        zeros = torch.zeros_like(tokens)
-        return cls(tokens.shape[1] - 1, tokens, parents, torch.ones_like(tokens, dtype=torch.float32), zeros, zeros)
+        return cls(tokens.shape[1] - 1, tokens, *_of_chains(tokens.shape, tokens.device))
 
     @property
     def valid(self) -> Tensor:

@@ -88,6 +88,10 @@ class VerifyCost:
         """Of a round of the least width."""
         return self._predict(num_rows * next(iter(self._seconds)))
 
+    def seconds_by_width(self, num_rows: int, overhead: float) -> list[tuple[int, float]]:
+        """What a round of each width takes, overhead of a tree included."""
+        return [(width, self._predict(num_rows * width) + (overhead if width > 1 else 0.0)) for width in self._seconds]
+
     def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
         """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.
 
@@ -95,8 +99,7 @@ class VerifyCost:
         """
         return [
             Plan(width, num_rows + (gains[min(width - 1, len(gains)) - 1] if width > 1 and gains else 0.0), seconds)
-            for width in self._seconds
-            for seconds in (self._predict(num_rows * width) + (overhead if width > 1 else 0.0),)
+            for width, seconds in self.seconds_by_width(num_rows, overhead)
         ]
 
     def doubt(self, used: int) -> None:

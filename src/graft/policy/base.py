@@ -99,6 +99,9 @@ class Policy(ABC):
             self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch)))
         self.learn_accepted(tree, accepted, seconds)
 
+    def catch_up(self) -> None:  # noqa: B027 - optional
+        """Does what could wait, while a device verifies."""
+
     def learn_judged(self, judged: Judged) -> None:
         """Learns what the target thinks follows each of some tokens."""
         for retriever in self.retrievers:

@@ -63,6 +63,7 @@ class Graft(Policy):
         self.sources = tuple(names)
         self._calibration = Calibration(priors)
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
+        self._uncounted: tuple[Pool, Accepted] | None = None  # of the last round, until there is time
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
         self._look_seconds = 0.0  # of this round, without drafting
@@ -138,9 +139,15 @@ class Graft(Policy):
             took = self._look_seconds + time.perf_counter() - start
             self._overhead += _BLEND * (took - self._overhead) if self._overhead else took
 
+    def catch_up(self) -> None:
+        if self._uncounted is not None:
+            self.calibrate(*self._uncounted)
+            self._uncounted = None
+
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
+        self.catch_up()
         if self._pool is not None:
-            self.calibrate(self._pool, accepted)
+            self._uncounted = (self._pool, accepted)
         if self._is_timed(len(accepted)):
             self._cost.observe(tree.width, seconds)
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
@@ -150,12 +157,14 @@ class Graft(Policy):
         self._seconds += _BLEND * (self._planned_seconds - self._seconds)
 
     def state(self) -> dict[str, Tensor]:
+        self.catch_up()
         counts = self._calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
         return super().state() | named("calibration", by_source) | named("prospect", self._prospect.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
+        self._uncounted = None
         self._restore_calibration(part_of(state, "calibration"))
         self._prospect.restore(part_of(state, "prospect"))
         self._tokens = self._seconds = 0.0
@@ -226,17 +235,19 @@ class Graft(Policy):
                 )
                 for row, is_going in enumerate(going)
             ]
-        best = [list(accumulate(paths)) for paths in pool.best_paths(_MAX_WIDTH)]
-        for row in (row for row in range(num_rows) if going[row]):
-            plans = [
-                plan._replace(tokens=plan.tokens - (num_rows - 1))  # the row's own, in the time of all
-                for plan in self._cost.plans(best[row], num_rows, self._overhead)
-            ]
-            now = max(plan.worth(rate) for plan in plans)
+        widths = self._cost.seconds_by_width(num_rows, self._overhead)
+        for row, paths in enumerate(pool.best_paths(_MAX_WIDTH)):
+            if not going[row]:
+                continue
+            expected = [0.0, *accumulate(paths)]
+            last = len(expected) - 1
+            # By width: how wide, the row's own tokens, and what the time of all is worth.
+            plans = [(w, 1 + expected[min(w - 1, last)], rate * seconds) for w, seconds in widths]
+            now = max(tokens - price for _, tokens, price in plans)
             going[row] = any(
-                min(plan.tokens + gain, plan.width) - rate * (plan.seconds + count * pass_seconds) > now
+                min(tokens + gain, width) - price - rate * count * pass_seconds > now
                 for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
-                for plan in plans
+                for width, tokens, price in plans
             )
         return going
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.table import COLD, SuccessorTable, unpack
+from graft.retrieve.table import COLD, SuccessorTable
 from graft.target.verified import NUM_SUCCESSORS
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
@@ -54,32 +55,36 @@ def scaled(widths: tuple[int, ...], budget: int) -> tuple[int, ...]:
     return tuple(width for width in result if width)
 
 
-def fill(pool: Pool, templates: list[Template | None], table: SuccessorTable, source: int, max_depth: int) -> None:
-    """Adds each row's template to the pool, below the root; what the table does not know stays empty."""
-    num_rows, device = len(templates), pool.nodes.tokens.device
-    above = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # places in the pool of the depth before
-    depth = 0
-    while depth < max_depth:
+@lru_cache(maxsize=256)
+def _side_by_side(templates: tuple[Template | None, ...]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of every depth the parents and ranks of all rows' templates [B, n], and which of them are real."""
+    deepest = max(len(template.ranks) if template else 0 for template in templates)
+    levels = []
+    for depth in range(deepest):
         rows = [(t.parents[depth], t.ranks[depth]) if t and depth < len(t.ranks) else ((), ()) for t in templates]
         width = max(len(ranks) for _, ranks in rows)
-        if width == 0:
-            return
-        parents, ranks, real = (
-            torch.tensor([[*r, *[0] * (width - len(r))] for r in column], device=device)
-            for column in (*zip(*rows, strict=True), [[1] * len(r) for _, r in rows])
-        )
-        places = above.gather(1, parents)
-        nodes = pool.nodes
-        tokens = _successors(table, nodes.tokens.gather(1, places), ranks, pool.salts)
-        first = pool.width
-        known = (tokens != COLD) & real.bool()
-        sources = torch.full_like(tokens, source)
-        pool.add(tokens.clamp(min=0), places, LIKELY * known, sources, torch.zeros_like(tokens))
-        above = torch.arange(first, pool.width, device=device).expand(num_rows, -1)
-        depth += 1
+        columns = (*zip(*rows, strict=True), [[1] * len(ranks) for _, ranks in rows])
+        parents, ranks, real = (np.array([[*r, *[0] * (width - len(r))] for r in column]) for column in columns)
+        levels.append((parents, ranks, real > 0))
+    return levels
 
 
-def _successors(table: SuccessorTable, tokens: Tensor, ranks: Tensor, salts: Tensor) -> Tensor:
-    """The successor of each token [B, n] at its rank [B, n]."""
-    entries = table.lookup(tokens, tokens, tokens, salts[:, None])  # of order 1: what came before is not read
-    return unpack(entries.gather(2, ranks[:, :, None]).squeeze(2))[0].long()
+def fill(pool: Pool, templates: list[Template | None], table: SuccessorTable, source: int, max_depth: int) -> None:
+    """Adds each row's template to the pool, below the root; what the table does not know stays empty."""
+    # In NumPy: its operations on a few numbers take a fifth of torch's.
+    salts = pool.salts[:, None].numpy()
+    above = pool.nodes.tokens[:, :1].numpy()  # tokens of the depth before, at first the root's
+    start, place = 0, pool.width  # where they stand, and where the next depth will
+    levels = _side_by_side(tuple(templates))[:max_depth]
+    columns = []
+    for depth, (parents, ranks, real) in enumerate(levels, start=1):
+        tokens = table.successors_of_tokens(np.take_along_axis(above, parents, axis=1), ranks, salts)
+        columns.append((tokens, parents + start, np.full_like(parents, depth), (tokens != COLD) & real))
+        above, start, place = np.maximum(tokens, 0), place, place + tokens.shape[1]
+    if not columns:
+        return
+    found, below, depths, known = (
+        torch.from_numpy(np.concatenate(column, axis=1)) for column in zip(*columns, strict=True)
+    )
+    sources, zeros = torch.full_like(found, source), torch.zeros_like(found)
+    pool.add_chains(found.clamp(min=0), below, depths, len(levels), LIKELY * known, sources, zeros)

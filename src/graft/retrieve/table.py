@@ -13,6 +13,7 @@ from ctypes import Array
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from graft.retrieve.base import Judged
 from graft.target.verified import NUM_SUCCESSORS
 
 COLD = -1  # stands for the successor of an n-gram that was never judged
+_BUCKET_BITS = NUM_BUCKETS.bit_length() - 1
 ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
 # A row is named by the high bits of a sum of products: cheap, and as good as random for such keys.
 _FACTORS = mix64(torch.arange(4)) | 1
@@ -50,6 +52,16 @@ class SuccessorTable:
         if not self._is_isolated:
             return own
         return torch.where(own[..., :1] == COLD, self._lookup(tokens, before, earlier, torch.zeros_like(salts)), own)
+
+    def successors_of_tokens(self, tokens: np.ndarray, ranks: np.ndarray, salts: np.ndarray) -> np.ndarray:
+        """The successor of each token, of its rank among them; `COLD` where unknown. For tables of order 1."""
+        if self._is_hashed:
+            given = torch.from_numpy(tokens)
+            entries = self.lookup(given, given, given, torch.from_numpy(salts)).numpy()
+            found = np.take_along_axis(entries, ranks[..., None], axis=-1)[..., 0]
+        else:
+            found = self._entries.numpy()[tokens, ranks]
+        return found.astype(np.int64) >> _BUCKET_BITS
 
     def learn(self, judged: Judged) -> None:
         """Of several judgements of one row the last stays."""
@@ -153,7 +165,7 @@ class HostTables(SuccessorTables):
 
 def unpack(entries: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and buckets of entries; of cold ones token -1 and some bucket."""
-    return entries >> (NUM_BUCKETS.bit_length() - 1), entries & (NUM_BUCKETS - 1)
+    return entries >> _BUCKET_BITS, entries & (NUM_BUCKETS - 1)
 
 
 def make_tables(tables: Sequence[SuccessorTable]) -> SuccessorTables:
