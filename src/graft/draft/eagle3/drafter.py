@@ -18,7 +18,7 @@ from graft.settings import require
 from graft.target import TreeCache, Verified
 from graft.target.attention import Visibility, attend
 
-_MAX_PENDING = 64  # entries of a row that wait for a draft; then they are run without one
+_MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
 
 
 @dataclass
@@ -27,12 +27,14 @@ class Eagle3State:
 
     cache: TreeCache
     hidden: Tensor  # [B, H] the head's output at each row's last entry
-    pending: list[tuple[Tensor, list[int]]]  # by row: features [n, 3H] that came in, and the token after each
+    waiting: Tensor  # [B, places, 3H] features of entries that came in with the last rounds
+    following: list[list[int]]  # by row the token after each of them
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cache.keep(rows)
         self.hidden = self.hidden[list(rows)]
-        self.pending = [self.pending[row] for row in rows]
+        self.waiting = self.waiting[list(rows)]
+        self.following = [self.following[row] for row in rows]
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
@@ -41,7 +43,9 @@ class Eagle3State:
     def join(self, other: Eagle3State) -> None:
         self.cache.join(other.cache)
         self.hidden = torch.cat([self.hidden, other.hidden])
-        self.pending = self.pending + other.pending
+        num_places = max(self.waiting.shape[1], other.waiting.shape[1])
+        self.waiting = torch.cat([_with_places(state.waiting, num_places) for state in (self, other)])
+        self.following = self.following + other.following
 
 
 class Eagle3Drafter:
@@ -59,12 +63,14 @@ class Eagle3Drafter:
         return self.head.fc.weight.device
 
     def open(self, num_rows: int, num_slots: int) -> Eagle3State:
-        num_drafted = self.settings.depth * self.settings.topk
+        # Beside the text: the drafted entries, or those of a row that is behind, as places of all rows.
+        num_more = max(self.settings.depth * self.settings.topk, _MAX_WAITING)
         weight = self.head.fc.weight
         return Eagle3State(
-            cache=TreeCache(1, num_rows, num_slots + num_drafted),
+            cache=TreeCache(1, num_rows, num_slots + num_more),
             hidden=weight.new_zeros(num_rows, weight.shape[0]),
-            pending=[(weight.new_zeros(0, weight.shape[1]), [])] * num_rows,
+            waiting=weight.new_zeros(num_rows, 0, weight.shape[1]),
+            following=[[] for _ in range(num_rows)],
         )
 
     @torch.no_grad()
@@ -83,11 +89,18 @@ class Eagle3Drafter:
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> None:
-        features = torch.cat(verified.hidden, dim=-1)  # [B, N, 3H]
-        for row, (path, (waiting, following)) in enumerate(zip(nodes, state.pending, strict=True)):
-            new = features[row, [0, *path]]
-            state.pending[row] = (torch.cat([waiting, new]), following + list(tokens[row]))
-        if max(len(following) for _, following in state.pending) > _MAX_PENDING:
+        device, num_new = state.waiting.device, max(map(len, tokens))
+        counts = [len(following) for following in state.following]
+        if max(counts) + num_new > state.waiting.shape[1]:
+            state.waiting = _with_places(state.waiting, 2 * (max(counts) + num_new))
+        # Rows with fewer new entries get the root's again, in places that their next entries take.
+        judged = torch.tensor([[0, *path, *[0] * (num_new - 1 - len(path))] for path in nodes], device=device)
+        rows = torch.arange(len(counts), device=device)[:, None]
+        places = torch.tensor(counts, device=device)[:, None] + torch.arange(num_new, device=device)
+        state.waiting[rows, places] = torch.cat([hidden[rows, judged] for hidden in verified.hidden], dim=-1)
+        for following, new in zip(state.following, tokens, strict=True):
+            following += new
+        if max(map(len, state.following)) > _MAX_WAITING:
             self._refresh(state)
 
     @torch.no_grad()
@@ -122,18 +135,19 @@ class Eagle3Drafter:
             depth += 1
 
     def _refresh(self, state: Eagle3State) -> None:
-        """Runs the entries whose true features came in with the last round."""
-        counts = [len(tokens) for _, tokens in state.pending]
-        if not any(counts):
-            return
+        """Runs the entries whose true features came in with the last rounds."""
+        counts = [len(following) for following in state.following]
         longest = max(counts)
-        features = torch.stack([nn.functional.pad(f, (0, 0, 0, longest - len(f))) for f, _ in state.pending])
-        tokens = torch.tensor([t + [0] * (longest - len(t)) for _, t in state.pending], device=features.device)
-        output = self._run_entries(state.cache, slice(0, len(counts)), features, tokens)
-        state.cache.commit([range(1, count) for count in counts])
-        last = torch.tensor(counts, device=features.device) - 1
-        state.hidden = output[torch.arange(len(counts), device=features.device), last]
-        state.pending = [(features[row, :0], []) for row in range(len(counts))]
+        if longest == 0:
+            return
+        tokens = [[*following, *[0] * (longest - len(following))] for following in state.following]
+        features = state.waiting[:, :longest]
+        device = features.device
+        output = self._run_entries(state.cache, slice(0, len(counts)), features, torch.tensor(tokens, device=device))
+        state.cache.advance(counts)
+        rows = [row for row, count in enumerate(counts) if count]  # one that has just joined has nothing waiting
+        state.hidden[rows] = output[rows, [counts[row] - 1 for row in rows]]
+        state.following = [[] for _ in counts]
 
     def _run_entries(self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor) -> Tensor:
         """Outputs [B, W, H] of W entries behind the committed ones: the target's features, and each next token."""
@@ -176,3 +190,8 @@ class Eagle3Drafter:
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def _with_places(waiting: Tensor, count: int) -> Tensor:
+    """The same [B, count, 3H], with room behind."""
+    return nn.functional.pad(waiting, (0, 0, 0, count - waiting.shape[1]))
