@@ -6,6 +6,7 @@ The scheduler of `graft serve` runs in this process, without HTTP. At each concu
 closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
 Nothing is kept from turn to turn: no pages of prompts, and Graft starts each with what the warm-up taught it.
 `--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
+On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ def take_turn(
 ) -> Turn:
     """Asks everything once, `concurrency` at a time."""
     done: queue.Queue[Asked] = queue.Queue()
-    start = time.perf_counter()
+    clock = time.process_time if arguments.processor_time else time.perf_counter
+    start = clock()
     answers: list[Asked] = []
     for number, question in enumerate(asked):
         if number >= concurrency:
@@ -158,7 +160,7 @@ def take_turn(
         answers.append(ask(scheduler, engine, question, method, arguments, done))
     for _ in range(min(concurrency, len(asked))):
         done.get()
-    return Turn(time.perf_counter() - start, answers)
+    return Turn(clock() - start, answers)
 
 
 def ask(
@@ -245,6 +247,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=2, help="turns of each")
+    parser.add_argument("--processor-time", action="store_true", help="count tokens a second of the processor's time")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     return parser.parse_args()
 
