@@ -77,9 +77,7 @@ class Eagle3Drafter:
     def read(self, state: Eagle3State, row: int, verified: Verified, following: Sequence[int]) -> None:
         features = torch.cat(verified.hidden, dim=-1)  # [1, W, 3H]
         tokens = torch.tensor([following], device=features.device)
-        output = self._run_entries(state.cache, slice(row, row + 1), features, tokens)
-        state.cache.commit([range(1, len(following))])
-        state.hidden[row] = output[0, -1]
+        state.hidden[row] = self._run_entries(state.cache, slice(row, row + 1), features, tokens, [len(following)])[0]
 
     @torch.no_grad()
     def learn(
@@ -143,19 +141,38 @@ class Eagle3Drafter:
         tokens = [[*following, *[0] * (longest - len(following))] for following in state.following]
         features = state.waiting[:, :longest]
         device = features.device
-        output = self._run_entries(state.cache, slice(0, len(counts)), features, torch.tensor(tokens, device=device))
-        state.cache.advance(counts)
+        everyone = slice(0, len(counts))
+        output = self._run_entries(state.cache, everyone, features, torch.tensor(tokens, device=device), counts)
         rows = [row for row, count in enumerate(counts) if count]  # one that has just joined has nothing waiting
-        state.hidden[rows] = output[rows, [counts[row] - 1 for row in rows]]
+        state.hidden[rows] = output[rows]
         state.following = [[] for _ in counts]
 
-    def _run_entries(self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs [B, W, H] of W entries behind the committed ones: the target's features, and each next token."""
-        width = tokens.shape[1]
-        place = torch.arange(width, device=tokens.device)
-        positions = torch.tensor(cache.lengths[rows], device=tokens.device)[:, None] + place
-        causal = (place[:, None] >= place).expand(len(tokens), -1, -1)
-        return self._forward(cache, rows, tokens, self.head.fuse(features), positions, causal, offset=0)
+    def _run_entries(
+        self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        """Commits entries, the target's features [B, W, 3H] and each next token [B, W], the first `counts` of each row.
+
+        Returns the output [B, H] at each row's last. Of the others only keys and values are of use, and only those
+        are worked out.
+        """
+        device, width = tokens.device, tokens.shape[1]
+        starts, number = torch.tensor(cache.lengths[rows], device=device), torch.tensor(counts, device=device)
+        cache.aim(rows, width, device)
+        hidden = self.head.fuse(features)
+        positions = starts[:, None] + torch.arange(width, device=device)
+        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
+        key, value = cache.update(key, value, 0)
+        each, last = torch.arange(len(counts), device=device), (number - 1).clamp(min=0)
+        query, hidden = query[each, :, last][:, :, None], hidden[each, last][:, None]
+
+        window = self.head.config.sliding_window
+        slots, ends = torch.arange(key.shape[2], device=device), (starts + number)[:, None]
+        unseen = (slots >= ends) | (slots < ends - window if window is not None else False)  # [B, S]
+        mask = torch.zeros(unseen.shape, dtype=query.dtype, device=device).masked_fill_(unseen, -torch.inf)
+        num_groups = query.shape[1] // key.shape[1]
+        output = self.head.finish(attend(query, key, value, mask[:, None, None].repeat(1, 1, num_groups, 1)), hidden)
+        cache.advance(counts)
+        return output[:, 0]
 
     def _forward(
         self,
