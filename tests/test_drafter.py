@@ -161,3 +161,21 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     engine._prefill(fresh)
     new = next(drafter.levels(fresh.draft, fresh.roots()))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)
+
+
+def test_who_joins_others_that_wait_for_a_draft_drafts_as_alone(model):
+    drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    prompts = [PROMPT, [5, 6, 7]]
+    running, joining, alone = (
+        engine.open(engine.new_sequences(prompt, _settings(20))) for prompt in (*prompts, prompts[1])
+    )
+    for batch in (running, joining, alone):
+        engine._prefill(batch)
+    for _ in range(3):
+        engine.run_round(running, Clock())
+    running.join(joining)
+    among = next(drafter.levels(running.draft, running.roots()))
+    new = next(drafter.levels(alone.draft, alone.roots()))
+    torch.testing.assert_close(among.probabilities[1:], new.probabilities, atol=1e-4, rtol=1e-3)
+    assert running.draft.cache.lengths[1] == alone.draft.cache.lengths[0]

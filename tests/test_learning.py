@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graft import Engine
 from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
 from graft.learn.calibration import Calibration
-from graft.learn.cost import VerifyCost
+from graft.learn.cost import SecondsBySize, VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool, before_roots
@@ -690,7 +690,7 @@ def test_a_width_measured_too_dear_is_tried_again_in_time():
 
 
 def test_costs_that_no_round_puts_to_the_test_are_not_doubted():
-    """With a budget nothing is timed, and of a batch no single width is: doubts would never end."""
+    """With a budget nothing is timed, and a batch tells nothing of a row alone: doubts would never end."""
     model = tiny_model()
     budgeted = make_policy("graft", TargetRunner(model), budget=100)
     engine = Engine(model, policy=budgeted)
@@ -703,6 +703,43 @@ def test_costs_that_no_round_puts_to_the_test_are_not_doubted():
     before = dict(engine.policy._cost._seconds)
     engine.generate_batch([[3, 4, 5]] * 2, max_new_tokens=20)  # both end in the same round
     assert engine.policy._cost._seconds == before
+
+
+def test_batches_of_about_one_size_have_costs_of_their_own():
+    cost = cost_of({1: 1.0, 2: 1.5, 4: 2.0})
+    for _ in range(100):
+        cost.observe(1, 5.0, num_rows=4)  # where 2 were foretold
+    assert cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01) == cost.plain_seconds(4)
+    assert cost.seconds(1, num_rows=3) == pytest.approx(1.75 * 2.5, rel=0.01), "as far off as four rows"
+    assert cost.seconds(2, num_rows=4) == pytest.approx(3.0 * 2.5, rel=0.01), "a width not tried is as far off as plain"
+    assert (cost.seconds(1), cost.plain_seconds(2)) == (1.0, 1.5), "others are as they were"
+    cost.observe(2, 4.0, num_rows=4)
+    dear = cost.seconds(2, num_rows=4)
+    cost.doubt(used=1, num_rows=4)
+    assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
+
+
+def test_seconds_by_size_are_estimated_until_they_are_seen():
+    seconds = SecondsBySize()
+    assert seconds.get(4, estimate=0.5) == 0.5
+    seconds.observe(4, 2.0)
+    assert seconds.get(3, estimate=0.5) == 2.0 and seconds.get(5, estimate=0.5) == 0.5
+    seconds.observe(4, 100.0)
+    assert seconds.get(4) < 3.0, "a hiccup"
+
+
+def test_looks_that_find_nothing_become_rare():
+    policy = make_policy("graft", TargetRunner(tiny_model()))
+    policy._cost = cost_of({1: 1.0, 2: 1.5})
+    rests = []
+    for _ in range(8):
+        policy._rest(was_idle=True, seconds=0.2, num_rows=1)
+        rests.append(policy._num_rests)
+    assert rests == [1, 2, 4, 8, 16, 20, 20, 20], "until they take a hundredth of the time"
+    policy._rest(was_idle=False, seconds=0.2, num_rows=1)
+    assert policy._num_rests == 0
+    policy._rest(was_idle=True, seconds=0.001, num_rows=1)
+    assert policy._num_rests == 0, "cheap ones may go on"
 
 
 def test_without_a_budget_the_policy_measures_the_machine_and_still_gives_the_same_text():

@@ -324,6 +324,9 @@ def test_a_request_that_takes_too_long_is_ended():
         assert post(url, prompt="abc", max_tokens=1000, ignore_eos=True).status_code == 504
         lines = [line for line in post(url, prompt="abc", max_tokens=1000, ignore_eos=True, stream=True).iter_lines()]
         assert "took longer than allowed" in lines[-2], "a stream ends with the error"
+    with running(timeout=1e-6) as url:
+        early = post(url, prompt="abc", max_tokens=10, stream=True)
+        assert early.status_code == 504, "one that has not begun has a status"
 
 
 def test_a_server_that_stops_lets_requests_end():

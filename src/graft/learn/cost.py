@@ -17,6 +17,7 @@ from graft.tree import DraftTree
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _HOPELESS = 6.0  # a width that costs this many plain steps is the last that is timed
 _BLEND = 0.3  # weight of a new observation
+_HICCUP = 2.0  # times the known seconds: the most that an observation counts for
 _DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
 
 
@@ -32,11 +33,32 @@ class Plan(NamedTuple):
         return self.tokens - rate * self.seconds
 
 
+class SecondsBySize:
+    """Seconds of something by the size of the batch: running means of what was seen, before that an estimate."""
+
+    def __init__(self, blend: float = _BLEND) -> None:
+        self._blend = blend
+        self._seconds: dict[int, float] = {}
+
+    def get(self, num_rows: int, estimate: float = 0.0) -> float:
+        return self._seconds.get(_size(num_rows), estimate)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Takes in what was seen. A hiccup of the machine counts for little."""
+        known = self.get(num_rows, seconds)
+        self._seconds[_size(num_rows)] = known + self._blend * (min(seconds, _HICCUP * known) - known)
+
+    def restore(self, of_one_row: float) -> None:
+        self._seconds = {_size(1): of_one_row} if of_one_row else {}
+
+
 class VerifyCost:
-    """Seconds of a verify of W tokens, for a few widths W, kept up to date by what rounds really take."""
+    """Seconds of a verify of W tokens a row, for a few widths W, kept up to date by what rounds really take."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # of one row
+        # Rows have caches of their own, so that many of them cost more than one row as wide: by how much, was seen.
+        self._factors: dict[tuple[int, int], float] = {}  # (size of the batch, width)
 
     @property
     def measured(self) -> bool:
@@ -78,19 +100,26 @@ class VerifyCost:
     def widths(self) -> list[int]:
         return list(self._seconds)
 
-    def observe(self, width: int, seconds: float) -> None:
+    def observe(self, width: int, seconds: float, num_rows: int = 1) -> None:
         """Takes in what a round's verify took. A hiccup of the machine counts for little."""
-        known = self._seconds.get(width)
-        if known is not None:
-            self._seconds[width] += _BLEND * (min(seconds, 2 * known) - known)
+        if width not in self._seconds:
+            return
+        known = self.seconds(width, num_rows)
+        new = known + _BLEND * (min(seconds, _HICCUP * known) - known)
+        if num_rows == 1:
+            self._seconds[width] = new
+        else:
+            self._factors[_size(num_rows), width] = new / self._predict(num_rows * width)
+
+    def seconds(self, width: int, num_rows: int = 1) -> float:
+        """Of a verify of that many tokens in each of the rows."""
+        factors, size = self._factors, _size(num_rows)
+        untried = factors.get((size, next(iter(self._seconds))), 1.0)
+        return self._predict(num_rows * width) * factors.get((size, width), untried)
 
     def plain_seconds(self, num_rows: int) -> float:
         """Of a round of the least width."""
-        return self._predict(num_rows * next(iter(self._seconds)))
-
-    def seconds_by_width(self, num_rows: int, overhead: float) -> list[tuple[int, float]]:
-        """What a round of each width takes, overhead of a tree included."""
-        return [(width, self._predict(num_rows * width) + (overhead if width > 1 else 0.0)) for width in self._seconds]
+        return self.seconds(next(iter(self._seconds)), num_rows)
 
     def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
         """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.
@@ -99,14 +128,19 @@ class VerifyCost:
         """
         return [
             Plan(width, num_rows + (gains[min(width - 1, len(gains)) - 1] if width > 1 and gains else 0.0), seconds)
-            for width, seconds in self.seconds_by_width(num_rows, overhead)
+            for width in self._seconds
+            for seconds in (self.seconds(width, num_rows) + (overhead if width > 1 else 0.0),)
         ]
 
-    def doubt(self, used: int) -> None:
+    def doubt(self, used: int, num_rows: int = 1) -> None:
         """Estimates of widths that the round does not use lose a little of their weight, until one is tried again."""
         for width in self._seconds:
-            if width not in (1, used):
+            if width in (1, used):
+                continue
+            if num_rows == 1:
                 self._seconds[width] *= _DOUBT
+            elif (_size(num_rows), width) in self._factors:
+                self._factors[_size(num_rows), width] *= _DOUBT
 
     def _predict(self, num_tokens: int) -> float:
         """Straight lines between the measured widths, and on from the last."""
@@ -129,3 +163,8 @@ class VerifyCost:
         target.verify(cache, chain)
         target.synchronize()
         return time.perf_counter() - start
+
+
+def _size(num_rows: int) -> int:
+    """Batches of about the same size are one: 1, 2, 3 to 4, 5 to 8 ..."""
+    return (num_rows - 1).bit_length()

@@ -18,7 +18,7 @@ from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.learn.cost import WIDTHS, VerifyCost
+from graft.learn.cost import WIDTHS, Plan, SecondsBySize, VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
@@ -32,7 +32,7 @@ from graft.tree import DraftTree
 _MAX_WIDTH = 64
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _SHOWN = 8  # pruned proposals at least, where there are as many, for those who watch a round
-_MAX_RESTS = 7
+_IDLE_SHARE = 0.01  # of the time that looks may take which find nothing worth verifying
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
@@ -67,7 +67,8 @@ class Graft(Policy):
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
         self._look_seconds = 0.0  # of this round, without drafting
-        self._overhead = 0.0  # seconds of a round with a tree beside drafting and verifying, a running mean
+        self._overheads = SecondsBySize(_BLEND)  # of a round with a tree beside drafting and verifying
+        self._pass_seconds = SecondsBySize()
         self._num_looks = 0
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
@@ -106,17 +107,21 @@ class Graft(Policy):
                 self._prospect.measure(self.drafter)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        num_rows = len(batch.sequences)
         self._pool = None
-        self._planned_seconds = self._cost.plain_seconds(len(batch.sequences))
+        self._planned_seconds = self._cost.plain_seconds(num_rows)
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
         pool = self.new_pool(batch, roots)
         with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
-        passes: list[int] = [0] * len(batch.sequences)
+        passes: list[int] = [0] * num_rows
         reaches: list[list[float]] = []
+        draft_seconds = 0.0
         if self.drafter is not None:
+            start = time.perf_counter()
             passes, reaches = self._draft(pool, batch, roots, clock)
+            draft_seconds = time.perf_counter() - start
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             widest = max(self._cost.widths)
@@ -125,19 +130,19 @@ class Graft(Policy):
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
-        self._planned_seconds = seconds + sum(passes) / len(passes) * self._prospect.seconds
-        self._num_idle_looks = self._num_idle_looks + 1 if width == 1 else 0
-        self._num_rests = min(self._num_idle_looks, _MAX_RESTS)
-        if self._is_timed(len(batch.sequences)):
-            self._cost.doubt(used=width)
+        if self._is_timed and any(passes):
+            self._pass_seconds.observe(num_rows, draft_seconds / max(passes))
+        self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
+        self._rest(width == 1, draft_seconds + self._look_seconds, num_rows)
+        if self._is_timed:
+            self._cost.doubt(width, num_rows)
         return Grown(tree.first(width), passes, considered=tree)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         start = time.perf_counter()
         super().learn(batch, tree, verified, accepted, seconds)
-        if self._pool is not None and self._is_timed(len(accepted)):
-            took = self._look_seconds + time.perf_counter() - start
-            self._overhead += _BLEND * (took - self._overhead) if self._overhead else took
+        if self._pool is not None and self._is_timed:
+            self._overheads.observe(len(accepted), self._look_seconds + time.perf_counter() - start)
 
     def catch_up(self) -> None:
         if self._uncounted is not None:
@@ -148,8 +153,8 @@ class Graft(Policy):
         self.catch_up()
         if self._pool is not None:
             self._uncounted = (self._pool, accepted)
-        if self._is_timed(len(accepted)):
-            self._cost.observe(tree.width, seconds)
+        if self._is_timed:
+            self._cost.observe(tree.width, seconds, len(accepted))
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
         if self._seconds == 0.0:  # before the first round all that is known is plain decoding
             self._tokens, self._seconds = 1.0, self._cost.plain_seconds(len(accepted))
@@ -182,14 +187,14 @@ class Graft(Policy):
         self._calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        seconds = {"pass": self._prospect.seconds, "host": self._overhead}
+        seconds = {"pass": self._prospect.seconds, "host": self._overheads.get(1)}
         return {**self._cost.state(), **{name: torch.tensor(value).double() for name, value in seconds.items()}}
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
             self._cost.restore(costs)
             self._prospect.seconds = float(costs["pass"])
-            self._overhead = float(costs.get("host", 0.0))
+            self._overheads.restore(float(costs.get("host", 0.0)))
 
     # Draft and prune
 
@@ -224,32 +229,24 @@ class Graft(Policy):
     def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
         rate, num_rows = self._rate(len(going)), len(going)
-        # A pass over many rows takes longer as a plain verify of them does; all of them wait for it.
-        pass_seconds = self._prospect.seconds * self._cost.plain_seconds(num_rows) / self._cost.plain_seconds(1)
-        if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted
+        pass_seconds = self._seconds_of_pass(num_rows)
+        gains = [self._prospect.gains(num_done, reach[row]) for row in range(num_rows)]
+        if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted: to each row its own
             return [
-                is_going
-                and any(
-                    gain >= rate * count * pass_seconds
-                    for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
-                )
-                for row, is_going in enumerate(going)
+                is_going and any(gain >= rate * count * pass_seconds for count, gain in enumerate(own, start=1))
+                for own, is_going in zip(gains, going, strict=True)
             ]
-        widths = self._cost.seconds_by_width(num_rows, self._overhead)
-        for row, paths in enumerate(pool.best_paths(_MAX_WIDTH)):
-            if not going[row]:
-                continue
-            expected = [0.0, *accumulate(paths)]
-            last = len(expected) - 1
-            # By width: how wide, the row's own tokens, and what the time of all is worth.
-            plans = [(w, 1 + expected[min(w - 1, last)], rate * seconds) for w, seconds in widths]
-            now = max(tokens - price for _, tokens, price in plans)
-            going[row] = any(
-                min(tokens + gain, width) - price - rate * count * pass_seconds > now
-                for count, gain in enumerate(self._prospect.gains(num_done, reach[row]), start=1)
-                for width, tokens, price in plans
-            )
-        return going
+        # Else rows share a width, and all of them wait for a pass: it is worth what it brings them together.
+        plans = self._plans(pool.best_paths(_MAX_WIDTH))
+        further = map(sum, zip(*(own for own, is_going in zip(gains, going, strict=True) if is_going), strict=True))
+        now = self._least_worth(plans, num_rows)
+        pays = any(
+            min(plan.tokens + gain, num_rows * plan.width) - num_rows * rate * (plan.seconds + count * pass_seconds)
+            > now
+            for count, gain in enumerate(further, start=1)
+            for plan in plans
+        )
+        return [is_going and pays for is_going in going]
 
     def _prospect_from(self, pool: Pool, passes: list[int], reaches: list[list[float]], width: int) -> None:
         """Tells the prospect what the pool would have been worth with fewer passes."""
@@ -273,25 +270,49 @@ class Graft(Policy):
     def _best_width(self, paths: Tensor) -> tuple[int, float]:
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
         num_rows, width = paths.shape
-        gains = list(accumulate(map(sum, zip(*(row[1:] for row in paths.tolist()), strict=True))))
-        plans = self._cost.plans(gains, num_rows, self._overhead)
+        plans = self._plans(paths[:, 1:].tolist())
         rate = num_rows * self._rate(num_rows)
-        best = max(plans[1:], key=lambda plan: plan.worth(rate), default=plans[0])
-        if best.worth(rate) < plans[0].worth(rate) + _MARGIN * num_rows:
+        best = max(plans, key=lambda plan: plan.worth(rate))
+        if best.worth(rate) < self._least_worth(plans, num_rows):
             best = plans[0]
         return min(best.width, width), best.seconds
+
+    def _plans(self, paths: list[list[float]]) -> list[Plan]:
+        """Of rounds that verify the best nodes of every row; paths: their probabilities, by row."""
+        gains = list(accumulate(map(sum, zip(*paths, strict=True))))
+        num_rows = len(paths)
+        return self._cost.plans(gains, num_rows, self._overheads.get(num_rows, num_rows * self._overheads.get(1)))
+
+    def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
+        """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
+        rate = num_rows * self._rate(num_rows)
+        return max([plans[0].worth(rate) + _MARGIN * num_rows, *(plan.worth(rate) for plan in plans[1:])])
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second of a row's usual round; at least what plain decoding brings."""
         plain = 1 / self._cost.plain_seconds(num_rows)
         return max(self._tokens / self._seconds, plain) if self._seconds else plain
 
-    def _is_timed(self, num_rows: int) -> bool:
-        """Whether the round's time tells what its width costs; else no estimate is doubted either."""
-        return num_rows == 1 and self._settings.budget is None
+    def _seconds_of_pass(self, num_rows: int) -> float:
+        """Of a draft pass for so many rows; as long as none was made, it grows as a plain verify of them does."""
+        growth = self._cost.plain_seconds(num_rows) / self._cost.plain_seconds(1)
+        return self._pass_seconds.get(num_rows, self._prospect.seconds * growth)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether a round's time tells what its width costs; else no estimate is doubted either."""
+        return self._settings.budget is None
+
+    # Looking costs time too
+
+    def _rest(self, was_idle: bool, seconds: float, num_rows: int) -> None:
+        """After a look that found nothing worth verifying a round goes by without one; after the next one two, then
+        four: until looks take no more than a small share of the time."""
+        self._num_idle_looks = self._num_idle_looks + 1 if was_idle else 0
+        enough = seconds / (_IDLE_SHARE * self._cost.plain_seconds(num_rows))
+        self._num_rests = int(min(2 ** min(self._num_idle_looks, 16) // 2, enough))
 
     def _is_resting(self) -> bool:
-        """Looking costs time too: after looks that found nothing worth verifying, a few rounds are left alone."""
         if self._num_rests == 0:
             return False
         self._num_rests -= 1

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -205,12 +205,14 @@ class Serving:
         answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds))
         chunks = self._chunks(answers, news, arrived)
         if body.stream:
+            # A stream begins with its first token, so that what fails before it has a status of its own.
+            first = await _unless_gone(request, anext(chunks))
+            if first is None:
+                return _nobody_there()
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(_events(answers, chunks, with_usage), media_type="text/event-stream")
-        finished = await _unless_gone(request, _drained(chunks))
-        if not finished:
-            return Response(status_code=499)  # nobody is there to read it
-        return AsciiJson(answers.whole())
+            return StreamingResponse(_events(answers, first, chunks, with_usage), media_type="text/event-stream")
+        whole = await _unless_gone(request, _drained(answers, chunks))
+        return AsciiJson(whole) if whole is not None else _nobody_there()
 
     def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str) -> Job:
         settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
@@ -259,7 +261,7 @@ class Serving:
 
     async def _chunks(
         self, answers: Answers, news: asyncio.Queue[tuple[int, Update | Failure]], arrived: float
-    ) -> AsyncIterator[Json]:
+    ) -> AsyncGenerator[Json, None]:
         """Chunks as they come, counted. Whoever stops listening before the end cancels the request."""
         for job in answers.jobs:
             self.metrics.asked(job.sequences[0].num_prompt_tokens)
@@ -335,12 +337,15 @@ def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) 
     return listen
 
 
-async def _events(answers: Answers, chunks: AsyncIterator[Json], with_usage: bool) -> AsyncIterator[bytes]:
+async def _events(
+    answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], with_usage: bool
+) -> AsyncIterator[bytes]:
     """The stream: an event a chunk. An error after the first event can only be an event itself."""
     try:
-        first = answers.first()
-        if first is not None:
-            yield _event(first)
+        opening = answers.first()
+        if opening is not None:
+            yield _event(opening)
+        yield _event(first)
         async for chunk in chunks:
             yield _event(chunk)
         if with_usage:
@@ -349,31 +354,27 @@ async def _events(answers: Answers, chunks: AsyncIterator[Json], with_usage: boo
     except RefusedError as error:
         yield _event(error.body)
     finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
 
 
 def _event(content: Json) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
-async def _drained(chunks: AsyncIterator[Json]) -> None:
-    try:
-        async for _ in chunks:
-            pass
-    finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
+async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
+    """The answers as one object, when all chunks have come."""
+    async for _ in chunks:
+        pass
+    return answers.whole()
 
 
-async def _unless_gone(request: Request, work: Awaitable[None]) -> bool:
-    """Does the work while the client is there; False when it went before the end."""
+async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
+    """What the work gives; None when the client goes before that, which cancels the work."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-            return True
-        return False
+        return working.result() if working.done() else None
     finally:
         gone.cancel()
         working.cancel()
@@ -383,6 +384,10 @@ async def _unless_gone(request: Request, work: Awaitable[None]) -> bool:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _nobody_there() -> Response:
+    return Response(status_code=499)  # nobody is there to read it
 
 
 # Parts of the app

@@ -117,7 +117,8 @@ class _Lane:
 
     @property
     def all_jobs(self) -> set[Job]:
-        return {*self.jobs.values(), *([self.newcomer.job] if self.newcomer is not None else [])}
+        jobs, newcomer = self.jobs, self.newcomer  # others may ask while the scheduler's thread changes them
+        return {*jobs.values(), *([newcomer.job] if newcomer is not None else [])}
 
     @property
     def num_rows(self) -> int:

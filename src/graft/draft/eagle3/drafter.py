@@ -19,7 +19,7 @@ from graft.settings import require
 from graft.target import TreeCache, Verified
 from graft.target.attention import Visibility, attend
 
-_MAX_PENDING = 64  # entries of a row that wait for a draft; then they are run without one
+_MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
 
 
 @dataclass
@@ -28,12 +28,14 @@ class Eagle3State:
 
     cache: TreeCache
     hidden: Tensor  # [B, H] the head's output at each row's last entry
-    pending: list[tuple[Tensor, list[int]]]  # by row: features [n, 3H] that came in, and the token after each
+    waiting: Tensor  # [B, places, 3H] features of entries that came in with the last rounds
+    following: list[list[int]]  # by row the token after each of them
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cache.keep(rows)
         self.hidden = self.hidden[list(rows)]
-        self.pending = [self.pending[row] for row in rows]
+        self.waiting = self.waiting[list(rows)]
+        self.following = [self.following[row] for row in rows]
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
@@ -42,7 +44,9 @@ class Eagle3State:
     def join(self, other: Eagle3State) -> None:
         self.cache.join(other.cache)
         self.hidden = torch.cat([self.hidden, other.hidden])
-        self.pending = self.pending + other.pending
+        num_places = max(self.waiting.shape[1], other.waiting.shape[1])
+        self.waiting = torch.cat([_with_places(state.waiting, num_places) for state in (self, other)])
+        self.following = self.following + other.following
 
 
 class Eagle3Drafter:
@@ -60,21 +64,21 @@ class Eagle3Drafter:
         return self.head.fc.weight.device
 
     def open(self, num_rows: int, num_slots: int) -> Eagle3State:
-        num_drafted = self.settings.depth * self.settings.topk
+        # Beside the text: the drafted entries, or those of a row that is behind, as places of all rows.
+        num_more = max(self.settings.depth * self.settings.topk, _MAX_WAITING)
         weight = self.head.fc.weight
         return Eagle3State(
-            cache=TreeCache(1, num_rows, num_slots + num_drafted),
+            cache=TreeCache(1, num_rows, num_slots + num_more),
             hidden=weight.new_zeros(num_rows, weight.shape[0]),
-            pending=[(weight.new_zeros(0, weight.shape[1]), [])] * num_rows,
+            waiting=weight.new_zeros(num_rows, 0, weight.shape[1]),
+            following=[[] for _ in range(num_rows)],
         )
 
     @torch.no_grad()
     def read(self, state: Eagle3State, row: int, verified: Verified, following: Sequence[int]) -> None:
         features = verified.hidden  # [1, W, 3H]
         tokens = torch.tensor([following], device=features.device)
-        output = self._run_entries(state.cache, slice(row, row + 1), features, tokens)
-        state.cache.commit([range(1, len(following))])
-        state.hidden[row] = output[0, -1]
+        state.hidden[row] = self._run_entries(state.cache, slice(row, row + 1), features, tokens, [len(following)])[0]
 
     @torch.no_grad()
     def learn(
@@ -84,10 +88,18 @@ class Eagle3Drafter:
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> None:
-        for row, (path, (waiting, following)) in enumerate(zip(nodes, state.pending, strict=True)):
-            new = verified.hidden[row, [0, *path]]
-            state.pending[row] = (torch.cat([waiting, new]), following + list(tokens[row]))
-        if max(len(following) for _, following in state.pending) > _MAX_PENDING:
+        device, num_new = state.waiting.device, max(map(len, tokens))
+        counts = [len(following) for following in state.following]
+        if max(counts) + num_new > state.waiting.shape[1]:
+            state.waiting = _with_places(state.waiting, 2 * (max(counts) + num_new))
+        # Rows with fewer new entries get the root's again, in places that their next entries take.
+        judged = torch.tensor([[0, *path, *[0] * (num_new - 1 - len(path))] for path in nodes], device=device)
+        rows = torch.arange(len(counts), device=device)[:, None]
+        places = torch.tensor(counts, device=device)[:, None] + torch.arange(num_new, device=device)
+        state.waiting[rows, places] = verified.hidden[rows, judged]
+        for following, new in zip(state.following, tokens, strict=True):
+            following += new
+        if max(map(len, state.following)) > _MAX_WAITING:
             self._refresh(state)
 
     @torch.no_grad()
@@ -124,27 +136,46 @@ class Eagle3Drafter:
             depth += 1
 
     def _refresh(self, state: Eagle3State) -> None:
-        """Runs the entries whose true features came in with the last round."""
-        counts = [len(tokens) for _, tokens in state.pending]
-        if not any(counts):
-            return
+        """Runs the entries whose true features came in with the last rounds."""
+        counts = [len(following) for following in state.following]
         longest = max(counts)
-        features = torch.stack([nn.functional.pad(f, (0, 0, 0, longest - len(f))) for f, _ in state.pending])
-        tokens = torch.tensor([t + [0] * (longest - len(t)) for _, t in state.pending], device=features.device)
-        output = self._run_entries(state.cache, slice(0, len(counts)), features, tokens)
-        state.cache.commit([range(1, count) for count in counts])
-        last = torch.tensor(counts, device=features.device) - 1
-        newest = output[torch.arange(len(counts), device=features.device), last]
-        state.hidden = torch.where(last[:, None] >= 0, newest, state.hidden)  # rows that joined have run theirs
-        state.pending = [(features[row, :0], []) for row in range(len(counts))]
+        if longest == 0:
+            return
+        tokens = [[*following, *[0] * (longest - len(following))] for following in state.following]
+        features = state.waiting[:, :longest]
+        device = features.device
+        everyone = slice(0, len(counts))
+        output = self._run_entries(state.cache, everyone, features, torch.tensor(tokens, device=device), counts)
+        rows = [row for row, count in enumerate(counts) if count]  # one that has just joined has nothing waiting
+        state.hidden[rows] = output[rows]
+        state.following = [[] for _ in counts]
 
-    def _run_entries(self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs [B, W, H] of W entries behind the committed ones: the target's features, and each next token."""
-        width = tokens.shape[1]
-        place = torch.arange(width, device=tokens.device)
-        positions = torch.tensor(cache.lengths[rows], device=tokens.device)[:, None] + place
-        causal = (place[:, None] >= place).expand(len(tokens), -1, -1)
-        return self._forward(cache, rows, tokens, self.head.fuse(features), positions, causal, offset=0)
+    def _run_entries(
+        self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        """Commits entries, the target's features [B, W, 3H] and each next token [B, W], the first `counts` of each row.
+
+        Returns the output [B, H] at each row's last. Of the others only keys and values are of use, and only those
+        are worked out.
+        """
+        device, width = tokens.device, tokens.shape[1]
+        starts, number = torch.tensor(cache.lengths[rows], device=device), torch.tensor(counts, device=device)
+        cache.aim(rows, width, device)
+        hidden = self.head.fuse(features)
+        positions = starts[:, None] + torch.arange(width, device=device)
+        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
+        key, value = cache.update(key, value, 0)
+        each, last = torch.arange(len(counts), device=device), (number - 1).clamp(min=0)
+        query, hidden = query[each, :, last][:, :, None], hidden[each, last][:, None]
+
+        window = self.head.config.sliding_window
+        slots, ends = torch.arange(key.shape[2], device=device), (starts + number)[:, None]
+        unseen = (slots >= ends) | (slots < ends - window if window is not None else False)  # [B, S]
+        mask = torch.zeros(unseen.shape, dtype=query.dtype, device=device).masked_fill_(unseen, -torch.inf)
+        num_groups = query.shape[1] // key.shape[1]
+        output = self.head.finish(attend(query, key, value, mask[:, None, None].repeat(1, 1, num_groups, 1)), hidden)
+        cache.advance(counts)
+        return output[:, 0]
 
     def _forward(
         self,
@@ -193,3 +224,8 @@ def drafter_for(head: Eagle3Head, settings: TreeSettings | None = None) -> Eagle
             return CapturedDrafter(head, settings)
         warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
     return Eagle3Drafter(head, settings)
+
+
+def _with_places(waiting: Tensor, count: int) -> Tensor:
+    """The same [B, count, 3H], with room behind."""
+    return nn.functional.pad(waiting, (0, 0, 0, count - waiting.shape[1]))

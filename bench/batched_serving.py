@@ -1,0 +1,256 @@
+"""Many requests decoded together, plainly and with Graft: what speculation is worth as the batch grows.
+
+    python bench/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
+
+The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
+closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
+Nothing is kept from turn to turn: no pages of prompts, and Graft starts each with what the warm-up taught it.
+`--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
+On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from graft.bench.costume import Shape, wear, wear_head
+from graft.bench.results import environment
+from graft.bench.tasks import Question, Task, questions, read_tasks
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.engine import Engine
+from graft.learn.profile import equip
+from graft.loading import load, load_drafter, packaged_head, tree_settings
+from graft.models.registry import DEFAULT_MODEL
+from graft.sampling import SamplingSettings
+from graft.serve.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
+
+PLAIN, GRAFT = "plain", "graft"
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request as its user sees it; times in seconds since it was made."""
+
+    job: Job
+    start: float
+    first: float = 0.0  # when the first tokens came
+    num_first: int = 0
+    last: float = 0.0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.job.sequences[0].new_ids
+
+    @property
+    def per_token(self) -> float:
+        """After the first tokens, of which speculation may bring several at once."""
+        return (self.last - self.first) / max(len(self.ids) - self.num_first, 1)
+
+
+@dataclass
+class Turn:
+    """All prompts asked once."""
+
+    seconds: float
+    answers: list[Asked] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return sum(len(answer.ids) for answer in self.answers) / self.seconds
+
+    def figures(self) -> dict[str, Any]:
+        stats = [answer.job.sequences[0].stats for answer in self.answers]
+        rounds = sum(each.rounds for each in stats)
+        return {
+            "tokens_per_second": self.rate,
+            "time_to_first_token": spread([answer.first for answer in self.answers]),
+            "time_per_token": spread([answer.per_token for answer in self.answers]),
+            "mean_accepted": 1 + sum(each.accepted for each in stats) / rounds,
+            "plain_rounds": sum(each.plain_rounds for each in stats) / rounds,
+            "passes_per_round": sum(each.draft_passes for each in stats) / rounds,
+            "nodes_per_round": sum(each.nodes for each in stats) / rounds,
+        }
+
+
+def main() -> None:
+    arguments = parsed()
+    engine = make_engine(arguments)
+    asked = all_questions(arguments.data, engine, arguments)
+    lessons = all_questions([arguments.warmup], engine, arguments)[: arguments.warmup_limit] if arguments.warmup else []
+    rows = max(arguments.max_rows, *arguments.concurrency)
+    room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
+    scheduler = Scheduler(engine, SchedulerSettings(rows, len(asked), rows * room, prefix_cache_tokens=0))
+    fp32 = engine.target.model.dtype == torch.float32
+    results = []
+    knowing = engine.policy.state()
+    for concurrency in arguments.concurrency:
+        engine.policy.restore(knowing)
+        for method in (PLAIN, GRAFT):  # learns what the machine's steps cost, too, and captures those of a GPU
+            take_turn(scheduler, engine, lessons or asked[:concurrency], concurrency, method, arguments)
+        learned = engine.policy.state()
+        turns: dict[str, list[Turn]] = {PLAIN: [], GRAFT: []}
+        for _ in range(arguments.repeat):
+            for method in (PLAIN, GRAFT):
+                engine.policy.restore(learned)
+                turns[method].append(take_turn(scheduler, engine, asked, concurrency, method, arguments))
+        result = compared(concurrency, turns)
+        results.append(result)
+        print(line_of(result), flush=True)
+    scheduler.close()
+    if arguments.out is not None:
+        settings = {key: str(value) for key, value in vars(arguments).items()}
+        facts = {"settings": settings, "environment": environment(engine.target.device), "results": results}
+        arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if fp32 and any(result["different_texts"] for result in results):
+        sys.exit("texts differ")
+
+
+def make_engine(arguments: argparse.Namespace) -> Engine:
+    """The engine of `graft serve` for this model, as dear as another if wanted."""
+    plain = load(arguments.model, draft=None, policy="off", device=arguments.device, dtype=arguments.dtype)
+    model = plain.target.model
+    name = arguments.draft or (arguments.model if packaged_head(arguments.model) is not None else None)
+    drafter = load_drafter(name, model, tree_settings("graft", model.device)) if name not in (None, "none") else None
+    if arguments.as_cost_of is not None:
+        shape = Shape.named(arguments.as_cost_of)
+        model = wear(model, shape)
+        if drafter is not None:
+            head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
+            drafter = Eagle3Drafter(head, drafter.settings)
+    engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
+    equip(engine, "auto")
+    return engine
+
+
+def all_questions(paths: list[Path], engine: Engine, arguments: argparse.Namespace) -> list[Question]:
+    """One prompt of each file after the other, so that a batch is as mixed as its users."""
+    limit = arguments.limit if paths != [arguments.warmup] else arguments.warmup_limit
+    tasks: list[Task] = read_tasks(paths, limit)
+    by_task = [questions(task, engine, arguments.max_new_tokens, arguments.max_prompt_tokens) for task in tasks]
+    longest = max(map(len, by_task))
+    return [asked[place] for place in range(longest) for asked in by_task if place < len(asked)]
+
+
+def take_turn(
+    scheduler: Scheduler,
+    engine: Engine,
+    asked: list[Question],
+    concurrency: int,
+    method: str,
+    arguments: argparse.Namespace,
+) -> Turn:
+    """Asks everything once, `concurrency` at a time."""
+    done: queue.Queue[Asked] = queue.Queue()
+    clock = time.process_time if arguments.processor_time else time.perf_counter
+    start = clock()
+    answers: list[Asked] = []
+    for number, question in enumerate(asked):
+        if number >= concurrency:
+            done.get()
+        answers.append(ask(scheduler, engine, question, method, arguments, done))
+    for _ in range(min(concurrency, len(asked))):
+        done.get()
+    return Turn(clock() - start, answers)
+
+
+def ask(
+    scheduler: Scheduler,
+    engine: Engine,
+    question: Question,
+    method: str,
+    arguments: argparse.Namespace,
+    done: queue.Queue[Asked],
+) -> Asked:
+    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": 0}
+    sequences = engine.new_sequences(question.ids, SamplingSettings.of(options))
+
+    def listen(news: Update | Failure) -> None:
+        asked.last = time.perf_counter() - asked.start
+        if isinstance(news, Failure):
+            print(f"{question.id}: {news.message}", file=sys.stderr)
+            done.put(asked)
+            return
+        if not asked.first:
+            asked.first, asked.num_first = asked.last, len(news.ids)
+        if news.finish_reason is not None:
+            done.put(asked)
+
+    asked = Asked(Job(sequences, listen, speculates=method == GRAFT), time.perf_counter())
+    scheduler.submit(asked.job)
+    return asked
+
+
+def compared(concurrency: int, turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    texts = [[answer.ids for answer in turn.answers] for both in turns.values() for turn in both]
+    different = sum(any(text != same[0] for text in same) for same in zip(*texts, strict=True))
+    rates = {method: [turn.rate for turn in its] for method, its in turns.items()}
+    middle = {method: sorted(its, key=lambda turn: turn.rate)[len(its) // 2] for method, its in turns.items()}
+    return {
+        "concurrency": concurrency,
+        "requests": len(texts[0]),
+        "ratio": median(rates[GRAFT]) / median(rates[PLAIN]),
+        "different_texts": different,
+        "rates": rates,
+        **{method: turn.figures() | {"tokens_per_second": median(rates[method])} for method, turn in middle.items()},
+    }
+
+
+def line_of(result: dict[str, Any]) -> str:
+    def part(method: str) -> str:
+        its = result[method]
+        first, token = (
+            "/".join(f"{1e3 * its[name][key]:.0f}" for key in ("mean", "p50", "p95"))
+            for name in ("time_to_first_token", "time_per_token")
+        )
+        runs = ", ".join(f"{rate:.1f}" for rate in result["rates"][method])
+        return f"  {method:5} {its['tokens_per_second']:8.1f} tokens/s ({runs})  first {first} ms  a token {token} ms"
+
+    its = result[GRAFT]
+    return (
+        f"concurrency {result['concurrency']}: graft is {result['ratio']:.3f} of plain, "
+        f"{result['different_texts']} of {result['requests']} texts differ\n{part(PLAIN)}\n{part(GRAFT)}\n"
+        f"        accepted {its['mean_accepted']:.2f} a round, {its['nodes_per_round']:.1f} nodes, "
+        f"{its['passes_per_round']:.2f} draft passes, {its['plain_rounds']:.0%} of the rounds plain"
+    )
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    ranks = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 95)}
+    return {"mean": mean(ordered), **ranks}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--draft", help="an EAGLE-3 head, or none; the packaged one of the model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--as-cost-of", metavar="SHAPE", help="llama-8b, ...")
+    parser.add_argument("--data", type=Path, action="append", required=True, help="prompts; may be repeated")
+    parser.add_argument("--limit", type=int, help="take so many prompts of each file")
+    parser.add_argument("--max-prompt-tokens", type=int, help="cut longer prompts in the middle")
+    parser.add_argument("--warmup", type=Path, help="prompts to learn from that do not count")
+    parser.add_argument("--warmup-limit", type=int, default=16)
+    parser.add_argument("--concurrency", default="1,4,16", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeat", type=int, default=2, help="turns of each")
+    parser.add_argument("--processor-time", action="store_true", help="count tokens a second of the processor's time")
+    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
