@@ -16,10 +16,11 @@ from graft.host_pool import HostPool, make_pool
 from graft.learn.calibration import Calibration
 from graft.pool import NOBODY, Columns, Pool
 from graft.retrieve import Judged, Recall
-from graft.retrieve.base import nodes_in_context, nodes_in_context_by_torch
+from graft.retrieve.base import JudgedTrees, nodes_in_context, nodes_in_context_by_torch
 from graft.retrieve.copies import copies, copies_in_python
 from graft.retrieve.suffix import SuffixIndex
 from graft.retrieve.table import HostTables, SuccessorTable, SuccessorTables
+from graft.target import Verified
 from proposers import random_tree
 from tiny import tiny_model
 
@@ -216,6 +217,24 @@ def test_nodes_of_a_tree_come_in_the_same_order_and_context(seed, num_rows, num_
         for order in (nodes_in_context, nodes_in_context_by_torch)
     )
     assert all(map(torch.equal, one, other))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 12), st.booleans())
+def test_a_round_is_learned_directly_as_it_is_by_way_of_its_nodes(seed, num_rows, num_nodes, isolated):
+    rng = random.Random(seed)
+    tree = random_tree(rng, [rng.randrange(TOKENS) for _ in range(num_rows)], num_nodes, vocab_size=TOKENS)
+    histories = [[rng.randrange(TOKENS) for _ in range(rng.randrange(1, 4))] for _ in range(num_rows)]
+    salts = torch.arange(num_rows) if isolated else None
+    # As a captured step gives them: part of wider rows.
+    found = torch.randint(TOKENS, (num_rows, tree.width + 2, 3), dtype=torch.int32)[:, : tree.width]
+    logits = torch.tensor([2.0, 1.03, 0.4]).repeat(num_rows, tree.width + 2, 1)[:, : tree.width]
+    verified = Verified(tree.tokens, logits, logits, highest=(found, logits))
+    one, other = (some_tables(HostTables, 6, isolated) for _ in range(2))
+    one.learn(JudgedTrees(verified, tree, histories, salts))
+    other.learn(Judged.of_trees(verified, tree, histories, salts))
+    for direct, by_nodes in zip(one.tables, other.tables, strict=True):
+        assert all(torch.equal(column, by_nodes.state()[name]) for name, column in direct.state().items())
 
 
 # Copies

@@ -87,8 +87,7 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
     """By row: the node of a token below a parent, of equal ones the first."""
-    columns = (tree.parents.tolist(), tree.tokens.tolist(), tree.sources.tolist())
     return [
         {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}
-        for parents, tokens, sources in zip(*columns, strict=True)
+        for tokens, parents, sources in zip(*tree.lists, strict=True)
     ]

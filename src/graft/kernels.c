@@ -483,6 +483,41 @@ int graft_learn(
     return failed;
 }
 
+/* `graft_nodes_in_context` and `graft_learn` in one, from the likeliest tokens after each node and their logits, best
+   first, [num_rows][row_stride] of [width][num_successors] each. */
+int graft_learn_trees(
+    const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
+    int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
+    const int64_t *salts) {
+    int32_t entries[64];
+    int64_t buckets = tables[0].num_buckets;
+    if (num_successors > tables[0].num_successors || num_successors > 64) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t i = width - 1; i >= 0; i--) {
+            int64_t first = r * width, node = sources[first + i] == PADDING ? 0 : i, parent = parents[first + node];
+            if (parent < 0 || parent >= width || parents[first + parent] < 0 || parents[first + parent] >= width)
+                return OUT_OF_RANGE;
+            int64_t last = node ? tokens[first + parent] : before[r];
+            int64_t second = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
+            const int32_t *said = successors + r * row_stride + i * num_successors;
+            const float *own = logits + r * row_stride + i * num_successors;
+            float total = 0.0f;
+            for (int64_t s = 0; s < num_successors; s++) total += expf(own[s] - own[0]);
+            for (int64_t s = 0; s < num_successors; s++)
+                entries[s] = (int32_t)(said[s] * buckets + bucket_of(expf(own[s] - own[0]) / total, buckets));
+            for (int64_t t = 0; t < num_tables; t++) {
+                int64_t tag, row = table_row(
+                    tables + t, tokens[first + node], last, second, salts == NULL ? 0 : salts[r], &tag);
+                if (row < 0) return OUT_OF_RANGE;
+                memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
+                if (tables[t].tags != NULL) tables[t].tags[row] = tag;
+            }
+        }
+    }
+    return OK;
+}
+
 /* What a table knows after a node under a salt, or NULL. */
 static const int32_t *known_after(const Table *table, const Row *row, int64_t node, int64_t salt) {
     int64_t tag, place = table_row(

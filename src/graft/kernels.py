@@ -88,6 +88,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
     "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],
+    "graft_learn_trees": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8],
     "graft_copies": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -110,16 +111,16 @@ class TreeRow:
     ) -> None:
         """considered: the tree with more nodes behind its own, which were pruned."""
         self._tree, self._considered, self._row = tree, considered or tree, row
-        self._sources: list[int] = tree.sources[row].tolist()
-        self._logits = logits[row]  # [N, V]
+        self._sources = tree.lists[2][row]
+        self._logits = logits
         self._names = source_names
         self.num_nodes = sum(source > 0 for source in self._sources)
 
     def source(self, node: int) -> str:
         return self._names[self._sources[node]]
 
-    def proposed_by_source(self) -> list[str]:
-        return [self._names[source] for source in self._sources if source > 0]
+    def proposed_by_source(self) -> dict[str, int]:
+        return {self._names[source]: count for source, count in Counter(self._sources).items() if source > 0}
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
         """The round in plain lists, without the places that hold no node."""
@@ -140,7 +141,7 @@ class TreeRow:
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
-        logprobs = torch.log_softmax(self._logits[node], dim=0)
+        logprobs = torch.log_softmax(self._logits[self._row, node], dim=0)
         values, tokens = logprobs.topk(min(num_alternatives, len(logprobs)))
         alternatives = dict(zip(tokens.tolist(), values.tolist(), strict=True))
         return TokenLogprob(token, float(logprobs[token]), alternatives)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class DraftTree:
     def valid(self) -> Tensor:
         """[B, N] bool, False where a place is padding."""
         return self.sources != PADDING
+
+    @cached_property
+    def lists(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Tokens, parents and sources, by row: for who goes from node to node."""
+        return self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
 
     @property
     def width(self) -> int:

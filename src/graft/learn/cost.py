@@ -52,6 +52,15 @@ class SecondsBySize:
         self._seconds = {_size(1): of_one_row} if of_one_row else {}
 
 
+def plans(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
+    """A plan for every choice of width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes of all rows."""
+    most = len(gains)
+    return [
+        Plan(width, num_rows + (gains[min(width - 1, most) - 1] if width > 1 and gains else 0.0), seconds)
+        for width, seconds in choices
+    ]
+
+
 class VerifyCost:
     """Seconds of a verify of W tokens a row, for a few widths W, kept up to date by what rounds really take."""
 
@@ -121,16 +130,9 @@ class VerifyCost:
         """Of a round of the least width."""
         return self.seconds(next(iter(self._seconds)), num_rows)
 
-    def plans(self, gains: Sequence[float], num_rows: int = 1, overhead: float = 0.0) -> list[Plan]:
-        """A plan for every width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes, all rows together.
-
-        overhead: seconds that a round with a tree takes beside its verify.
-        """
-        return [
-            Plan(width, num_rows + (gains[min(width - 1, len(gains)) - 1] if width > 1 and gains else 0.0), seconds)
-            for width in self._seconds
-            for seconds in (self.seconds(width, num_rows) + (overhead if width > 1 else 0.0),)
-        ]
+    def choices(self, num_rows: int = 1, overhead: float = 0.0) -> list[tuple[int, float]]:
+        """Every width, and what a round of it takes. overhead: seconds of one with a tree beside its verify."""
+        return [(width, self.seconds(width, num_rows) + (overhead if width > 1 else 0.0)) for width in self._seconds]
 
     def doubt(self, used: int, num_rows: int = 1) -> None:
         """Estimates of widths that the round does not use lose a little of their weight, until one is tried again."""

@@ -18,7 +18,7 @@ from graft.draft.base import Drafter, DraftState
 from graft.host_pool import make_pool
 from graft.index.store import Datastore
 from graft.pool import Pool, before_roots
-from graft.retrieve.base import History, Judged, Learner
+from graft.retrieve.base import History, Judged, JudgedTrees, Learner
 from graft.settings import Settings, require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
@@ -96,13 +96,13 @@ class Policy(ABC):
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch)))
+            self.learn_judged(JudgedTrees(verified, tree, histories, self._salts(batch)))
         self.learn_accepted(tree, accepted, seconds)
 
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""
 
-    def learn_judged(self, judged: Judged) -> None:
+    def learn_judged(self, judged: Judged | JudgedTrees) -> None:
         """Learns what the target thinks follows each of some tokens."""
         for retriever in self.retrievers:
             retriever.learn(judged)

@@ -18,7 +18,7 @@ from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.learn.cost import WIDTHS, Plan, SecondsBySize, VerifyCost
+from graft.learn.cost import WIDTHS, Plan, SecondsBySize, VerifyCost, plans
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
@@ -64,6 +64,7 @@ class Graft(Policy):
         self._calibration = Calibration(priors)
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._uncounted: tuple[Pool, Accepted] | None = None  # of the last round, until there is time
+        self._choices: list[tuple[int, float]] = []  # this round's widths, and what each takes
         self._planned_seconds = 0.0
         self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
         self._look_seconds = 0.0  # of this round, without drafting
@@ -88,9 +89,9 @@ class Graft(Policy):
         self._calibration.observe(pool, accepted.tokens)
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The tree of the likeliest proposals and their path probabilities; a few more than the budget, to be shown."""
+        """The tree of the likeliest proposals and their path probabilities."""
         pool.merge(DRAFTED, self._calibration.chances)
-        return pool.best(budget + _SHOWN, max_depth)
+        return pool.best(budget, max_depth)
 
     # The round
 
@@ -112,6 +113,7 @@ class Graft(Policy):
         self._planned_seconds = self._cost.plain_seconds(num_rows)
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
+        self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows, num_rows * self._overheads.get(1)))
         pool = self.new_pool(batch, roots)
         with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
@@ -125,7 +127,8 @@ class Graft(Policy):
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             widest = max(self._cost.widths)
-            tree, paths = self.best_of(pool, widest - 1, batch.max_depth)
+            num_shown = _SHOWN if any(sequence.is_recorded for sequence in batch.sequences) else 0
+            tree, paths = self.best_of(pool, widest - 1 + num_shown, batch.max_depth)
             width, seconds = self._best_width(paths[:, :widest])
             self._prospect_from(pool, passes, reaches, width)
         self._pool = pool
@@ -228,8 +231,8 @@ class Graft(Policy):
 
     def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
-        rate, num_rows = self._rate(len(going)), len(going)
-        pass_seconds = self._seconds_of_pass(num_rows)
+        num_rows = len(going)
+        rate, pass_seconds = self._rate(num_rows), self._seconds_of_pass(num_rows)
         gains = [self._prospect.gains(num_done, reach[row]) for row in range(num_rows)]
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted: to each row its own
             return [
@@ -279,9 +282,7 @@ class Graft(Policy):
 
     def _plans(self, paths: list[list[float]]) -> list[Plan]:
         """Of rounds that verify the best nodes of every row; paths: their probabilities, by row."""
-        gains = list(accumulate(map(sum, zip(*paths, strict=True))))
-        num_rows = len(paths)
-        return self._cost.plans(gains, num_rows, self._overheads.get(num_rows, num_rows * self._overheads.get(1)))
+        return plans(self._choices, list(accumulate(map(sum, zip(*paths, strict=True)))), len(paths))
 
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""

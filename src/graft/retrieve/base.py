@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,20 @@ class Judged:
         return cls(*order(tree, histories, salts, *(column.flatten(0, 1) for column in verified.likeliest())))
 
 
+@dataclass(frozen=True)
+class JudgedTrees:
+    """A round's judgement as it came, for who can learn from it directly; `all` is what others learn from."""
+
+    verified: Verified
+    tree: DraftTree
+    histories: Sequence[Sequence[int]]
+    salts: Tensor | None
+
+    @cached_property
+    def all(self) -> Judged:
+        return Judged.of_trees(self.verified, self.tree, self.histories, self.salts)
+
+
 def nodes_in_context(
     tree: DraftTree, histories: Sequence[Sequence[int]], salts: Tensor | None, successors: Tensor, shares: Tensor
 ) -> tuple[Tensor, ...]:
@@ -104,7 +119,7 @@ class Learner(Protocol):
 
     names: tuple[str, ...]  # of its sources, which it numbers from 0
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         """Takes in the target's judgement of a prompt chunk or of verified trees, accepted or not."""
         ...
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
 from graft.retrieve.table import adjacency_table, make_tables
 
 
@@ -19,7 +19,7 @@ class AdjacencyMatrix:
         self.table = adjacency_table(vocab_size, isolated)
         self._tables = make_tables([self.table])
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         self._tables.learn(judged)
 
     def finish(self, history: History) -> None:

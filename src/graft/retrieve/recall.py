@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
 from graft.retrieve.table import ISOLATED_ROWS, SuccessorTable, adjacency_table, make_tables
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
@@ -50,7 +50,7 @@ class Recall:
     def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
         pool.follow(self._tables, chances, first, self._waves, self._beam, max_depth)
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         self._tables.learn(judged)
 
     def finish(self, history: History) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
 from graft.retrieve.copies import MATCHES, MAX_MATCH, Occurrences, copies
 from graft.retrieve.rows import Row
 
@@ -126,7 +126,7 @@ class SuffixLookup:
             rows.append(row.columns)
         pool.add_rows(rows, chances)
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         """Nothing to do: texts are taken from their histories."""
 
     def finish(self, history: History) -> None:

@@ -8,6 +8,7 @@ fixed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import Array
 from functools import cached_property
@@ -20,7 +21,8 @@ from torch import Tensor
 from graft.buckets import NUM_BUCKETS, probability_bucket
 from graft.hashing import mix64
 from graft.kernels import TableStruct, available, kernels, plain
-from graft.retrieve.base import Judged
+from graft.pool import last_before_roots
+from graft.retrieve.base import Judged, JudgedTrees
 from graft.target.verified import NUM_SUCCESSORS
 
 COLD = -1  # stands for the successor of an n-gram that was never judged
@@ -147,20 +149,45 @@ class SuccessorTables:
         found, evidence = unpack(entries.long())
         return found, numbers.expand_as(found), evidence
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         for table in self.tables:
-            table.learn(judged)
+            table.learn(judged.all if isinstance(judged, JudgedTrees) else judged)
 
 
 class HostTables(SuccessorTables):
     """The same, learning by `kernels.c`."""
 
-    def learn(self, judged: Judged) -> None:
+    def learn(self, judged: Judged | JudgedTrees) -> None:
         library: Any = kernels()
+        if isinstance(judged, JudgedTrees):
+            if judged.verified.highest is not None:
+                return self._learn_trees(judged, *judged.verified.highest)
+            judged = judged.all
         whole = (judged.tokens, judged.before, judged.earlier, judged.salts, judged.successors)
         columns = [*map(plain, whole), plain(judged.shares, torch.float32)]
         addresses = (column.data_ptr() for column in columns)
         library.graft_learn(self.structs, len(self.structs), *judged.successors.shape, *addresses)
+
+    def _learn_trees(self, judged: JudgedTrees, successors: Tensor, logits: Tensor) -> None:
+        """successors int32 and logits [B, W, k] in rows that may be longer."""
+        library: Any = kernels()
+        tree, salts = judged.tree, None if judged.salts is None else plain(judged.salts)
+        num_successors = successors.shape[2]
+        assert successors.stride()[1:] == logits.stride()[1:] == (num_successors, 1)
+        assert len(successors) == 1 or successors.stride(0) == logits.stride(0)
+        before, earlier = (array("q", column) for column in last_before_roots(judged.histories))
+        columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources)]
+        library.graft_learn_trees(
+            self.structs,
+            len(self.structs),
+            *tree.tokens.shape,
+            num_successors,
+            successors.stride(0),
+            *(column.data_ptr() for column in (*columns, successors, logits)),
+            before.buffer_info()[0],
+            earlier.buffer_info()[0],
+            None if salts is None else salts.data_ptr(),
+        )
 
 
 def unpack(entries: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,10 @@ class Inputs:
     def fill(self, tree: DraftTree, lengths: Sequence[int]) -> None:
         """Takes in the trees of the first rows. Other rows have no text, and whatever tree they had before."""
         rows, width = tree.tokens.shape
-        head = [width, *[0] * (ALIGNED - 1), *lengths]
-        self._head[:] = torch.tensor(head + [0] * (len(self._head) - len(head)))
-        self.tokens[:rows, :width], self.parents[:rows, :width] = tree.tokens, tree.parents
+        head = self._head.numpy()
+        head[0], head[ALIGNED : ALIGNED + rows], head[ALIGNED + rows :] = width, lengths, 0
+        self.tokens.numpy()[:rows, :width] = tree.tokens.numpy()
+        self.parents.numpy()[:rows, :width] = tree.parents.numpy()
 
 
 class Place:
