@@ -728,9 +728,9 @@ def test_looks_that_find_nothing_become_rare():
     policy._cost = cost_of({1: 1.0, 2: 1.5})
     rests = []
     for _ in range(8):
-        policy._rest(was_idle=True, seconds=0.2, num_rows=1)
+        policy._rest(was_idle=True, seconds=0.06, num_rows=1)
         rests.append(policy._num_rests)
-    assert rests == [1, 2, 4, 8, 16, 20, 20, 20], "until they take a hundredth of the time"
+    assert rests == [1, 2, 3, 4, 5, 6, 6, 6], "until they take a hundredth of the time"
     policy._rest(was_idle=False, seconds=0.2, num_rows=1)
     assert policy._num_rests == 0
     policy._rest(was_idle=True, seconds=0.001, num_rows=1)

@@ -296,11 +296,11 @@ class Graft(Policy):
     # Looking costs time too
 
     def _rest(self, was_idle: bool, seconds: float, num_rows: int) -> None:
-        """After a look that found nothing worth verifying a round goes by without one; after the next one two, then
-        four: until looks take no more than a small share of the time."""
+        """The more looks in a row found nothing worth verifying, the more rounds go by without one, until such looks
+        take no more than a small share of the time."""
         self._num_idle_looks = self._num_idle_looks + 1 if was_idle else 0
         enough = seconds / (_IDLE_SHARE * self._cost.plain_seconds(num_rows))
-        self._num_rests = int(min(2 ** min(self._num_idle_looks, 16) // 2, enough))
+        self._num_rests = min(self._num_idle_looks, int(enough))
 
     def _is_resting(self) -> bool:
         if self._num_rests == 0:
