@@ -138,7 +138,11 @@ def json_answers(port: int, count: int) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(count)))
-    say(f"{count} answers at temperature 1 that must fit a schema ({len(texts)} different ones)", dict(seen), {"valid": count})
+    say(
+        f"{count} answers at temperature 1 that must fit a schema ({len(texts)} different ones)",
+        dict(seen),
+        {"valid": count},
+    )
 
 
 def flood(client: httpx.Client, count: int) -> None:

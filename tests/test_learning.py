@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graft import Engine
 from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
 from graft.learn.calibration import Calibration
-from graft.learn.cost import SecondsBySize, VerifyCost
+from graft.learn.cost import MeansBySize, VerifyCost
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool, before_roots
@@ -714,8 +714,8 @@ def test_batches_of_about_one_size_have_costs_of_their_own():
     assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
 
 
-def test_seconds_by_size_are_estimated_until_they_are_seen():
-    seconds = SecondsBySize()
+def test_means_by_size_are_estimated_until_they_are_seen():
+    seconds = MeansBySize()
     assert seconds.get(4, estimate=0.5) == 0.5
     seconds.observe(4, 2.0)
     assert seconds.get(3, estimate=0.5) == 2.0 and seconds.get(5, estimate=0.5) == 0.5
