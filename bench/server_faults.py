@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx2 as httpx
@@ -99,10 +99,8 @@ def gone_clients(client: httpx.Client) -> None:
             for number, _ in enumerate(response.iter_lines()):
                 if number > 4:
                     break
-    try:
+    with suppress(httpx.TimeoutException):
         client.post(CHAT, json={**STORY, "max_tokens": 2000}, timeout=2)
-    except httpx.TimeoutException:
-        pass
     deadline = time.monotonic() + 10
     while metric(client, "num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.2)

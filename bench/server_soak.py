@@ -3,7 +3,8 @@
     graft serve --port 8000 & python bench/server_soak.py --pid $! --minutes 20
 
 Chats and completions, streamed and whole, greedy and sampled, constrained, racing lanes, cancelled ones and wrong ones,
-a few at a time. The resident memory is sampled every ten seconds; the slope is that of a line through its second half.
+a few at a time. The resident memory is sampled every ten seconds. Memory that is free again goes back when the next
+request comes, so of each minute the least counts, and after the load, what is held when a few short requests were made.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def main() -> None:
         time.sleep(10)
     for user in users:
         user.join()
-    late = samples[len(samples) // 2 :]
-    print(f"{slope(late) * 600:+.1f} MB in ten minutes, over the second half; {dict(seen)}")
+    for _ in range(3):
+        httpx.post(f"{arguments.url}/v1/completions", json={"prompt": "hello", "max_tokens": 4}, timeout=600)
+    least = [min(megabytes for _, megabytes in samples[start : start + 6]) for start in range(0, len(samples), 6)]
+    print(f"MB by the minute: {', '.join(f'{megabytes:.0f}' for megabytes in least)}")
+    print(f"after the load: {resident_megabytes(arguments.pid):.0f} MB; {dict(seen)}")
 
 
 def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
@@ -76,13 +80,6 @@ def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
 def resident_megabytes(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
-
-
-def slope(samples: list[tuple[float, float]]) -> float:
-    """Of the line nearest to them, a second."""
-    middle, level = (sum(column) / len(samples) for column in zip(*samples, strict=True))
-    spread = sum((x - middle) ** 2 for x, _ in samples)
-    return sum((x - middle) * (y - level) for x, y in samples) / spread if spread else 0.0
 
 
 if __name__ == "__main__":
