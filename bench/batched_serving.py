@@ -26,7 +26,7 @@ import torch
 from graft.bench.costume import Shape, wear, wear_head
 from graft.bench.results import environment
 from graft.bench.tasks import Question, Task, questions, read_tasks
-from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.drafter import drafter_for
 from graft.engine import Engine
 from graft.learn.profile import equip
 from graft.loading import load, load_drafter, packaged_head, tree_settings
@@ -126,7 +126,7 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
         model = wear(model, shape)
         if drafter is not None:
             head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
-            drafter = Eagle3Drafter(head, drafter.settings)
+            drafter = drafter_for(head, drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")
     return engine

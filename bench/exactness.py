@@ -6,14 +6,16 @@ Answers the benchmark's prompts plainly, then once more with trees along the sam
 it goes on with the token of the plain answer. So every place is compared, not only those before a first departure. A
 departure is a place whose likeliest token is another. `bits` counts places whose highest logit has other bits. A gap is
 how far the plain token's logit lies below the highest, in the round that departs. Without exact steps each width has
-matrix products of its own, whose sums round differently. `--dry-run` goes through all of it with a tiny model, without
-a GPU in Triton's interpreter.
+matrix products of its own, whose sums round differently: that shows in wide models, for which `--shape` makes one of
+random weights (its text is none, and its logits lie closer together than a trained model's). `--dry-run` goes through
+all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from torch import Tensor
 if "--dry-run" in sys.argv:  # before Triton is imported
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     import interpreter  # noqa: F401
+
+from step_time import MODELS, make_model
 
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
 from graft.engine import Engine, exact_width
@@ -122,6 +126,7 @@ class Forced:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--shape", choices=MODELS, help="a model of random weights of that shape instead")
     parser.add_argument("--data", action="append", type=Path, help="prompt files; the built-in tasks if none")
     parser.add_argument("--tokens", type=int, default=50_000, help="places to compare")
     parser.add_argument("--answer", type=int, default=512, help="tokens of an answer")
@@ -140,6 +145,11 @@ def main() -> None:
         CapturedTarget.widths = (1, 2)
         options.tokens, options.answer, options.rows, options.budget = 8, 4, 2, 1
         engine, prompts = tiny_engine(), [[5, 6, 7], [8, 9]]
+    elif options.shape is not None:
+        shape, vocab = MODELS[options.shape]
+        rng = random.Random(0)
+        engine = Engine(make_model(shape, vocab, max_positions=2048), policy="off")
+        prompts = [[rng.randrange(vocab) for _ in range(64)] for _ in range(options.rows)]
     else:
         engine = load(options.model, draft=None, policy="off", profile=None)
         tasks = read_tasks(options.data) if options.data else built_in_tasks()
@@ -151,7 +161,12 @@ def main() -> None:
         tallies["exact" if is_exact else "not exact"] = tally = compare(engine, prompts, options, width)
         print(f"{'exact' if is_exact else 'not exact'}: {tally}", flush=True)
     if options.out is not None:
-        facts = {"model": options.model, "policy": options.policy, "budget": options.budget, "rows": options.rows}
+        facts = {
+            "model": options.shape or options.model,
+            "policy": options.policy,
+            "budget": options.budget,
+            "rows": options.rows,
+        }
         options.out.write_text(json.dumps(facts | {name: vars(tally) for name, tally in tallies.items()}) + "\n")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graft import Engine
 from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
 from graft.learn.calibration import Calibration
-from graft.learn.cost import SecondsBySize, VerifyCost, plans
+from graft.learn.cost import MeansBySize, VerifyCost, plans
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool, before_roots
@@ -719,8 +719,8 @@ def test_batches_of_about_one_size_have_costs_of_their_own():
     assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
 
 
-def test_seconds_by_size_are_estimated_until_they_are_seen():
-    seconds = SecondsBySize()
+def test_means_by_size_are_estimated_until_they_are_seen():
+    seconds = MeansBySize()
     assert seconds.get(4, estimate=0.5) == 0.5
     seconds.observe(4, 2.0)
     assert seconds.get(3, estimate=0.5) == 2.0 and seconds.get(5, estimate=0.5) == 0.5
@@ -733,9 +733,9 @@ def test_looks_that_find_nothing_become_rare():
     policy._cost = cost_of({1: 1.0, 2: 1.5})
     rests = []
     for _ in range(8):
-        policy._rest(was_idle=True, seconds=0.2, num_rows=1)
+        policy._rest(was_idle=True, seconds=0.06, num_rows=1)
         rests.append(policy._num_rests)
-    assert rests == [1, 2, 4, 8, 16, 20, 20, 20], "until they take a hundredth of the time"
+    assert rests == [1, 2, 3, 4, 5, 6, 6, 6], "until they take a hundredth of the time"
     policy._rest(was_idle=False, seconds=0.2, num_rows=1)
     assert policy._num_rests == 0
     policy._rest(was_idle=True, seconds=0.001, num_rows=1)

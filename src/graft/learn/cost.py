@@ -33,23 +33,24 @@ class Plan(NamedTuple):
         return self.tokens - rate * self.seconds
 
 
-class SecondsBySize:
-    """Seconds of something by the size of the batch: running means of what was seen, before that an estimate."""
+class MeansBySize:
+    """Running means by the size of the batch; before anything was seen, an estimate."""
 
-    def __init__(self, blend: float = _BLEND) -> None:
-        self._blend = blend
-        self._seconds: dict[int, float] = {}
+    def __init__(self, blend: float = _BLEND, hiccup: float = _HICCUP) -> None:
+        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for."""
+        self._blend, self._hiccup = blend, hiccup
+        self._means: dict[int, float] = {}
 
     def get(self, num_rows: int, estimate: float = 0.0) -> float:
-        return self._seconds.get(_size(num_rows), estimate)
+        return self._means.get(_size(num_rows), estimate)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Takes in what was seen. A hiccup of the machine counts for little."""
-        known = self.get(num_rows, seconds)
-        self._seconds[_size(num_rows)] = known + self._blend * (min(seconds, _HICCUP * known) - known)
+    def observe(self, num_rows: int, value: float, estimate: float | None = None) -> None:
+        known = self.get(num_rows, value if estimate is None else estimate)
+        self._means[_size(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
 
-    def restore(self, of_one_row: float) -> None:
-        self._seconds = {_size(1): of_one_row} if of_one_row else {}
+    def restart(self, of_one_row: float = 0.0) -> None:
+        """Forgets what was seen, and knows at most that of a row alone."""
+        self._means = {_size(1): of_one_row} if of_one_row else {}
 
 
 def plans(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:

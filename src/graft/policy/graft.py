@@ -6,6 +6,7 @@ Draft while another pass is worth its time (prune), hang what was retrieved wher
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -18,7 +19,7 @@ from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.learn.cost import WIDTHS, Plan, SecondsBySize, VerifyCost, plans
+from graft.learn.cost import WIDTHS, MeansBySize, Plan, VerifyCost, plans
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
@@ -66,10 +67,11 @@ class Graft(Policy):
         self._uncounted: tuple[Pool, Accepted] | None = None  # of the last round, until there is time
         self._choices: list[tuple[int, float]] = []  # this round's widths, and what each takes
         self._planned_seconds = 0.0
-        self._tokens, self._seconds = 0.0, 0.0  # of a row's usual round, running means
+        self._tokens = MeansBySize(_BLEND, math.inf)  # of a row's usual round
+        self._seconds = MeansBySize(_BLEND, math.inf)
         self._look_seconds = 0.0  # of this round, without drafting
-        self._overheads = SecondsBySize(_BLEND)  # of a round with a tree beside drafting and verifying
-        self._pass_seconds = SecondsBySize()
+        self._overheads = MeansBySize(_BLEND)  # of a round with a tree beside drafting and verifying
+        self._pass_seconds = MeansBySize()
         self._num_looks = 0
         self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
         self._num_rests = 0  # rounds to come without a look
@@ -159,10 +161,9 @@ class Graft(Policy):
         if self._is_timed:
             self._cost.observe(tree.width, seconds, len(accepted))
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
-        if self._seconds == 0.0:  # before the first round all that is known is plain decoding
-            self._tokens, self._seconds = 1.0, self._cost.plain_seconds(len(accepted))
-        self._tokens += _BLEND * (num_tokens - self._tokens)
-        self._seconds += _BLEND * (self._planned_seconds - self._seconds)
+        # Before the first round all that is known is plain decoding.
+        self._tokens.observe(len(accepted), num_tokens, estimate=1.0)
+        self._seconds.observe(len(accepted), self._planned_seconds, self._cost.plain_seconds(len(accepted)))
 
     def state(self) -> dict[str, Tensor]:
         self.catch_up()
@@ -175,7 +176,8 @@ class Graft(Policy):
         self._uncounted = None
         self._restore_calibration(part_of(state, "calibration"))
         self._prospect.restore(part_of(state, "prospect"))
-        self._tokens = self._seconds = 0.0
+        self._tokens.restart()
+        self._seconds.restart()
         self._num_looks = self._num_idle_looks = self._num_rests = 0
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
@@ -197,7 +199,7 @@ class Graft(Policy):
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
             self._cost.restore(costs)
             self._prospect.seconds = float(costs["pass"])
-            self._overheads.restore(float(costs.get("host", 0.0)))
+            self._overheads.restart(float(costs.get("host", 0.0)))
 
     # Draft and prune
 
@@ -291,8 +293,8 @@ class Graft(Policy):
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second of a row's usual round; at least what plain decoding brings."""
-        plain = 1 / self._cost.plain_seconds(num_rows)
-        return max(self._tokens / self._seconds, plain) if self._seconds else plain
+        plain_seconds = self._cost.plain_seconds(num_rows)
+        return max(self._tokens.get(num_rows, 1.0) / self._seconds.get(num_rows, plain_seconds), 1 / plain_seconds)
 
     def _seconds_of_pass(self, num_rows: int) -> float:
         """Of a draft pass for so many rows; as long as none was made, it grows as a plain verify of them does."""
@@ -307,11 +309,11 @@ class Graft(Policy):
     # Looking costs time too
 
     def _rest(self, was_idle: bool, seconds: float, num_rows: int) -> None:
-        """After a look that found nothing worth verifying a round goes by without one; after the next one two, then
-        four: until looks take no more than a small share of the time."""
+        """The more looks in a row found nothing worth verifying, the more rounds go by without one, until such looks
+        take no more than a small share of the time."""
         self._num_idle_looks = self._num_idle_looks + 1 if was_idle else 0
         enough = seconds / (_IDLE_SHARE * self._cost.plain_seconds(num_rows))
-        self._num_rests = int(min(2 ** min(self._num_idle_looks, 16) // 2, enough))
+        self._num_rests = min(self._num_idle_looks, int(enough))
 
     def _is_resting(self) -> bool:
         if self._num_rests == 0:

@@ -1,10 +1,20 @@
 // The page: a chat whose tokens show who proposed them, and the rounds behind it. No framework, no build.
 
 const $ = (id) => document.getElementById(id);
-const conversation = []; // messages as the API takes them
+let conversation = []; // messages as the API takes them
 let stop = null; // an AbortController while an answer comes
 let shown = null; // the answer whose figures and rounds are shown
 const MAX_NODES = 40; // of a drawn tree, beside the accepted ones
+
+// What each source of grafts is, in words
+const SOURCES = {
+  suffix: "copied from this conversation",
+  past: "copied from earlier answers",
+  datastore: "copied from the index",
+  trigram: "what followed the same 3 tokens",
+  bigram: "what followed the same 2 tokens",
+  adjacency: "what followed the same token",
+};
 
 const kindOf = (origin) => (origin === "model" ? "model" : origin === "drafted" ? "drafted" : "grafted");
 
@@ -119,8 +129,9 @@ function stayAtEnd() {
 }
 
 async function ask(text) {
-  $("welcome")?.remove();
-  conversation.push({ role: "user", content: text });
+  $("welcome").hidden = true;
+  const talk = conversation; // a new one may begin before this answer has ended
+  talk.push({ role: "user", content: text });
   $("messages").append(element("div", "message user", text));
   const racing = $("race").checked;
   const answers = element("div", racing ? "answers racing" : "answers");
@@ -138,8 +149,8 @@ async function ask(text) {
   if (plain && plain.text && graft.text) sayWhoWon(plain, graft, answers);
   stop = null;
   $("send").textContent = "Send";
-  if (graft.text) conversation.push({ role: "assistant", content: graft.text });
-  else conversation.pop();
+  if (graft.text) talk.push({ role: "assistant", content: graft.text });
+  else talk.pop();
   showFigures();
   $("prompt").focus();
 }
@@ -157,7 +168,7 @@ function sayWhoWon(plain, graft, answers) {
   const same = plain.text === graft.text ? "The same text" : "Another text (stopped early?)";
   const words = `${same}; Graft was ${(graft.speed / plain.speed).toFixed(2)} times as fast. ` +
     "They share the machine, turn by turn: speeds count each one's own turns.";
-  const note = element("p", "quiet", words);
+  const note = element("p", "quiet message", words);
   note.id = "verdict";
   document.querySelectorAll("#verdict").forEach((old) => old.removeAttribute("id"));
   answers.after(note);
@@ -174,35 +185,36 @@ function show(answer) {
 }
 
 function showFigures() {
-  if (!shown) return;
-  $("speed").textContent = shown.numTokens ? shown.speed.toFixed(1) : "–";
-  $("accepted").textContent = shown.rounds.length ? shown.meanAccepted.toFixed(2) : "–";
-  $("rounds-count").textContent = shown.rounds.length || "–";
+  const rounds = shown?.rounds ?? [];
+  const counts = shown?.counts ?? {};
+  $("speed").textContent = shown?.numTokens ? shown.speed.toFixed(1) : "–";
+  $("accepted").textContent = rounds.length ? shown.meanAccepted.toFixed(2) : "–";
+  $("rounds-count").textContent = rounds.length || "–";
   const kinds = { drafted: 0, grafted: 0, model: 0 };
-  for (const [origin, count] of Object.entries(shown.counts)) kinds[kindOf(origin)] += count;
+  for (const [origin, count] of Object.entries(counts)) kinds[kindOf(origin)] += count;
   $("bar").replaceChildren(...Object.entries(kinds).map(([kind, count]) => {
     const part = element("span", kind);
     part.style.flexGrow = count;
     return part;
   }));
-  const words = { drafted: "drafted by the head", grafted: "grafted from retrieval", model: "the model's own" };
+  const words = { drafted: "drafted", grafted: "grafted", model: "the model's own" };
   const rows = [];
   for (const [kind, count] of Object.entries(kinds)) {
     rows.push(share(words[kind], count, kind));
     if (kind !== "grafted") continue;
-    for (const [origin, part] of Object.entries(shown.counts)) {
-      if (kindOf(origin) === "grafted") rows.push(share(origin, part, null));
+    for (const [origin, part] of Object.entries(counts)) {
+      if (kindOf(origin) === "grafted") rows.push(share(SOURCES[origin] ?? origin, part, null));
     }
   }
   $("shares").replaceChildren(...rows);
-  for (let number = $("rounds").childElementCount; number < shown.rounds.length; number += 1) addRoundBar(number);
+  for (let number = $("rounds").childElementCount; number < rounds.length; number += 1) addRoundBar(number);
 }
 
 function share(words, count, kind) {
   const row = element("li", kind ? "" : "sub");
   if (kind) row.append(element("span", `swatch ${kind}`));
-  const percent = shown.numTokens ? ` · ${Math.round((100 * count) / shown.numTokens)}%` : "";
-  row.append(element("span", "", words), element("span", "count", `${count}${percent}`));
+  const percent = shown?.numTokens ? `${count} · ${Math.round((100 * count) / shown.numTokens)}%` : "";
+  row.append(element("span", "", words), element("span", "count", percent));
   return row;
 }
 
@@ -254,24 +266,33 @@ function drawTree(round, number) {
   const children = Array.from({ length: size }, () => []);
   for (let node = 1; node < size; node += 1) if (kept.has(node)) children[round.parents[node]].push(node);
 
-  const nodes = []; // {label, note, classes, depth, row, parent}
-  let row = 0;
+  // Depth goes down. What was accepted stands leftmost; every node as far left as its level and its parent allow.
+  const nodes = []; // {label, note, classes, depth, column, parent, taken}
+  const free = []; // by depth, the next column
+  const add = (node) => {
+    node.column = Math.max(free[node.depth] ?? 0, node.parent?.column ?? 0);
+    free[node.depth] = node.column + 1;
+    nodes.push(node);
+    return node;
+  };
   const place = (node, depth, parent) => {
-    const own = { label: spell(round.tokens[node]), depth, parent, taken: node === 0 || accepted.has(node) };
     const pruned = node >= verified;
-    own.classes = node === 0 ? "root" : pruned ? "pruned" : kindOf(round.sources[node]);
     const whose = pruned ? "pruned" : round.sources[node];
-    own.note = node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${whose}`;
-    nodes.push(own);
+    const own = add({
+      label: spell(round.tokens[node]),
+      note: node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${whose}`,
+      classes: node === 0 ? "root" : pruned ? "pruned" : kindOf(round.sources[node]),
+      taken: node === 0 || accepted.has(node),
+      depth,
+      parent,
+    });
     const last = node === 0 ? round.accepted.length === 0 : round.accepted.at(-1) === node;
-    const below = children[node].map((child) => place(child, depth + 1, own));
     if (last && round.new.length > round.accepted.length) {
-      const token = { label: spell(round.new.at(-1).text || "…"), note: "the model's own", classes: "model" };
-      nodes.push(Object.assign(token, { depth: depth + 1, parent: own, taken: true, row: row++ }));
-      below.push(token);
+      const label = spell(round.new.at(-1).text || "…");
+      add({ label, note: "model's own", classes: "model", taken: true, depth: depth + 1, parent: own });
     }
-    own.row = below.length ? below[0].row : row++;
-    return own;
+    const rank = (child) => (accepted.has(child) ? 0 : child < verified ? 1 : 2);
+    for (const child of children[node].sort((a, b) => rank(a) - rank(b))) place(child, depth + 1, own);
   };
   place(0, 0, null);
 
@@ -288,29 +309,29 @@ const spell = (text) => {
 };
 
 function svgOf(nodes) {
-  const WIDTH = 122;
-  const HEIGHT = 40;
+  const [WIDTH, HEIGHT] = [104, 46]; // of a place; a node takes 96 by 30 of it
   const make = (tag, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  const width = WIDTH * (1 + Math.max(...nodes.map((node) => node.depth))) + 16;
-  const height = HEIGHT * (1 + Math.max(...nodes.map((node) => node.row))) + 12;
-  const svg = make("svg", { width, height, role: "img", "aria-label": "Tree of proposed tokens" });
+  const most = (what) => 1 + Math.max(...nodes.map((node) => node[what]));
+  const x = (node) => 8 + node.column * WIDTH;
+  const y = (node) => 8 + node.depth * HEIGHT;
+  const size = { width: WIDTH * most("column") + 8, height: HEIGHT * most("depth") };
+  const svg = make("svg", { ...size, role: "img", "aria-label": "Tree of proposed tokens" });
   for (const node of nodes.filter((one) => one.parent)) {
-    const [x1, y1] = [8 + node.parent.depth * WIDTH + 102, 20 + node.parent.row * HEIGHT];
-    const [x2, y2] = [8 + node.depth * WIDTH, 20 + node.row * HEIGHT];
-    const path = `M${x1} ${y1} C${x1 + 12} ${y1} ${x2 - 12} ${y2} ${x2} ${y2}`;
+    const [x1, y1, x2, y2] = [x(node.parent) + 48, y(node.parent) + 30, x(node) + 48, y(node)];
+    const path = `M${x1} ${y1} C${x1} ${y1 + 10} ${x2} ${y2 - 10} ${x2} ${y2}`;
     svg.append(make("path", { d: path, class: node.taken && node.parent.taken ? "taken" : "" }));
   }
   for (const node of nodes) {
     const group = make("g", {
       class: `${node.classes} ${node.taken ? "taken" : "missed"}`,
-      transform: `translate(${8 + node.depth * WIDTH} ${6 + node.row * HEIGHT})`,
+      transform: `translate(${x(node)} ${y(node)})`,
     });
-    group.append(make("rect", { width: 102, height: 30, rx: 5 }));
+    group.append(make("rect", { width: 96, height: 30, rx: 5 }));
     group.append(make("text", { x: 6, y: 13 }, node.label));
     group.append(make("text", { x: 6, y: 25, class: "likely" }, node.note));
     svg.append(group);
@@ -357,11 +378,10 @@ $("messages").addEventListener("click", (event) => {
 
 $("clear").addEventListener("click", () => {
   stop?.abort();
-  conversation.length = 0;
-  $("messages").replaceChildren();
-  shown = null;
-  $("rounds").replaceChildren();
-  $("tree").hidden = true;
+  conversation = [];
+  $("messages").replaceChildren($("welcome"));
+  $("welcome").hidden = false;
+  show(null);
   $("prompt").focus();
 });
 
@@ -372,4 +392,5 @@ async function nameModel() {
 }
 $("key").addEventListener("change", nameModel);
 nameModel();
+showFigures();
 $("prompt").focus();
