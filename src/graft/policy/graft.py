@@ -36,6 +36,7 @@ _SHOWN = 8  # pruned proposals at least, where there are as many, for those who 
 _IDLE_SHARE = 0.01  # of the time that looks may take which find nothing worth verifying
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
+_MOST_OVERHEAD = 0.25  # of a plain step, that a first round with a tree counts for beside drafting and verifying
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 
 
@@ -136,7 +137,7 @@ class Graft(Policy):
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
         if self._is_timed and any(passes):
-            self._pass_seconds.observe(num_rows, draft_seconds / max(passes))
+            self._pass_seconds.observe(num_rows, draft_seconds / max(passes), self._seconds_of_pass(num_rows))
         self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
         self._rest(width == 1, draft_seconds + self._look_seconds, num_rows)
         if self._is_timed:
@@ -147,7 +148,9 @@ class Graft(Policy):
         start = time.perf_counter()
         super().learn(batch, tree, verified, accepted, seconds)
         if self._pool is not None and self._is_timed:
-            self._overheads.observe(len(accepted), self._look_seconds + time.perf_counter() - start)
+            took, num_rows = self._look_seconds + time.perf_counter() - start, len(accepted)
+            # The first round may pay for set-up.
+            self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._cost.plain_seconds(num_rows)))
 
     def catch_up(self) -> None:
         if self._uncounted is not None:
