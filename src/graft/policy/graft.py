@@ -132,7 +132,7 @@ class Graft(Policy):
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
         if self._is_timed and any(passes):
-            self._pass_seconds.observe(num_rows, draft_seconds / max(passes))
+            self._pass_seconds.observe(num_rows, draft_seconds / max(passes), self._seconds_of_pass(num_rows))
         self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
         self._rest(width == 1, draft_seconds + self._look_seconds, num_rows)
         if self._is_timed:
