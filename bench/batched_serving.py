@@ -89,7 +89,7 @@ def main() -> None:
     lessons = all_questions([arguments.warmup], engine, arguments)[: arguments.warmup_limit] if arguments.warmup else []
     rows = max(arguments.max_rows, *arguments.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
-    scheduler = Scheduler(engine, SchedulerSettings(rows, len(asked), rows * room, prefix_cache_tokens=0))
+    scheduler = Scheduler(engine, SchedulerSettings(rows, rows, rows * room, prefix_cache_tokens=0))
     fp32 = engine.target.model.dtype == torch.float32
     results = []
     knowing = engine.policy.state()
@@ -97,7 +97,7 @@ def main() -> None:
         engine.policy.restore(knowing)
         for method in (PLAIN, GRAFT):  # learns what the machine's steps cost, too, and captures those of a GPU
             take_turn(scheduler, engine, lessons or asked[:concurrency], concurrency, method, arguments)
-        learned = engine.policy.state()
+        learned = engine.policy.state() if lessons else knowing
         turns: dict[str, list[Turn]] = {PLAIN: [], GRAFT: []}
         for _ in range(arguments.repeat):
             for method in (PLAIN, GRAFT):
@@ -241,7 +241,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="take so many prompts of each file")
     parser.add_argument("--max-prompt-tokens", type=int, help="cut longer prompts in the middle")
     parser.add_argument("--warmup", type=Path, help="prompts to learn from that do not count")
-    parser.add_argument("--warmup-limit", type=int, default=16)
+    parser.add_argument("--warmup-limit", type=int, default=16, help="best as many as the most requests at once")
     parser.add_argument("--concurrency", default="1,4,16", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=64)

@@ -726,6 +726,9 @@ def test_means_by_size_are_estimated_until_they_are_seen():
     assert seconds.get(3, estimate=0.5) == 2.0 and seconds.get(5, estimate=0.5) == 0.5
     seconds.observe(4, 100.0)
     assert seconds.get(4) < 3.0, "a hiccup"
+    seconds.observe(8, 100.0)
+    seconds.observe(8, 1.0)
+    assert seconds.get(8) < 2.0, "the first one was"
 
 
 def test_looks_that_find_nothing_become_rare():

@@ -45,7 +45,8 @@ class MeansBySize:
         return self._means.get(_size(num_rows), estimate)
 
     def observe(self, num_rows: int, value: float, estimate: float | None = None) -> None:
-        known = self.get(num_rows, value if estimate is None else estimate)
+        # What was seen once to take half the time took long for reasons of its own: a first use, other work beside.
+        known = min(self.get(num_rows, value if estimate is None else estimate), self._hiccup * value)
         self._means[_size(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
 
     def restart(self, of_one_row: float = 0.0) -> None:
