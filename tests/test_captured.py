@@ -33,6 +33,7 @@ class Small(CapturedTarget):
     """Few and narrow buckets, whose borders short texts and small trees cross."""
 
     widths = (1, 4, 8, 16)
+    prompt_widths = (4, 8, 16)
     contexts = (16, 32)
 
 
@@ -304,6 +305,25 @@ def test_logits_of_few_steps_are_kept(plain, monkeypatch):
         engine = Engine(model, policy=policy)
         assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
         assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
+
+
+def test_prompts_are_read_by_graphs_once_their_buckets_come_again(plain):
+    model = model_of("llama", num_hidden_layers=4)
+    ordinary, captured_one = TargetRunner(model, (1, 3), chunk_size=5), Small(model, (1, 3), chunk_size=5)
+    for prompt in (PROMPT, PROMPT[::-1] * 2, PROMPT[:3], [*PROMPT, 7, 8]):
+        caches = [target.open(2, 64) for target in (ordinary, captured_one)]
+        for row in (0, 1):
+            both = zip(
+                ordinary.prefill(caches[0], row, prompt), captured_one.prefill(caches[1], row, prompt), strict=True
+            )
+            for expected, ours in both:
+                assert torch.equal(ours.tokens, expected.tokens)
+                torch.testing.assert_close(ours.logits, expected.logits, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(ours.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(ours.likeliest(), expected.likeliest(), atol=1e-4, rtol=1e-4)
+            assert caches[1].lengths == caches[0].lengths
+    keys = {key for arena in captured_one._graphs.arenas for key in arena.steps}
+    assert {key[1] for key in keys if key[0] == 1} >= {4, 8}
 
 
 def test_two_generations_at_once_do_not_share_an_arena(plain):

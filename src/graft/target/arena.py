@@ -126,9 +126,9 @@ class ArenaCache(TreeCache):
         self._owner, self._max_positions = owner, max_positions
         self._keys, self._values = arena.keys, arena.values
 
-    def aim_at_all(self) -> None:
-        """Readies all rows for a step, which finds its slots by itself."""
-        self._rows = slice(0, self.num_rows)
+    def aim_at_first(self, num_rows: int) -> None:
+        """Readies the first rows for a step, which finds its slots by itself."""
+        self._rows = slice(0, num_rows)
 
     @property
     def aimed(self) -> tuple[slice, int]:

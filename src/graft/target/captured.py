@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -43,6 +43,7 @@ from graft.target.verified import NUM_SUCCESSORS, Verified
 from graft.tree import DraftTree
 
 WIDTHS = (1, 8, 16, 32, 64, 128)
+PROMPT_WIDTHS = (64, 128, 256)  # of chunks of a prompt
 _MAX_LOGITS = 2**31  # bytes of logits that an arena's steps may keep, if there are several
 
 
@@ -109,6 +110,7 @@ class Graphs(Arenas):
         super().__init__(model.device)
         self.model = model
         self._num_hidden = num_hidden
+        self._chunks: set[tuple[int, int]] = set()  # buckets of prompts' chunks
         self.layers: FastLayers | None = None
         self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
         self._weights: tuple[int, ...] = ()
@@ -117,6 +119,12 @@ class Graphs(Arenas):
         """Forgets an arena's steps if their logits and so many more are too much; those in use are captured again."""
         if arena.places and 4 * num_logits + num_bytes(place.logits for place in _places(arena)) > _MAX_LOGITS:
             arena.forget()
+
+    def is_repeated(self, bucket: tuple[int, int]) -> bool:
+        """Whether a chunk of that width and context has been read before."""
+        seen = bucket in self._chunks
+        self._chunks.add(bucket)
+        return seen
 
     def refresh(self) -> None:
         """Starts anew if the model's weights lie elsewhere than before, or somebody has hooked into the model."""
@@ -152,7 +160,7 @@ class Graphs(Arenas):
         # Zeros: attention through masks reads slots that nobody has written, and NaN times zero is NaN.
         keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         rotary = self.layers.rotary(min(slots, max_positions or slots)) if self.layers is not None else None
-        hidden = keys.new_zeros(rows, WIDTHS[-1], self._num_hidden * config.hidden_size)
+        hidden = keys.new_zeros(rows, PROMPT_WIDTHS[-1], self._num_hidden * config.hidden_size)
         return StepArena(keys, values, rotary, new_pool(model.device), hidden=hidden)
 
 
@@ -167,6 +175,7 @@ class CapturedTarget(TargetRunner):
     """A TargetRunner whose `verify` replays a graph. What it gives is valid until the next `verify`."""
 
     widths: tuple[int, ...] = WIDTHS
+    prompt_widths: tuple[int, ...] = PROMPT_WIDTHS
     contexts: tuple[int, ...] = CONTEXTS
 
     def __init__(
@@ -194,7 +203,7 @@ class CapturedTarget(TargetRunner):
             return super().open(num_rows, num_slots)
         if not graphs.arenas and graphs.num_captured == 0:
             self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
-        return graphs.lease(num_rows, num_slots + self.widths[-1], self.max_positions)
+        return graphs.lease(num_rows, num_slots + max(self.widths[-1], self.prompt_widths[-1]), self.max_positions)
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
@@ -210,29 +219,60 @@ class CapturedTarget(TargetRunner):
             width is not None or not self._is_exact,
             f"exact steps are {self.widths[-1]} nodes wide and a tree has {tree.width}: give the engine its budget",
         )
-        if width is None or not isinstance(cache, ArenaCache) or self._graphs.failure is not None:
+        if width is None or not isinstance(cache, ArenaCache):
             return super().verify(cache, tree)
-        longest = max(cache.lengths)
-        if longest + width > cache.num_slots:
-            raise GraftError(f"the cache holds {cache.num_slots} tokens and {longest + width} are needed")
         num_rows = cache.num_rows_at_first if self._is_exact else cache.num_rows
-        with torch.cuda.device_of(cache.arena.keys):
-            arena = cast(StepArena, cache.arena)
-            place, run = self._step(arena, tree, cache.lengths, next_power(num_rows), width)
+        return self._replay(cache, tree, next_power(num_rows), width) or super().verify(cache, tree)
+
+    @torch.no_grad()
+    def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
+        """By graphs too, for the first row, from the second chunk of a bucket on: one alone is read sooner than it is
+        captured."""
+        if row > 0 or not isinstance(cache, ArenaCache):
+            yield from super().prefill(cache, row, tokens)
+            return
+        for start in range(0, len(tokens), self.chunk_size):
+            chunk = tokens[start : start + self.chunk_size]
+            width = next((width for width in self.prompt_widths if width >= len(chunk)), None)
+            verified: Verified | None = None
+            if width is not None and self._graphs.is_repeated((width, self._context(cache.arena, cache.lengths[:1]))):
+                verified = self._replay(cache, DraftTree.chain(torch.tensor([chunk])), 1, width)
+            if verified is None:
+                yield from super().prefill(cache, row, chunk)
+                continue
+            cache.advance([len(chunk)])
+            self.synchronize()  # what the host is told of the likeliest has come by then
+            yield verified
+
+    def _replay(self, cache: ArenaCache, tree: DraftTree, rows: int, width: int) -> Verified | None:
+        """A forward of the cache's first rows by a graph; None if there are none."""
+        if self._graphs.failure is not None:
+            return None
+        num_rows = len(tree.tokens)
+        lengths = cache.lengths[:num_rows]
+        if max(lengths) + width > cache.num_slots:
+            raise GraftError(f"the cache holds {cache.num_slots} tokens and {max(lengths) + width} are needed")
+        arena = cast(StepArena, cache.arena)
+        with torch.cuda.device_of(arena.keys):
+            place, run = self._step(arena, tree, lengths, rows, width)
             if run is None:
-                return super().verify(cache, tree)
-            cache.aim_at_all()
+                return None
+            cache.aim_at_first(num_rows)
             run()
-        part = (slice(len(tree.tokens)), slice(tree.width))
+        part = (slice(num_rows), slice(tree.width))
         highest = (place.best_tokens[part], place.best_logits[part])
         return Verified(tree.tokens, place.logits[part], arena.hidden[part], highest)
+
+    def _context(self, arena: Arena, lengths: Sequence[int]) -> int:
+        """The bucket of texts so long."""
+        longest = max(lengths)
+        return min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
 
     def _step(
         self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
     ) -> tuple[Place, Run | None]:
         """The step of the tree's bucket with the tree in place; captured if there is none yet, None if that fails."""
-        longest = max(lengths)
-        context = min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
+        context = self._context(arena, lengths)
         if (rows, width) not in arena.places:
             self._graphs.make_room(arena, rows * width * self.vocab_size)
             arena.places[rows, width] = Place(rows, width, self.vocab_size, self.device)

@@ -243,7 +243,7 @@ class CapturedDrafter(Eagle3Drafter):
         counts = [len(following) for following in state.following]
         if any(counts):
             self._replay(state, ("refresh", _wide_enough(max(counts))))
-            state.cache.aim_at_all()
+            state.cache.aim_at_first(len(counts))
             state.cache.advance(counts)
             state.following = [[] for _ in counts]
 
