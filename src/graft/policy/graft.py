@@ -67,6 +67,7 @@ class Graft(Policy):
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._uncounted: tuple[Pool, Accepted] | None = None  # of the last round, until there is time
         self._choices: list[tuple[int, float]] = []  # this round's widths, and what each takes
+        self._current_rate = 0.0  # tokens per second that a round's time is worth
         self._planned_seconds = 0.0
         self._tokens = MeansBySize(_BLEND, math.inf)  # of a row's usual round
         self._seconds = MeansBySize(_BLEND, math.inf)
@@ -117,6 +118,7 @@ class Graft(Policy):
         if batch.max_depth < 1 or self._is_resting():
             return Grown.without_drafts(DraftTree.roots(roots))
         self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows, num_rows * self._overheads.get(1)))
+        self._current_rate = self._rate(num_rows)
         pool = self.new_pool(batch, roots)
         with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
@@ -236,23 +238,23 @@ class Graft(Policy):
 
     def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further passes would be worth more than stopping here."""
-        num_rows = len(going)
-        rate, pass_seconds = self._rate(num_rows), self._seconds_of_pass(num_rows)
+        num_rows, rate = len(going), self._current_rate
+        pass_price = rate * self._seconds_of_pass(num_rows)
         gains = [self._prospect.gains(num_done, reach[row]) for row in range(num_rows)]
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted: to each row its own
             return [
-                is_going and any(gain >= rate * count * pass_seconds for count, gain in enumerate(own, start=1))
+                is_going and any(num_rows * gain >= count * pass_price for count, gain in enumerate(own, start=1))
                 for own, is_going in zip(gains, going, strict=True)
             ]
         # Else rows share a width, and all of them wait for a pass: it is worth what it brings them together.
         plans = self._plans(pool.best_paths(_MAX_WIDTH))
         further = map(sum, zip(*(own for own, is_going in zip(gains, going, strict=True) if is_going), strict=True))
         now = self._least_worth(plans, num_rows)
+        priced = [(plan.tokens - rate * plan.seconds, num_rows * plan.width - plan.tokens) for plan in plans]
         pays = any(
-            min(plan.tokens + gain, num_rows * plan.width) - num_rows * rate * (plan.seconds + count * pass_seconds)
-            > now
+            worth + min(gain, room) - count * pass_price > now
             for count, gain in enumerate(further, start=1)
-            for plan in plans
+            for worth, room in priced
         )
         return [is_going and pays for is_going in going]
 
@@ -279,9 +281,8 @@ class Graft(Policy):
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
         num_rows, width = paths.shape
         plans = self._plans(paths[:, 1:].tolist())
-        rate = num_rows * self._rate(num_rows)
-        best = max(plans, key=lambda plan: plan.worth(rate))
-        if best.worth(rate) < self._least_worth(plans, num_rows):
+        best = max(plans, key=lambda plan: plan.worth(self._current_rate))
+        if best.worth(self._current_rate) < self._least_worth(plans, num_rows):
             best = plans[0]
         return min(best.width, width), best.seconds
 
@@ -291,13 +292,14 @@ class Graft(Policy):
 
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
-        rate = num_rows * self._rate(num_rows)
-        return max([plans[0].worth(rate) + _MARGIN * num_rows, *(plan.worth(rate) for plan in plans[1:])])
+        worths = [plan.worth(self._current_rate) for plan in plans]
+        return max([worths[0] + _MARGIN * num_rows, *worths[1:]])
 
     def _rate(self, num_rows: int) -> float:
-        """Tokens per second of a row's usual round; at least what plain decoding brings."""
+        """Tokens per second of so many rows' usual round; at least what plain decoding brings."""
         plain_seconds = self._cost.plain_seconds(num_rows)
-        return max(self._tokens.get(num_rows, 1.0) / self._seconds.get(num_rows, plain_seconds), 1 / plain_seconds)
+        usual = self._tokens.get(num_rows, 1.0) / self._seconds.get(num_rows, plain_seconds)
+        return num_rows * max(usual, 1 / plain_seconds)
 
     def _seconds_of_pass(self, num_rows: int) -> float:
         """Of a draft pass for so many rows; as long as none was made, it grows as a plain verify of them does."""
