@@ -190,11 +190,16 @@ class Arenas:
     def make_arena(self, rows: int, slots: int, max_positions: int | None) -> Arena: ...
 
     def lease(self, num_rows: int, num_slots: int, max_positions: int | None) -> ArenaCache:
-        """A cache of at least that size. A free arena that is too small makes room for a larger one."""
+        """A cache of at least that size, in the smallest arena that has it.
+
+        Of those that nobody has, the largest stays for who needs it next; the others go, and all of them before a
+        new one is made.
+        """
         rows, slots = next_power(num_rows), _slots(num_slots)
-        free = [arena for arena in self.arenas if arena.is_free]
+        free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
         arena = next((arena for arena in free if arena.holds(rows, slots)), None)
-        self.arenas = [other for other in self.arenas if other is arena or other not in free]
+        kept = [] if arena is None else [arena, free[-1]]
+        self.arenas = [other for other in self.arenas if other in kept or other not in free]
         free.clear()
         if arena is None:
             arena = self.make_arena(rows, slots, max_positions)

@@ -127,7 +127,12 @@ class Graphs(Arenas):
         return seen
 
     def refresh(self) -> None:
-        """Starts anew if the model's weights lie elsewhere than before, or somebody has hooked into the model."""
+        """Starts anew if the model's weights lie elsewhere than before, or somebody has hooked into the model.
+
+        Not while it decodes: looking takes milliseconds, and who changes a model then has other worries.
+        """
+        if not all(arena.is_free for arena in self.arenas):
+            return
         weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
         if weights == self._weights:
             return

@@ -281,7 +281,8 @@ class CapturedDrafter(Eagle3Drafter):
         context = min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
         key: Hashable = (kind, rows, context)
         if hidden is not None:
-            hidden = hidden.as_strided((len(hidden), MAX_PATH, hidden.shape[2]), hidden.stride())
+            # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
+            hidden = hidden.as_strided((rows, MAX_PATH, hidden.shape[2]), hidden.stride())
             key = (kind, hidden.data_ptr(), hidden.shape, hidden.stride())
         with torch.cuda.device_of(arena.keys):
             if key not in arena.steps:
