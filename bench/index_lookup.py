@@ -147,7 +147,7 @@ def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[li
 
 def propose(lookup: DatastoreLookup, context: list[int]) -> Pool:
     """A pool with what the lookup proposes after the context."""
-    pool = Pool(torch.tensor(context[-1:]), *before_roots([context], torch.device("cpu")))
+    pool = Pool(torch.tensor(context[-1:]), *before_roots([context]))
     chances = torch.nn.functional.pad(lookup.prior, (0, 0, 1, 0))[None]  # by standing, source and evidence
     lookup.propose(pool, [History(context)], 1, chances, LENGTH)
     return pool

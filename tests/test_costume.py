@@ -120,7 +120,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     for engine in engines:
         batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=32)))
         engine._prefill(batch)
-        drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots(torch.device("cpu"))), 4)))
+        drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4)))
     for own, wide in zip(*drafts, strict=True):
         assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
         torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)

@@ -449,7 +449,7 @@ def history(text: str) -> Any:
 
 def pool_for(*texts: str) -> Pool:
     histories = [history(text).ids for text in texts]
-    return Pool(torch.tensor([each[-1] for each in histories]), *before_roots(histories, torch.device("cpu")))
+    return Pool(torch.tensor([each[-1] for each in histories]), *before_roots(histories))
 
 
 def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, first: int = 1) -> None:

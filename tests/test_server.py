@@ -9,12 +9,11 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
-from graft.serve.app import make_app
+from graft.serve.app import make_app, make_server
 from graft.serve.settings import SERVING, ServeSettings, gather
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -39,13 +38,9 @@ def new_engine(**options):
 @contextmanager
 def running(engine=None, **settings):
     """A server on a free port."""
-    settings = ServeSettings(**{"shutdown_timeout": 1.0, **settings})
+    settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
     app = make_app(engine or new_engine(isolated=settings.learning != "shared"), settings, "tiny")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, port=0, log_level="warning", timeout_graceful_shutdown=round(settings.shutdown_timeout), ws="none"
-        )
-    )
+    server = make_server(app, settings, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -71,24 +71,11 @@ def serve(
 
 
 def _run(engine: Engine, settings: ServeSettings, model_name: str) -> None:
-    import uvicorn
-
-    from graft.serve.app import make_app
+    from graft.serve.app import make_app, make_server
 
     if not settings.is_local and not settings.api_keys:
         notes().print("warning: anybody who reaches this machine may ask: set --api-key", markup=False)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(engine, settings, model_name),
-            host=settings.host,
-            port=settings.port,
-            log_config=_LOGS,
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
-            server_header=False,
-        )
-    )
-    server.run()
+    make_server(make_app(engine, settings, model_name), settings, log_config=_LOGS).run()
 
 
 _LINES = {"format": "%(asctime)s %(levelname)s %(message)s"}

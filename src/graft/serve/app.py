@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -35,6 +36,9 @@ from graft.serve.settings import ServeSettings
 
 PAGE = Path(__file__).parent / "page"
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "server": 500}
+# Seconds that an idle connection stays: longer than clients and proxies keep theirs (5 and 60 are usual), so that none
+# asks on a connection that is just being closed.
+_KEEP_ALIVE = 75
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -65,6 +69,22 @@ class AsciiJson(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+            server_header=False,
+            ws="none",
+            **logging_options,
+        )
+    )
 
 
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
