@@ -104,3 +104,9 @@ def test_trimming_takes_away_what_is_padding_in_every_row(sources, width):
     trimmed = tree.trimmed()
     assert trimmed.width == width
     assert trimmed.sources.tolist() == [row[:width] for row in sources]
+
+
+def test_lists_say_what_the_tensors_say():
+    tree = random_tree(random.Random(3), [1, 2], 9, vocab_size=5)
+    assert tree.lists == (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
+    assert tree.depth_lists == tree.depths().tolist()

@@ -189,7 +189,7 @@ class Sampler:
             return best
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
-        positions = (self._positions[:, None] + tree.depths()).to(logits.device, non_blocking=True)
+        positions = (self._positions[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
         return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
 
     def move_on(self, counts: Sequence[int]) -> None:

@@ -60,6 +60,17 @@ class DraftTree:
         """Tokens, parents and sources, by row: for who goes from node to node."""
         return self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
 
+    @cached_property
+    def depth_lists(self) -> list[list[int]]:
+        """`depths` by row."""
+        rows = []
+        for parents in self.lists[1]:
+            depths = [0]
+            for parent in parents[1:]:
+                depths.append(depths[parent] + 1)
+            rows.append(depths)
+        return rows
+
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
