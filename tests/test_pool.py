@@ -304,5 +304,5 @@ def test_a_node_is_weighed_by_whether_others_propose_it_too_and_whether_the_draf
     [([4], NO_TOKEN, NO_TOKEN), ([3, 4], 3, NO_TOKEN), ([2, 3, 4], 3, 2), ([1, 2, 3, 4], 3, 2)],
 )
 def test_the_two_tokens_before_the_root_are_known_as_far_as_there_are_any(ids, before, earlier):
-    found = before_roots([[9, 8, 7], ids], torch.device("cpu"))
+    found = before_roots([[9, 8, 7], ids])
     assert [column.tolist() for column in found] == [[8, before], [9, earlier]]
