@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
+from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
@@ -349,6 +350,24 @@ def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
     assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8}
     with pytest.raises(GraftError, match="budget"):
         target.verify(cache, DraftTree.chain(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)))
+
+
+def test_exact_prompts_are_read_the_same_way_every_time(plain):
+    target = Small(model_of("llama"), chunk_size=5, exact_width=8)
+    for _ in range(3):
+        list(target.prefill(target.open(1, 64), 0, PROMPT))
+    assert target._graphs.num_captured == 0
+
+
+def test_every_pass_that_is_timed_is_made(plain, monkeypatch):
+    drafter = SmallDrafter(make_head(model_of("llama", num_hidden_layers=6)).to(DEVICE), SMALL_TREE)
+    made = []
+    replay = drafter._replay
+    monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
+    drafter.open(1, 8)
+    made.clear()
+    Prospect(4).measure(drafter)
+    assert made == [("root", None), ("expand", None)] * 3
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")

@@ -232,8 +232,8 @@ class CapturedTarget(TargetRunner):
     @torch.no_grad()
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
         """By graphs too, for the first row, from the second chunk of a bucket on: one alone is read sooner than it is
-        captured."""
-        if row > 0 or not isinstance(cache, ArenaCache):
+        captured. Not where steps are exact: a prompt's bits must not depend on what was read before it."""
+        if row > 0 or self._is_exact or not isinstance(cache, ArenaCache):
             yield from super().prefill(cache, row, tokens)
             return
         for start in range(0, len(tokens), self.chunk_size):

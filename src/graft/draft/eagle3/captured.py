@@ -146,6 +146,7 @@ class CapturedDrafter(Eagle3Drafter):
             return super().open(num_rows, num_slots)
         room = self.settings.depth * self.settings.topk + _PENDING[-1]
         state = CapturedState(arenas.lease(num_rows, num_slots + room, None), [[] for _ in range(num_rows)])
+        state.arena.root.zero_()  # who had the arena before is nothing to a text without a prompt to read
         if arenas.num_captured == 0:
             try:
                 self._try(state)
