@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
+from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
@@ -138,9 +139,11 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
     results = []
     for target in (ordinary, fast):
         cache = target.open(2, 64)
-        chunks = [*target.prefill(cache, 0, PROMPT), *target.prefill(cache, 1, PROMPT[:5])]
+        chunks = [
+            chunk.logits.clone() for row in (0, 1) for chunk in target.prefill(cache, row, PROMPT[: 12 - 7 * row])
+        ]
         verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
-        results.append((torch.cat([chunk.logits for chunk in chunks], dim=1), verified.logits, verified.hidden))
+        results.append((torch.cat(chunks, dim=1), verified.logits, verified.hidden))
     assert fast._graphs.layers is not None and fast._graphs.failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
@@ -307,7 +310,7 @@ def test_logits_of_few_steps_are_kept(plain, monkeypatch):
         assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
 
 
-def test_prompts_are_read_by_graphs_once_their_buckets_come_again(plain):
+def test_prompts_of_first_rows_are_read_by_graphs(plain):
     model = model_of("llama", num_hidden_layers=4)
     ordinary, captured_one = TargetRunner(model, (1, 3), chunk_size=5), Small(model, (1, 3), chunk_size=5)
     for prompt in (PROMPT, PROMPT[::-1] * 2, PROMPT[:3], [*PROMPT, 7, 8]):
@@ -346,9 +349,30 @@ def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
     alone = target.verify(cache, DraftTree.roots(torch.tensor([4], device=DEVICE))).logits[0, 0].clone()
     wide = target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
     assert torch.equal(wide.logits[0, 0], alone)
-    assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8}
+    assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8, 16}  # of trees, of prompts
     with pytest.raises(GraftError, match="budget"):
         target.verify(cache, DraftTree.chain(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)))
+
+
+@pytest.mark.parametrize("exact_width", [None, 8])
+def test_prompts_are_read_the_same_way_every_time(exact_width, plain):
+    target = Small(model_of("llama"), chunk_size=5, exact_width=exact_width)
+    captured_before = []
+    for _ in range(3):
+        list(target.prefill(target.open(1, 64), 0, PROMPT))
+        captured_before.append(target._graphs.num_captured)
+    assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
+
+
+def test_every_pass_that_is_timed_is_made(plain, monkeypatch):
+    drafter = SmallDrafter(make_head(model_of("llama", num_hidden_layers=6)).to(DEVICE), SMALL_TREE)
+    made = []
+    replay = drafter._replay
+    monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
+    drafter.open(1, 8)
+    made.clear()
+    Prospect(4).measure(drafter)
+    assert made == [("root", None), ("expand", None)] * 3
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")

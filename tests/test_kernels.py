@@ -257,9 +257,9 @@ def test_entries_of_the_head(keeps_normed):
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("keep", [None, 5])
-def test_beams_spread_into_levels_and_the_likeliest_go_on(keep):
-    rows, topk, passes, vocab = 2, 3, 3, 20
+@pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
+def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
+    rows, passes, vocab = 2, 3, 20
     beams = [head_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
     levels = [
         torch.zeros(passes, 3, rows * topk * topk, dtype=torch.int64, device=device) for device in ("cpu", DEVICE)

@@ -110,3 +110,16 @@ def test_lists_say_what_the_tensors_say():
     tree = random_tree(random.Random(3), [1, 2], 9, vocab_size=5)
     assert tree.lists == (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
     assert tree.depth_lists == tree.depths().tolist()
+
+
+def test_a_tree_whose_lists_were_asked_for_goes_to_a_device_all_the_same():
+    tree = random_tree(random.Random(0), [3, 4], 5, 61)
+    assert tree.lists[0] == tree.tokens.tolist()
+    assert tree.to(torch.device("meta")).parents.device.type == "meta"
+
+
+def test_chains_on_a_device_share_nothing():
+    """Others may have gone while a CUDA graph still reads them."""
+    first, second = (DraftTree.chain(torch.zeros(1, 3, dtype=torch.int64, device="meta")) for _ in range(2))
+    assert first.parents is not second.parents
+    assert first.parents.shape == (1, 3)

@@ -66,7 +66,7 @@ class Columns(NamedTuple):
 
 
 class Pool:
-    """Proposals for `roots` [B], with the two tokens before each; as tensor operations, on any device.
+    """Proposals for `roots` [B], with the two tokens before each; as tensor operations.
 
     `chances` are P(accepted | parent) as `Calibration` has them, by standing, source and evidence.
     """
@@ -79,7 +79,7 @@ class Pool:
         self._paths = torch.ones_like(roots, dtype=torch.float32)[:, None]  # [B, N]
         self.salts = zeros if salts is None else salts
         self._standing = zeros[:, None]
-        self._factors = DEPTH_FACTORS.to(roots.device)
+        self._factors = DEPTH_FACTORS
         self._deepest = 0  # no node is deeper
 
     @property
@@ -132,7 +132,7 @@ class Pool:
         come as far as one of the first `num_beams`, by row.
         """
         evidence = probability_bucket(level.probabilities)
-        wanted = torch.tensor(going, device=evidence.device)[:, None]
+        wanted = torch.tensor(going)[:, None]
         parents = torch.where(level.parents > 0, level.parents + first, 0)
         sources = torch.full_like(evidence, source)
         self.add(level.tokens, parents, chances[ALONE, source][evidence] * wanted, sources, evidence, needs)
@@ -153,9 +153,7 @@ class Pool:
             ]
             for row in rows
         ]
-        tokens, parents, depths, sources, evidence, is_node = (
-            torch.from_numpy(np.array(filled)).to(self._paths.device).unbind(dim=1)
-        )
+        tokens, parents, depths, sources, evidence, is_node = torch.from_numpy(np.array(filled)).unbind(dim=1)
         deepest = max(max(row.depths, default=0) for row in rows)
         probabilities = chances[ALONE][sources, evidence] * is_node
         self.add_chains(tokens, parents, depths, deepest, probabilities, sources, evidence)
@@ -172,7 +170,7 @@ class Pool:
     ) -> None:
         """Adds nodes [B, n] that may hang below each other: parents count on from the nodes that are there."""
         old, width = self.nodes, self.width
-        jump = torch.cat([torch.arange(width, device=tokens.device).expand(len(tokens), -1), parents], dim=1)
+        jump = torch.cat([torch.arange(width).expand(len(tokens), -1), parents], dim=1)
         paths = torch.cat([torch.ones_like(old.paths), probabilities.clamp(max=_SURE)], dim=1)
         keys = torch.cat([torch.zeros_like(old.keys), (tokens + 1) * self._factors[depths]], dim=1)
         for _ in range(deepest.bit_length()):  # doublings: no chain is longer than it is deep
@@ -223,7 +221,7 @@ class Pool:
         """Of each row only the root and its `counts[row]` likeliest nodes stay, equal paths counted apart."""
         paths = self.nodes.paths
         rank = paths.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the root has rank 0
-        limit = torch.tensor(counts, device=rank.device)[:, None]
+        limit = torch.tensor(counts)[:, None]
         paths.masked_fill_(rank > limit, 0.0)
 
     def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
@@ -234,7 +232,7 @@ class Pool:
         seldom comes true, whatever its record elsewhere.
         """
         old = self.nodes
-        index = torch.arange(self.width, device=old.paths.device).expand_as(old.parents)
+        index = torch.arange(self.width).expand_as(old.parents)
         order, starts = self._by_path_key()
         run = (starts * index).cummax(dim=1).values
         kept_of = torch.empty_like(order).scatter_(1, order, order.gather(1, run))  # [B, N] node -> its stand-in
@@ -268,7 +266,7 @@ class Pool:
         """
         pool = self.nodes
         paths, chosen = _highest(pool.paths, budget + 1)  # the root has 1, all others less
-        places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
+        places = torch.arange(chosen.shape[1]).expand_as(chosen)
         place = torch.zeros_like(pool.parents).scatter_(1, chosen, places)
         parents = place.gather(1, pool.parents.gather(1, chosen))
         padding = paths <= 0
@@ -335,14 +333,14 @@ class Pool:
         """
         pool = self.nodes
         longest = max(map(len, emitted))
-        truth = torch.tensor([[*t, *[NO_TOKEN] * (longest - len(t))] for t in emitted], device=pool.keys.device)
-        depths = torch.arange(1, longest + 1, device=pool.keys.device).expand_as(truth)
+        truth = torch.tensor([[*t, *[NO_TOKEN] * (longest - len(t))] for t in emitted])
+        depths = torch.arange(1, longest + 1).expand_as(truth)
         steps = (truth + 1) * self._factors[depths]
         true_keys = nn.functional.pad(steps.cumsum(dim=1), (1, 0))  # [B, longest + 1]
         is_true = pool.keys[:, :, None] == true_keys[:, None, :]  # [B, N, longest + 1]
         fitted = is_true[:, :, 1:].any(dim=2)
-        ended = torch.tensor([len(t) for t in emitted], device=pool.keys.device)[:, None]
-        goes_on = torch.arange(longest + 1, device=pool.keys.device) < ended  # [B, longest + 1]
+        ended = torch.tensor([len(t) for t in emitted])[:, None]
+        goes_on = torch.arange(longest + 1) < ended  # [B, longest + 1]
         followed = (is_true & goes_on[:, None]).any(dim=2)  # came true, and was not the last to come
         return followed.gather(1, pool.parents) & (pool.sources > ROOT) & (pool.paths > 0), fitted
 

@@ -190,7 +190,8 @@ class Sampler:
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
         positions = (self._positions[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
-        return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
+        with torch.cuda.device_of(logits):
+            return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
 
     def move_on(self, counts: Sequence[int]) -> None:
         more = torch.tensor(counts, dtype=torch.int64)

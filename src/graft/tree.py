@@ -7,7 +7,7 @@ what goes into one is decided in `policy`, and how it is checked, in `target`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -17,12 +17,14 @@ PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
 
 
-@lru_cache(maxsize=64)
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
     """Parents, probabilities, sources and evidence of trees with one path each. They are not to be written to."""
     parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape)
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     return parents, torch.ones(shape, device=device), zeros, zeros
+
+
+_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # a CUDA graph must not read what goes when others are cached
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
         """Trees with one path each: tokens [B, N], the first being the root."""
-        return cls(tokens.shape[1] - 1, tokens, *_of_chains(tokens.shape, tokens.device))
+        rest = _of_host_chains if tokens.device.type == "cpu" else _of_chains
+        return cls(tokens.shape[1] - 1, tokens, *rest(tokens.shape, tokens.device))
 
     @property
     def valid(self) -> Tensor:
@@ -103,7 +106,8 @@ class DraftTree:
         """The same on a device."""
         if self.tokens.device == device:
             return self
-        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if name != "max_depth"})
+        names = [field.name for field in fields(self) if field.name != "max_depth"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""

@@ -124,8 +124,8 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
         chunks = said.setdefault(prompt, recorder.prompts.pop(sequence, []))
         columns = {name: torch.stack([r[name] for r in rounds]) for name in rounds[0]}
         k = NUM_SUCCESSORS
-        successors = torch.cat([c[0] for c in chunks]).cpu() if chunks else torch.zeros(0, k, dtype=torch.int64)
-        shares = torch.cat([c[1] for c in chunks]).cpu() if chunks else torch.zeros(0, k)
+        successors = torch.cat([c[0] for c in chunks]) if chunks else torch.zeros(0, k, dtype=torch.int64)
+        shares = torch.cat([c[1] for c in chunks]) if chunks else torch.zeros(0, k)
         traces.append(
             Trace(
                 prompt=torch.tensor(prompt),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,12 @@ class Moment:
     """A point in what the device was given to do; without a GPU it is always past."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self) -> None:
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         if self._event is not None:
@@ -92,8 +93,8 @@ class Arena:
     values: Tensor
     rotary: Rotary | None
     pool: Any  # of memory that its graphs share; None without a GPU
-    steps: dict[Hashable, Any] = field(default_factory=dict)  # what was captured, by bucket
-    places: dict[Hashable, Any] = field(default_factory=dict)  # what steps of several buckets read and write
+    steps: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what was captured, by bucket
+    places: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what steps of several buckets read and write
     lessee: weakref.ref[ArenaCache] | None = None
 
     @property
@@ -241,7 +242,8 @@ class Arenas:
                 kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
                 return ()
 
-            arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
+            with torch.cuda.device_of(arena.keys):
+                arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
         with torch.cuda.device_of(arena.keys):
             arena.places[key].load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
             arena.steps[key]()

@@ -27,6 +27,7 @@ from graft.target.arena import (
     Arena,
     ArenaCache,
     Arenas,
+    Moment,
     Run,
     first_line,
     new_pool,
@@ -76,15 +77,17 @@ class Place:
         size, num_highest = Inputs.num_numbers(rows, width), min(NUM_SUCCESSORS, vocab_size)
         self.inputs = Inputs(torch.zeros(size, dtype=torch.int32, device=device), rows, width)
         self._staged = Inputs(on_host((size,), torch.int32, device), rows, width)
+        self._loaded = Moment(device)
         self.logits = torch.empty(rows, width, vocab_size, device=device)  # float32
         # On the host: the likeliest tokens after each node and their logits, [rows, width, k].
         self.best_tokens = on_host((rows, width, num_highest), torch.int32, device)
         self.best_logits = on_host((rows, width, num_highest), torch.float32, device)
 
     def load(self, tree: DraftTree, lengths: Sequence[int]) -> None:
-        """Nothing must be under way that reads what was loaded before."""
+        self._loaded.wait()
         self._staged.fill(tree, lengths)
         self.inputs.numbers.copy_(self._staged.numbers, non_blocking=True)
+        self._loaded.record()
 
     def judge(self, logits: Tensor) -> None:
         """Takes in a forward's logits, and tells the host which are the highest."""
@@ -110,21 +113,16 @@ class Graphs(Arenas):
         super().__init__(model.device)
         self.model = model
         self._num_hidden = num_hidden
-        self._chunks: set[tuple[int, int]] = set()  # buckets of prompts' chunks
         self.layers: FastLayers | None = None
         self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
         self._weights: tuple[int, ...] = ()
 
     def make_room(self, arena: Arena, num_logits: int) -> None:
-        """Forgets an arena's steps if their logits and so many more are too much; those in use are captured again."""
-        if arena.places and 4 * num_logits + num_bytes(place.logits for place in _places(arena)) > _MAX_LOGITS:
-            arena.forget()
-
-    def is_repeated(self, bucket: tuple[int, int]) -> bool:
-        """Whether a chunk of that width and context has been read before."""
-        seen = bucket in self._chunks
-        self._chunks.add(bucket)
-        return seen
+        """Forgets the steps that were not used for longest, if an arena's logits and so many more are too much."""
+        while (places := _places(arena)) and 4 * num_logits + num_bytes(p.logits for p in places) > _MAX_LOGITS:
+            oldest = next(key for key, place in arena.places.items() if place is places[0])
+            del arena.places[oldest]
+            arena.steps = {key: run for key, run in arena.steps.items() if key[:2] != oldest}
 
     def refresh(self) -> None:
         """Starts anew if the model's weights lie elsewhere than before, or somebody has hooked into the model.
@@ -231,8 +229,7 @@ class CapturedTarget(TargetRunner):
 
     @torch.no_grad()
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
-        """By graphs too, for the first row, from the second chunk of a bucket on: one alone is read sooner than it is
-        captured."""
+        """By graphs too, for the first row: always, as a prompt's bits must not depend on what was read before it."""
         if row > 0 or not isinstance(cache, ArenaCache):
             yield from super().prefill(cache, row, tokens)
             return
@@ -240,7 +237,7 @@ class CapturedTarget(TargetRunner):
             chunk = tokens[start : start + self.chunk_size]
             width = next((width for width in self.prompt_widths if width >= len(chunk)), None)
             verified: Verified | None = None
-            if width is not None and self._graphs.is_repeated((width, self._context(cache.arena, cache.lengths[:1]))):
+            if width is not None:
                 verified = self._replay(cache, DraftTree.chain(torch.tensor([chunk])), 1, width)
             if verified is None:
                 yield from super().prefill(cache, row, chunk)
@@ -278,10 +275,11 @@ class CapturedTarget(TargetRunner):
     ) -> tuple[Place, Run | None]:
         """The step of the tree's bucket with the tree in place; captured if there is none yet, None if that fails."""
         context = self._context(arena, lengths)
-        if (rows, width) not in arena.places:
+        place: Place | None = arena.places.pop((rows, width), None)
+        if place is None:
             self._graphs.make_room(arena, rows * width * self.vocab_size)
-            arena.places[rows, width] = Place(rows, width, self.vocab_size, self.device)
-        place: Place = arena.places[rows, width]
+            place = Place(rows, width, self.vocab_size, self.device)
+        arena.places[rows, width] = place  # behind those that were used before
         place.load(tree, lengths)  # before a capture too: its trial runs write where the tree's own will
         key = (rows, width, context)
         if key not in arena.steps:

@@ -170,7 +170,8 @@ def _draw_kernel(
         key = _mixed(tl.load(seeds + batch).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)
         bits = _mixed(_mixed(key) + tokens.to(tl.uint64) * _GOLDEN)
         uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
-        score = (x / tl.maximum(temperature, 1e-6)).to(tl.float64) - tl.log(-tl.log(uniform))
+        warm = tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as PyTorch does, which draws where this cannot
+        score = warm.to(tl.float64) - tl.log(-tl.log(uniform))
         score = tl.where(inside, score, float("-inf"))
     value = tl.max(score, axis=0)
     place = row * tl.num_programs(1) + chunk

@@ -8,7 +8,7 @@ host while the device goes on. Without a GPU the same code runs, and what would 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -146,6 +146,7 @@ class CapturedDrafter(Eagle3Drafter):
             return super().open(num_rows, num_slots)
         room = self.settings.depth * self.settings.topk + _PENDING[-1]
         state = CapturedState(arenas.lease(num_rows, num_slots + room, None), [[] for _ in range(num_rows)])
+        state.arena.root.zero_()  # who had the arena before is nothing to a text without a prompt to read
         if arenas.num_captured == 0:
             try:
                 self._try(state)
@@ -279,7 +280,7 @@ class CapturedDrafter(Eagle3Drafter):
         arena, cache = state.arena, state.cache
         rows, longest = next_power(cache.num_rows), max(cache.lengths)
         context = min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
-        key: Hashable = (kind, rows, context)
+        key: tuple[Any, ...] = (kind, rows, context)
         if hidden is not None:
             # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
             hidden = hidden.as_strided((rows, MAX_PATH, hidden.shape[2]), hidden.stride())

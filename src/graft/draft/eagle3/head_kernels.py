@@ -120,6 +120,7 @@ def spread(
         K=topk,
         COUNT=count,
         LATER=later,
+        IS_FIRST=is_first,
         SORTED=keep is not None,
         BLOCK=max(triton.next_power_of_2(num_beams * topk), 16),
         BLOCK_P=triton.next_power_of_2(beams.entries.shape[2]),
@@ -189,6 +190,7 @@ def _spread_kernel(
     K: tl.constexpr,
     COUNT: tl.constexpr,
     LATER: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -203,7 +205,7 @@ def _spread_kernel(
     parent = tl.zeros([BLOCK], tl.int32)
     steps = tl.arange(0, BLOCK_P)[None, :]
     trail = tl.zeros([BLOCK, BLOCK_P], tl.int32)
-    if F > 1:
+    if not IS_FIRST:
         number = tl.minimum(tl.load(num_passes + row), max_depth - 1)  # a pass too many is written over the last
         path = tl.load(beam_paths + row * K + beam, mask=real, other=0.0)
         parent = tl.load(beam_places + row * K + beam, mask=real, other=0)
@@ -230,7 +232,7 @@ def _spread_kernel(
 
     tl.debug_barrier()  # all have read what is written over now
     chosen = real & (rank < K)
-    start = 1 if F == 1 else 1 + K + (number - 1) * LATER  # where the level stands in the tree
+    start = 1 if IS_FIRST else 1 + K + (number - 1) * LATER  # where the level stands in the tree
     at = row * K + rank
     tl.store(beam_tokens + at, token, mask=chosen)
     tl.store(origins + at, beam, mask=chosen)
