@@ -60,6 +60,9 @@ class SuffixIndex:
         while self._max_tokens is not None and len(self._tokens) > self._max_tokens and len(self._starts) > 1:
             self._drop_oldest()
 
+    def __contains__(self, pair: tuple[int, int]) -> bool:
+        return pair in self._ends
+
     def occurrences(self, pair: tuple[int, int]) -> Occurrences:
         """Those of a pair of tokens that are not at their text's end."""
         spans: list[int] = []
@@ -120,7 +123,10 @@ class SuffixLookup:
             end = history.ids[-MAX_MATCH:]
             for place in places:
                 suffix = end + place.path
-                found = [index.occurrences((suffix[-2], suffix[-1])) for index in indices if len(suffix) >= _MIN_MATCH]
+                pair = (suffix[-2], suffix[-1]) if len(suffix) >= _MIN_MATCH else None
+                if pair is None or not any(pair in index for index in indices):
+                    continue
+                found = [index.occurrences(pair) for index in indices]
                 if any(each.spans for each in found):
                     row.hang(place, copies(found, suffix, min(self._depth, max_depth - place.depth), self._num_nodes))
             rows.append(row.columns)
