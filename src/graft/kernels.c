@@ -428,6 +428,18 @@ static int64_t table_row(
     return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
 }
 
+/* Of place i of a row of a tree: the node it stands for, the root where it is padding, and the two tokens before it. */
+static int context_of(
+    int64_t i, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources, int64_t before,
+    int64_t earlier, int64_t *node, int64_t *last, int64_t *second) {
+    *node = sources[i] == PADDING ? 0 : i;
+    int64_t parent = parents[*node];
+    if (parent < 0 || parent >= width || parents[parent] < 0 || parents[parent] >= width) return OUT_OF_RANGE;
+    *last = *node ? tokens[parent] : before;
+    *second = parent ? tokens[parents[parent]] : *node ? before : earlier;
+    return OK;
+}
+
 /* The nodes of trees [num_rows][width], from the last to the root, which stands for padding too, with what was said of
    each [num_rows * width][num_successors]. salts may be NULL. nodes: [4][num_rows * width] of tokens, the two before
    each and salts. */
@@ -438,19 +450,31 @@ int graft_nodes_in_context(
     int64_t size = num_rows * width;
     for (int64_t r = 0; r < num_rows; r++) {
         for (int64_t i = 0; i < width; i++) {
-            int64_t first = r * width, node = sources[first + i] == PADDING ? 0 : i, parent = parents[first + node];
-            int64_t to = first + width - 1 - i;
-            if (parent < 0 || parent >= width || parents[first + parent] < 0 || parents[first + parent] >= width)
+            int64_t first = r * width, to = first + width - 1 - i, node;
+            if (context_of(
+                    i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node,
+                    nodes + size + to, nodes + 2 * size + to))
                 return OUT_OF_RANGE;
             nodes[to] = tokens[first + node];
-            nodes[size + to] = node ? tokens[first + parent] : before[r];
-            nodes[2 * size + to] = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
             nodes[3 * size + to] = salts == NULL ? 0 : salts[r];
             for (int64_t s = 0; s < num_successors; s++) {
                 said[to * num_successors + s] = successors[(first + i) * num_successors + s];
                 said_shares[to * num_successors + s] = shares[(first + i) * num_successors + s];
             }
         }
+    }
+    return OK;
+}
+
+/* Makes the entries what every table has after an n-gram. */
+static int write_entries(
+    const Table *tables, int64_t num_tables, int64_t token, int64_t before, int64_t earlier, int64_t salt,
+    const int32_t *entries, int64_t num_successors) {
+    for (int64_t t = 0; t < num_tables; t++) {
+        int64_t tag, row = table_row(tables + t, token, before, earlier, salt, &tag);
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
+        if (tables[t].tags != NULL) tables[t].tags[row] = tag;
     }
     return OK;
 }
@@ -469,15 +493,8 @@ int graft_learn(
             int64_t at = i * num_successors + s, buckets = tables[0].num_buckets;
             entries[s] = (int32_t)(successors[at] * buckets + bucket_of(shares[at], buckets));
         }
-        for (int64_t t = 0; t < num_tables; t++) {
-            int64_t tag, row = table_row(tables + t, tokens[i], before[i], earlier[i], salts[i], &tag);
-            if (row < 0) {
-                failed = OUT_OF_RANGE;
-                break;
-            }
-            memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
-            if (tables[t].tags != NULL) tables[t].tags[row] = tag;
-        }
+        failed = write_entries(
+            tables, num_tables, tokens[i], before[i], earlier[i], salts[i], entries, num_successors);
     }
     free(entries);
     return failed;
@@ -495,24 +512,20 @@ int graft_learn_trees(
     if (num_successors > tables[0].num_successors || num_successors > 64) return OUT_OF_RANGE;
     for (int64_t r = 0; r < num_rows; r++) {
         for (int64_t i = width - 1; i >= 0; i--) {
-            int64_t first = r * width, node = sources[first + i] == PADDING ? 0 : i, parent = parents[first + node];
-            if (parent < 0 || parent >= width || parents[first + parent] < 0 || parents[first + parent] >= width)
+            int64_t first = r * width, node, last, second;
+            if (context_of(
+                    i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node, &last,
+                    &second))
                 return OUT_OF_RANGE;
-            int64_t last = node ? tokens[first + parent] : before[r];
-            int64_t second = parent ? tokens[first + parents[first + parent]] : node ? before[r] : earlier[r];
             const int32_t *said = successors + r * row_stride + i * num_successors;
             const float *own = logits + r * row_stride + i * num_successors;
             float total = 0.0f;
             for (int64_t s = 0; s < num_successors; s++) total += expf(own[s] - own[0]);
             for (int64_t s = 0; s < num_successors; s++)
                 entries[s] = (int32_t)(said[s] * buckets + bucket_of(expf(own[s] - own[0]) / total, buckets));
-            for (int64_t t = 0; t < num_tables; t++) {
-                int64_t tag, row = table_row(
-                    tables + t, tokens[first + node], last, second, salts == NULL ? 0 : salts[r], &tag);
-                if (row < 0) return OUT_OF_RANGE;
-                memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
-                if (tables[t].tags != NULL) tables[t].tags[row] = tag;
-            }
+            int64_t salt = salts == NULL ? 0 : salts[r];
+            if (write_entries(tables, num_tables, tokens[first + node], last, second, salt, entries, num_successors))
+                return OUT_OF_RANGE;
         }
     }
     return OK;

@@ -24,7 +24,7 @@ _WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a
 
 MAX_PATH = 128  # tokens of a round, at most
 
-Run = Callable[[], tuple[Tensor, ...]]
+Run = Callable[[], None]
 
 
 class Moment:
@@ -109,6 +109,11 @@ class Arena:
         self.steps.clear()
         self.places.clear()
         self.pool = new_pool(self.keys.device)
+
+    def context_for(self, lengths: Sequence[int], contexts: Sequence[int]) -> int:
+        """Of some lengths of texts the least that holds these; all slots if none does."""
+        longest = max(lengths)
+        return min(next((context for context in contexts if context >= longest), self.num_slots), self.num_slots)
 
     def holds(self, num_rows: int, num_slots: int) -> bool:
         return self.keys.shape[1] >= num_rows and self.num_slots >= num_slots
@@ -213,7 +218,8 @@ class Arenas:
         """What replays `run`, or without a GPU calls it. Runs it first, since libraries set themselves up then."""
         self.num_captured += 1
         if self._stream is None:
-            return _calling(run)
+            run()
+            return run
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -222,29 +228,23 @@ class Arenas:
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = run()
-
-        def replay() -> tuple[Tensor, ...]:
-            graph.replay()
-            return outputs
-
+            run()
+        replay: Run = graph.replay
         return replay
 
     def move(self, arena: Arena, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Moves the tokens of each row's path together behind its root, which comes behind so many tokens."""
         rows = next_power(len(lengths))
         key = ("move", rows)
-        if key not in arena.steps:
-            moves = arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
-            keys, values = arena.keys[:, :rows], arena.values[:, :rows]
-
-            def run() -> tuple[Tensor, ...]:
-                kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
-                return ()
-
-            with torch.cuda.device_of(arena.keys):
-                arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
         with torch.cuda.device_of(arena.keys):
+            if key not in arena.steps:
+                moves = arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
+                keys, values = arena.keys[:, :rows], arena.values[:, :rows]
+
+                def run() -> None:
+                    kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
+
+                arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
             arena.places[key].load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
             arena.steps[key]()
 
@@ -259,18 +259,6 @@ class Arenas:
             "rotary tables": num_bytes(tables),
             "graphs": sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools),
         }
-
-
-def _calling(run: Run) -> Run:
-    """Like a graph's replay: outputs stay where those of the first run are."""
-    outputs = run()
-
-    def replay() -> tuple[Tensor, ...]:
-        for fixed, new in zip(outputs, run(), strict=True):
-            fixed.copy_(new)
-        return outputs
-
-    return replay
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

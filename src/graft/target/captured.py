@@ -265,16 +265,11 @@ class CapturedTarget(TargetRunner):
         highest = (place.best_tokens[part], place.best_logits[part])
         return Verified(tree.tokens, place.logits[part], arena.hidden[part], highest)
 
-    def _context(self, arena: Arena, lengths: Sequence[int]) -> int:
-        """The bucket of texts so long."""
-        longest = max(lengths)
-        return min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
-
     def _step(
         self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
     ) -> tuple[Place, Run | None]:
         """The step of the tree's bucket with the tree in place; captured if there is none yet, None if that fails."""
-        context = self._context(arena, lengths)
+        context = arena.context_for(lengths, self.contexts)
         place: Place | None = arena.places.pop((rows, width), None)
         if place is None:
             self._graphs.make_room(arena, rows * width * self.vocab_size)
@@ -301,7 +296,7 @@ class CapturedTarget(TargetRunner):
         keys, values = arena.keys[:, :rows], arena.values[:, :rows]
 
         @torch.no_grad()
-        def run() -> tuple[Tensor, ...]:
+        def run() -> None:
             tokens, depths, paths = layer_kernels.lay_out(inputs.tokens, inputs.parents, inputs.width)
             seen = Paths(inputs.lengths, depths, paths, context)
             if layers is not None and rotary is not None:
@@ -313,7 +308,6 @@ class CapturedTarget(TargetRunner):
                 out, hidden = self._run_model(writer, tokens, self._clamped(lengths[:, None] + depths), seen)
             place.judge(out)
             arena.hidden[:rows, :width].copy_(hidden)
-            return ()
 
         return run
 

@@ -46,6 +46,14 @@ class Rotary:
     cos: Tensor
     sin: Tensor
 
+    @classmethod
+    @torch.no_grad()
+    def of(cls, module: nn.Module, like: Tensor, num_positions: int) -> Rotary:
+        """By a model's own module, where and as `like` is, [any, any]."""
+        positions = torch.arange(num_positions, device=like.device)[None]
+        # Both halves of a head turn alike.
+        return cls(*(table[0, :, : table.shape[2] // 2].contiguous() for table in module(like[:1], positions)))
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -84,11 +92,8 @@ class FastLayers:
             self._layers.append(_layer(layer))
             _give_back(self._embedding.device)
 
-    @torch.no_grad()
     def rotary(self, num_positions: int) -> Rotary:
-        positions = torch.arange(num_positions, device=self._embedding.device)[None]
-        cos, sin = (table[0, :, : self.head_dim // 2] for table in self._rotary(self._embedding[:1], positions))
-        return Rotary(cos.contiguous(), sin.contiguous())  # both halves of a head turn alike
+        return Rotary.of(self._rotary, self._embedding, num_positions)
 
     @torch.no_grad()
     def __call__(
@@ -112,22 +117,19 @@ class FastLayers:
             stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
             inputs[number] = stream
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            key, value = keys[number], values[number]
-            layer_kernels.rotate_and_store(qkv, key, value, seen, rotary.cos, rotary.sin, layer.head_norms)
-            query = qkv.view(batch, width, -1, self.head_dim)[:, :, : self.heads].transpose(1, 2)
-            attended = kernels.tree_attention(
-                query,
-                key,
-                value,
-                seen.lengths,
-                seen.paths,
-                seen.depths,
-                max_context=seen.max_context,
+            attended = attend_in_cache(
+                qkv,
+                keys[number],
+                values[number],
+                seen,
+                rotary,
+                self.heads,
+                norms=layer.head_norms,
                 scale=layer.scale,
                 window=layer.window,
                 scratch=scratch,
             )
-            delta = linear(attended.flatten(0, 1), layer.o)
+            delta = linear(attended, layer.o)
             stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
             delta = linear(layer_kernels.silu_mul(linear(normed, layer.gate_up)), layer.down)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
@@ -141,6 +143,41 @@ class FastLayers:
         max_depth = seen.paths.shape[2] - 1
         size = kernels.scratch_size(batch, self.heads, width, self.head_dim, max_depth, seen.max_context, tiles)
         return torch.empty(size, dtype=torch.float32, device=seen.lengths.device)
+
+
+def attend_in_cache(
+    qkv: Tensor,  # [B * W, (heads + 2 * kv_heads) * head_dim]
+    keys: Tensor,  # [B, slots, kv_heads, head_dim], one layer of a cache
+    values: Tensor,
+    seen: Paths,
+    rotary: Rotary,
+    heads: int,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    before: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Turns queries and keys, writes keys and values to the cache, and attends, [B * W, heads * head_dim].
+
+    See `layer_kernels.rotate_and_store` and `kernels.tree_attention`.
+    """
+    layer_kernels.rotate_and_store(qkv, keys, values, seen, rotary.cos, rotary.sin, norms, before)
+    query = qkv.view(*seen.depths.shape, -1, keys.shape[3])[:, :, :heads].transpose(1, 2)
+    attended = kernels.tree_attention(
+        query,
+        keys,
+        values,
+        seen.lengths,
+        seen.paths,
+        seen.depths,
+        max_context=seen.max_context,
+        scale=scale,
+        window=window,
+        scratch=scratch,
+    )
+    return attended.flatten(0, 1)
 
 
 def why_not(model: PreTrainedModel) -> str | None:

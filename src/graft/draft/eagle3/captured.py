@@ -278,8 +278,7 @@ class CapturedDrafter(Eagle3Drafter):
 
     def _replay(self, state: CapturedState, kind: tuple[str, int | None], hidden: Tensor | None = None) -> None:
         arena, cache = state.arena, state.cache
-        rows, longest = next_power(cache.num_rows), max(cache.lengths)
-        context = min(next((c for c in self.contexts if c >= longest), arena.num_slots), arena.num_slots)
+        rows, context = next_power(cache.num_rows), arena.context_for(cache.lengths, self.contexts)
         key: tuple[Any, ...] = (kind, rows, context)
         if hidden is not None:
             # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
@@ -336,14 +335,8 @@ class CapturedDrafter(Eagle3Drafter):
             hidden.copy_(outputs)
             spread(outputs.flatten(0, 1), is_first=False)
 
-        work = {"gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
-
-        @torch.no_grad()
-        def run() -> tuple[Tensor, ...]:
-            work()
-            return ()
-
-        return run
+        work: Run = {"gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
+        return torch.no_grad()(work)
 
     def _try(self, state: CapturedState) -> None:
         """Captures what most rounds need, to see whether it can be done."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from graft.draft.eagle3 import head_kernels
 from graft.draft.eagle3.head import Eagle3Head
-from graft.target import choice_kernels, kernels, layer_kernels
+from graft.target import choice_kernels, layer_kernels
 from graft.target.attention import Paths
-from graft.target.fast_layers import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, together
+from graft.target.fast_layers import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_cache, together
 
 
 class FastHead:
@@ -37,12 +36,8 @@ class FastHead:
         self._gate_up = together([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         self._down, self._lm_head = layer.mlp.down_proj.weight.detach(), head.lm_head.weight.detach()
 
-    @torch.no_grad()
     def rotary(self, num_positions: int) -> Rotary:
-        positions = torch.arange(num_positions, device=self._qkv.device)[None]
-        half = self.config.head_dim // 2
-        cos, sin = (table[0, :, :half] for table in self.head.rotary(self._qkv[:1], positions))
-        return Rotary(cos.contiguous(), sin.contiguous())
+        return Rotary.of(self.head.rotary, self._qkv, num_positions)
 
     def run(
         self,
@@ -62,19 +57,17 @@ class FastHead:
             tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
         )
         qkv = linear(both, self._qkv)
-        layer_kernels.rotate_and_store(qkv, keys, values, seen, rotary.cos, rotary.sin, before=before)
-        query = qkv.view(batch, width, -1, config.head_dim)[:, :, : config.num_attention_heads].transpose(1, 2)
-        attended = kernels.tree_attention(
-            query,
+        attended = attend_in_cache(
+            qkv,
             keys,
             values,
-            seen.lengths,
-            seen.paths,
-            seen.depths,
-            max_context=seen.max_context,
+            seen,
+            rotary,
+            config.num_attention_heads,
+            before=before,
             window=config.sliding_window,
         )
-        delta = linear(attended.flatten(0, 1), self._o)
+        delta = linear(attended, self._o)
         stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
         delta = linear(layer_kernels.silu_mul(linear(normed, self._gate_up)), self._down)
         total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
