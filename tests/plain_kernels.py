@@ -21,13 +21,16 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layer_kernels, function.__name__, function)
     for function in (highest, draw):
         monkeypatch.setattr(choice_kernels, function.__name__, function)
-    for function in (enter, spread):
+    for function in (enter, follow, spread):
         monkeypatch.setattr(head_kernels, function.__name__, function)
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_real = torch.arange(tokens.shape[1]) < width
-    tokens, parents = torch.where(is_real, tokens, tokens[:, :1]).long(), torch.where(is_real, parents, 0).long()
+    tokens, parents = (
+        torch.where(is_real, tokens, tokens[:, :1]).long(),
+        torch.where(is_real, parents.clamp(min=0), 0).long(),
+    )
     tree = DraftTree(tokens.shape[1] - 1, tokens, parents, *[torch.zeros_like(tokens)] * 3)
     return tokens, (tree.depths() * is_real).int(), (tree.paths() * is_real[:, None]).int()
 
@@ -140,6 +143,30 @@ def enter(
     normed = _norm(hidden, norms[1], eps)
     both = torch.cat([_norm(embedding[tokens.long()], norms[0], eps), normed], dim=-1)
     return both.flatten(0, 1), (normed if keeps_normed else hidden).flatten(0, 1)
+
+
+def follow(
+    tokens: Tensor,
+    parents: Tensor,
+    chosen: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    following: Tensor,
+    nodes: Tensor,
+) -> None:
+    width, room = chosen.shape[1], following.shape[1]
+    for row, choices in enumerate(chosen.tolist()):
+        path = [0]
+        while True:
+            fits = (tokens[row, 1:width] == choices[path[-1]]) & (parents[row, 1:width] == path[-1])
+            if not fits.any():
+                break
+            path.append(1 + int(fits.int().argmax()))
+        path = path[:room]
+        following[row, : len(path)] = torch.tensor([choices[node] for node in path])
+        nodes[row, : len(path)] = torch.tensor(path)
+        counts[row], lengths[row] = len(path), starts[row] + len(path)
 
 
 def spread(

@@ -236,6 +236,33 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monke
         assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
 
 
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, plain, monkeypatch):
+    model = model_of("llama", num_hidden_layers=6)
+    foreseen, has_foreseen = [], CapturedDrafter._has_foreseen
+
+    def note(drafter, state, counts):
+        was_begun = state.num_foreseen > 0
+        foreseen.append((was_begun, has_foreseen(drafter, state, counts)))
+        return foreseen[-1][1]
+
+    monkeypatch.setattr(CapturedDrafter, "_has_foreseen", note)
+    monkeypatch.setattr("graft.draft.eagle3.captured._MOST_FORESEEN", most)
+    monkeypatch.setattr("graft.draft.eagle3.captured._PENDING", (1, 3, 16, 128))
+    runs = []
+    for foresees in (True, False):
+        drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
+        if not foresees:
+            drafter.foresee = lambda *given: None
+        policy = make_policy("dense", TargetRunner(model), drafter, 9)
+        engine = Engine(model, policy=policy, drafter=drafter)
+        for options in ({}, {"temperature": 0.7, "seed": 3}):
+            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30, **options)
+            runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
+    assert runs[:2] == runs[2:]
+    assert (True, True) in foreseen and ((True, False) in foreseen) == (most == 1)
+
+
 def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch):
     """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
     model = model_of("llama", num_hidden_layers=6)

@@ -257,6 +257,26 @@ def test_entries_of_the_head(keeps_normed):
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("room", [2, 8])
+def test_a_device_goes_down_trees_as_the_walk_does(room):
+    rng = random.Random(0)
+    tokens = [[rng.randrange(2) for _ in range(12)] for _ in range(4)]
+    parents = [[0, *(rng.choice([-1, 0, node - 1, rng.randrange(node)]) for node in range(1, 12))] for _ in tokens]
+    chosen = torch.tensor([[rng.randrange(2) for _ in range(12)] for _ in tokens])[:, :10]  # the rest are no nodes
+    trees = [torch.tensor(part, dtype=torch.int32) for part in (tokens, parents)]
+    starts = torch.tensor([5, 0, 7, 9], dtype=torch.int32)
+    results = []
+    for function, device in ((head_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
+        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (4, 4, (4, room), (4, room))]
+        function(*(part.to(device) for part in (*trees, chosen, starts)), *written)
+        results.append([part.tolist() for part in written])
+    assert (
+        results[0] == results[1]
+        and min(results[0][0]) < 2 <= max(results[0][0])
+        and (room == 2 or max(results[0][0]) > 2)
+    )
+
+
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
 def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
     rows, passes, vocab = 2, 3, 20

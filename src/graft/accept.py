@@ -28,7 +28,8 @@ class Chooser(Protocol):
     def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> Tensor | None:
         """The token [B, N] after every node, were it reached; None where that depends on how it is reached.
 
-        best: the token of the highest logit of [B, N, V]. Nothing moves on.
+        best: the token of the highest logit of [B, N, V]. All on the logits' device, without waiting for it. Nothing
+        moves on.
         """
         ...
 
@@ -56,13 +57,36 @@ class Accepted:
         return len(self.tokens)
 
 
-def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
+@dataclass(frozen=True)
+class Choices:
+    """The token [B, N] that is chosen after each node, were it reached."""
+
+    there: Tensor  # on the device
+    here: Tensor  # int64 on the host, once the step is judged
+
+
+def choose_ahead(tree: DraftTree, verified: Verified, chooser: Chooser) -> Choices | None:
+    """Chooses after all nodes of a captured step at once, where that can be done, and waits for nothing.
+
+    Else each choice of the walk waits for the device.
+    """
+    step = verified.step
+    if step is None:
+        return None
+    num_rows, width = tree.tokens.shape
+    there = chooser.choose_everywhere(tree, verified.logits, step.best[:num_rows, :width])
+    if there is None:
+        return None
+    here = step.chosen[: num_rows * width].view(num_rows, width)
+    here.copy_(there.contiguous(), non_blocking=True)
+    step.judged.record()
+    return Choices(there, here)
+
+
+def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices | None = None) -> Accepted:
     """Walks every row's tree from the root to the first token that the tree does not hold."""
     logits, num_rows = verified.logits, len(tree.tokens)
-    chosen: list[list[int]] | None = None
-    if verified.highest is not None:  # reading each choice would wait for a device: all that can be is chosen at once
-        everywhere = chooser.choose_everywhere(tree, logits, verified.highest[0][:, :, 0])
-        chosen = everywhere.tolist() if everywhere is not None else None
+    chosen = choices.here.tolist() if choices is not None else None
     children = _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, [True] * num_rows

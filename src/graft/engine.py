@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.accept import Chooser, walk
+from graft.accept import Chooser, choose_ahead, walk
 from graft.batch import Batch
 from graft.constraint import pruned
 from graft.draft.base import Drafter
@@ -174,10 +174,13 @@ class Engine:
         tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
+            choices = choose_ahead(tree, verified, batch.chooser)
+            if choices is not None:
+                self.policy.foresee(batch, verified, choices)
             self.policy.catch_up()
-            self.target.synchronize()  # the walk waits for it anyway; here it is counted where it belongs
+            self.target.wait_for(verified)  # the walk waits for it anyway; here it is counted where it belongs
         with clock("accept"):
-            accepted = walk(tree, verified, batch.chooser)
+            accepted = walk(tree, verified, batch.chooser, choices)
             batch.cache.commit(accepted.nodes)
         with clock("learn"):
             self.policy.learn(batch, tree, verified, accepted, verify_time())

@@ -191,7 +191,7 @@ class Sampler:
 
         positions = (self._positions[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
         with torch.cuda.device_of(logits):
-            return choice_kernels.draw(logits, self._seeds, positions, self._temperature).cpu()
+            return choice_kernels.draw(logits, self._seeds, positions, self._temperature)
 
     def move_on(self, counts: Sequence[int]) -> None:
         more = torch.tensor(counts, dtype=torch.int64)

@@ -86,6 +86,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
+        """Starts on the next round on the device, where a step is judged and tokens `chosen` [B, N] after each node.
+
+        The host knows neither yet; `learn` follows.
+        """
+        ...
+
     def learn(
         self, state: Any, verified: Verified, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:

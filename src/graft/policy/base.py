@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graft.accept import Accepted
+from graft.accept import Accepted, Choices
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
 from graft.host_pool import make_pool
@@ -98,6 +98,11 @@ class Policy(ABC):
             histories = [sequence.ids for sequence in batch.sequences]
             self.learn_judged(JudgedTrees(verified, tree, histories, self._salts(batch)))
         self.learn_accepted(tree, accepted, seconds)
+
+    def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
+        """Has a device go on to the next round, as far as it can, before the host knows of this one."""
+        if self.drafter is not None:
+            self.drafter.foresee(batch.draft, verified, choices.there)
 
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""

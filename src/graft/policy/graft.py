@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from graft.accept import Accepted
+from graft.accept import Accepted, Choices
 from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
@@ -153,6 +153,10 @@ class Graft(Policy):
             took, num_rows = self._look_seconds + time.perf_counter() - start, len(accepted)
             # The first round may pay for set-up.
             self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._cost.plain_seconds(num_rows)))
+
+    def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
+        if self._num_rests == 0:
+            super().foresee(batch, verified, choices)
 
     def catch_up(self) -> None:
         if self._uncounted is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,8 +41,8 @@ from graft.target.attention import Paths
 from graft.target.cache import Aim, TreeCache
 from graft.target.fast_layers import FastLayers, touched_module, why_not
 from graft.target.runner import TargetRunner, side_by_side
-from graft.target.verified import NUM_SUCCESSORS, Verified
-from graft.tree import DraftTree
+from graft.target.verified import NUM_SUCCESSORS, Step, Verified
+from graft.tree import PADDING, DraftTree
 
 WIDTHS = (1, 8, 16, 32, 64, 128)
 PROMPT_WIDTHS = (64, 128, 256)  # of chunks of a prompt
@@ -62,12 +63,15 @@ class Inputs:
         return ALIGNED + whole(rows) + 2 * whole(rows * width)
 
     def fill(self, tree: DraftTree, lengths: Sequence[int]) -> None:
-        """Takes in the trees of the first rows. Other rows have no text, and whatever tree they had before."""
+        """Takes in the trees of the first rows. Other rows have no text, and whatever tree they had before.
+
+        Whoever goes down a tree does not come to places that hold no node, as these have no parent.
+        """
         rows, width = tree.tokens.shape
         head = self._head.numpy()
         head[0], head[ALIGNED : ALIGNED + rows], head[ALIGNED + rows :] = width, lengths, 0
         self.tokens.numpy()[:rows, :width] = tree.tokens.numpy()
-        self.parents.numpy()[:rows, :width] = tree.parents.numpy()
+        self.parents.numpy()[:rows, :width] = np.where(tree.sources.numpy() == PADDING, -1, tree.parents.numpy())
 
 
 class Place:
@@ -78,6 +82,9 @@ class Place:
         self.inputs = Inputs(torch.zeros(size, dtype=torch.int32, device=device), rows, width)
         self._staged = Inputs(on_host((size,), torch.int32, device), rows, width)
         self._loaded = Moment(device)
+        best = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        chosen = on_host((rows * width,), torch.int64, device)
+        self.step = Step(self.inputs.tokens, self.inputs.parents, best, chosen, Moment(device))
         self.logits = torch.empty(rows, width, vocab_size, device=device)  # float32
         # On the host: the likeliest tokens after each node and their logits, [rows, width, k].
         self.best_tokens = on_host((rows, width, num_highest), torch.int32, device)
@@ -94,6 +101,7 @@ class Place:
         self.logits.copy_(logits)
         num_highest = self.best_tokens.shape[2]
         tokens, values, _ = choice_kernels.highest(self.logits.flatten(0, 1), num_highest)
+        self.step.best.copy_(tokens[:, 0].view_as(self.step.best))
         self.best_tokens.copy_(tokens.view_as(self.best_tokens), non_blocking=True)
         self.best_logits.copy_(values.view_as(self.best_logits), non_blocking=True)
 
@@ -243,7 +251,7 @@ class CapturedTarget(TargetRunner):
                 yield from super().prefill(cache, row, chunk)
                 continue
             cache.advance([len(chunk)])
-            self.synchronize()  # what the host is told of the likeliest has come by then
+            self.wait_for(verified)
             yield verified
 
     def _replay(self, cache: ArenaCache, tree: DraftTree, rows: int, width: int) -> Verified | None:
@@ -261,9 +269,10 @@ class CapturedTarget(TargetRunner):
                 return None
             cache.aim_at_first(num_rows)
             run()
+            place.step.judged.record()
         part = (slice(num_rows), slice(tree.width))
         highest = (place.best_tokens[part], place.best_logits[part])
-        return Verified(tree.tokens, place.logits[part], arena.hidden[part], highest)
+        return Verified(tree.tokens, place.logits[part], arena.hidden[part], highest, place.step)
 
     def _step(
         self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int

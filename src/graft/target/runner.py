@@ -44,6 +44,13 @@ class TargetRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def wait_for(self, verified: Verified) -> None:
+        """Waits until it is there, though not for what the device was given to do since."""
+        if verified.step is not None:
+            verified.step.judged.wait()
+        else:
+            self.synchronize()
+
     def warm_up(self, cache: TreeCache, width: int) -> None:
         """Pays what the first verify of a width would pay, so that it can be timed."""
 

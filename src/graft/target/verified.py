@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from graft.target.arena import Moment
+
 NUM_SUCCESSORS = 8  # of each judged token that are remembered: retrieval of 8 was best where it was published
 _BLOCK = 128  # logits of which only the highest are looked at again
+
+
+@dataclass(frozen=True)
+class Step:
+    """A captured step as it lies on the device, [rows, room] whatever part of it a round needs."""
+
+    tokens: Tensor  # int32
+    parents: Tensor  # int32; -1 where a place holds no node
+    best: Tensor  # int32, the likeliest token after each
+    chosen: Tensor  # int64 on the host, [rows * room] for the tokens that are chosen after each
+    judged: Moment  # when the host may read what the step tells it
 
 
 @dataclass(frozen=True)
@@ -17,7 +32,9 @@ class Verified:
     tokens: Tensor  # [B, W] what was judged, on the host
     logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
     hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, side by side
-    highest: tuple[Tensor, Tensor] | None = None  # what `likeliest` would find, and its logits, if it is known already
+    # Of a captured step: what `likeliest` would find, and its logits, on the host by the time it is judged.
+    highest: tuple[Tensor, Tensor] | None = None
+    step: Step | None = None
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """The likeliest successors [B, W, k] of every token, best first, and their shares among them; on the host."""

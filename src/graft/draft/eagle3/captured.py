@@ -1,8 +1,10 @@
 """CapturedDrafter: the EAGLE-3 drafter with every pass one CUDA graph, and beams that never leave the device.
 
-Four kinds of graph make a round: `gather` takes the features of what was accepted, `refresh` runs the entries they
-belong to, `root` gives the first level, and `expand`, again and again, the next. What a pass proposes is sent to the
-host while the device goes on. Without a GPU the same code runs, and what would be replayed is called.
+Of five kinds of graph `read` takes in a chunk of a prompt, and the others make a round: `gather` takes the features of
+what was accepted, `refresh` runs the entries they belong to, `root` gives the first level, and `expand`, again and
+again, the next. What a pass proposes is sent to the host while the device goes on. Mostly the device finds out by
+itself what was accepted, and is at work on the next tree when the host learns of the last. Without a GPU the same code
+runs, and what would be replayed is called.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ from graft.target.arena import (
 from graft.target.attention import Paths
 
 _PENDING = (4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
-_AHEAD = 3  # levels that are started while the host is busy with the last round, where any may be the last one wanted
+_AHEAD = 4  # levels that are started while the host is busy with the last round, where any may be the last one wanted
+_MOST_FORESEEN = 16  # tokens of a row's round that the device takes in by itself
 
 # Columns and tables of an arena's numbers: entries committed before the refresh, entries that it runs, both together,
 # and of those to be run the ones that were there before the last round; the token after each, and nodes of the round.
 _STARTS, _COUNTS, _LENGTHS, _OLD = range(4)
 _FOLLOWING, _NODES = range(2)
+_LONGEST_CHUNK = 256  # of a prompt that a graph reads
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +55,7 @@ class DraftArena(Arena):
     """An arena, and what passes read and write beside its cache."""
 
     numbers: Numbers
+    chunk: Numbers  # of a prompt: where it starts, how many tokens it has; the token after each
     features: Tensor  # [rows, pending + 1, layers * H_t] of entries that are yet to be run; the last is never read
     root: Tensor  # [rows, H] the head's output at each row's last entry
     hidden: Tensor  # [rows, topk, H] its outputs at the beams
@@ -79,6 +84,7 @@ class HeadArenas(Arenas):
             rotary=self.fast.rotary(slots),
             pool=new_pool(device),
             numbers=Numbers(4, 2, rows, _PENDING[-1], device),
+            chunk=Numbers(2, 1, 1, _LONGEST_CHUNK, device),
             features=weight.new_zeros(rows, _PENDING[-1] + 1, weight.shape[1]),
             root=weight.new_zeros(rows, weight.shape[0]),
             hidden=weight.new_zeros(rows, topk, weight.shape[0]),
@@ -98,6 +104,7 @@ class CapturedState:
     kept: int | None = None  # how many nodes of a level were asked for last
     num_begun: int = 0  # levels of the coming round that are made or being made
     num_taken: int = 0  # levels of the last round that were asked for
+    num_foreseen: int = 0  # tokens that a row may have got in a round that the device has taken in already; 0 if none
 
     @property
     def arena(self) -> DraftArena:
@@ -163,6 +170,14 @@ class CapturedDrafter(Eagle3Drafter):
             return super().read(state, row, verified, following)
         arena, cache, width = state.arena, state.cache, len(following)
         assert arena.rotary is not None
+        if row == 0 and verified.step is not None:  # a captured step of the first row
+            room = verified.step.tokens.shape[1]
+            arena.chunk.load(([cache.lengths[0]], [width]), ([following],), room)
+            self._replay(state, ("read", room), verified.hidden)
+            cache.aim_at_first(1)
+            cache.advance([width])
+            state.num_begun = 0
+            return None
         rows = slice(row, row + 1)
         places = torch.arange(width, dtype=torch.int32, device=self.device)
         length = cache.aim(rows, width, self.device).lengths.int()
@@ -182,6 +197,8 @@ class CapturedDrafter(Eagle3Drafter):
     ) -> None:
         if not isinstance(state, CapturedState):
             return super().learn(state, verified, nodes, tokens)
+        if self._has_foreseen(state, list(map(len, tokens))):
+            return None
         if max(map(len, state.following)) + max(map(len, tokens)) > _PENDING[-1]:
             self._load(state)
             self._refresh_entries(state)
@@ -190,14 +207,30 @@ class CapturedDrafter(Eagle3Drafter):
             following.extend(new)
         state.num_begun = 0
         width = self._load(state, old, [(0, *path) for path in nodes])
-        if verified.highest is not None:  # from a captured step: its hidden states are always at the same place
+        if verified.step is not None:  # its hidden states are always at the same place
             self._replay(state, ("gather", width), verified.hidden)
         else:
             self._gather(state.arena, verified.hidden, width)
         if state.num_taken:
-            ahead = min(state.num_taken, _AHEAD) if self._stops is None or self._stops else self.settings.depth + 1
-            self._begin(state, state.kept, ahead, is_loaded=True)
+            self._begin(state, state.kept, self._num_ahead(state), is_loaded=True)
         state.num_taken = 0
+
+    @torch.no_grad()
+    def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
+        step = verified.step
+        if not isinstance(state, CapturedState) or step is None or not state.num_taken or any(state.following):
+            return
+        arena, num_rows = state.arena, len(chosen)
+        width = _wide_enough(min(chosen.shape[1], _MOST_FORESEEN))
+        arena.numbers.load((state.cache.lengths,), (), width)
+        columns = (arena.numbers.column(column) for column in (_STARTS, _COUNTS, _LENGTHS))
+        tables = (arena.numbers.table(table, num_rows, width) for table in (_FOLLOWING, _NODES))
+        with torch.cuda.device_of(arena.keys):
+            head_kernels.follow(step.tokens, step.parents, chosen, *columns, *tables)
+        state.num_foreseen, state.num_begun = width, 0
+        self._replay(state, ("gather", width), verified.hidden)
+        self._replay(state, ("refresh", width))
+        self._make_levels(state, state.kept, self._num_ahead(state))
 
     @torch.no_grad()
     def levels(
@@ -224,11 +257,29 @@ class CapturedDrafter(Eagle3Drafter):
             if not is_loaded:
                 self._load(state)
             self._refresh_entries(state)
+        self._make_levels(state, keep, count)
+
+    def _make_levels(self, state: CapturedState, keep: int | None, count: int) -> None:
+        """The levels up to the first `count` that are not made yet, where the device knows all that it needs."""
         while state.num_begun < count:
             self._replay(state, ("expand" if state.num_begun else "root", keep))
             self._send(state, state.num_begun)
             state.num_begun += 1
         state.kept = keep
+
+    def _num_ahead(self, state: CapturedState) -> int:
+        """Levels to start with before anybody asks."""
+        return min(state.num_taken, _AHEAD) if self._stops is None or self._stops else self.settings.depth + 1
+
+    def _has_foreseen(self, state: CapturedState, counts: Sequence[int]) -> bool:
+        """Whether the device has taken in a round that brought rows so many tokens. Then only the host has not."""
+        most, state.num_foreseen = state.num_foreseen, 0
+        if max(counts) > most:
+            return False
+        state.cache.aim_at_first(len(counts))
+        state.cache.advance(counts)
+        state.num_taken = 0
+        return True
 
     def _load(self, state: CapturedState, old: Sequence[int] = (), nodes: Sequence[Sequence[int]] = ()) -> int:
         """Tells the device where the rows stand, and which nodes of the last round their new entries are. Returns the
@@ -278,12 +329,15 @@ class CapturedDrafter(Eagle3Drafter):
 
     def _replay(self, state: CapturedState, kind: tuple[str, int | None], hidden: Tensor | None = None) -> None:
         arena, cache = state.arena, state.cache
-        rows, context = next_power(cache.num_rows), arena.context_for(cache.lengths, self.contexts)
+        longest = max(cache.lengths) + state.num_foreseen
+        rows = next_power(cache.num_rows)
+        context = arena.context_for([longest], self.contexts) if kind[0] != "gather" else 0  # it attends to nothing
         key: tuple[Any, ...] = (kind, rows, context)
         if hidden is not None:
             # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
-            hidden = hidden.as_strided((rows, MAX_PATH, hidden.shape[2]), hidden.stride())
-            key = (kind, hidden.data_ptr(), hidden.shape, hidden.stride())
+            shape = (1, kind[1] or 0) if kind[0] == "read" else (rows, MAX_PATH)
+            hidden = hidden.as_strided((*shape, hidden.shape[2]), hidden.stride())
+            key = (*key, hidden.data_ptr(), hidden.shape, hidden.stride())
         with torch.cuda.device_of(arena.keys):
             if key not in arena.steps:
                 # Trial runs before the capture move the beams on.
@@ -313,17 +367,26 @@ class CapturedDrafter(Eagle3Drafter):
             assert given is not None and number is not None
             self._gather(arena, given, number)
 
+        def run_entries(features: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor) -> None:
+            num_rows, width = tokens.shape
+            places = torch.arange(width, dtype=torch.int32, device=root.device)
+            paths = places.expand(num_rows, width, width).contiguous()
+            seen = Paths(starts, places.expand(num_rows, width).contiguous(), paths, context)
+            own = (keys[:num_rows], values[:num_rows])
+            outputs = fast.run(tokens, self.head.fuse(features), None, seen, *own, rotary)
+            last = (counts - 1).clamp(min=0).long()
+            newest = outputs[torch.arange(num_rows, device=last.device), last]
+            root[:num_rows] = torch.where(counts[:, None] > 0, newest, root[:num_rows])
+
+        def read() -> None:
+            assert given is not None and number is not None
+            tokens = arena.chunk.table(0, 1, number)
+            run_entries(given, tokens, arena.chunk.column(0), arena.chunk.column(1))
+
         def refresh() -> None:
             assert number is not None
-            places = torch.arange(number, dtype=torch.int32, device=root.device)
-            paths = places.expand(rows, number, number).contiguous()
-            seen = Paths(starts, places.expand(rows, number).contiguous(), paths, context)
-            features = self.head.fuse(arena.features[:rows, :number])
             tokens = arena.numbers.table(_FOLLOWING, rows, number)
-            outputs = fast.run(tokens, features, None, seen, keys, values, rotary)
-            last = (counts - 1).clamp(min=0).long()
-            newest = outputs[torch.arange(rows, device=last.device), last]
-            root.copy_(torch.where(counts[:, None] > 0, newest, root))
+            run_entries(arena.features[:rows, :number], tokens, starts, counts)
 
         def first() -> None:
             hidden[:, 0] = root
@@ -335,7 +398,7 @@ class CapturedDrafter(Eagle3Drafter):
             hidden.copy_(outputs)
             spread(outputs.flatten(0, 1), is_first=False)
 
-        work: Run = {"gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
+        work: Run = {"read": read, "gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
         return torch.no_grad()(work)
 
     def _try(self, state: CapturedState) -> None:

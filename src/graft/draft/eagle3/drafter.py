@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,9 @@ class Eagle3Drafter:
         features = verified.hidden  # [1, W, 3H]
         tokens = torch.tensor([following], device=features.device)
         state.hidden[row] = self._run_entries(state.cache, slice(row, row + 1), features, tokens, [len(following)])[0]
+
+    def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
+        """Nothing: passes are run one by one."""
 
     @torch.no_grad()
     def learn(

@@ -79,6 +79,36 @@ def enter(
     return both, residual
 
 
+def follow(
+    tokens: Tensor,  # [B or more, room] int32 of trees
+    parents: Tensor,
+    chosen: Tensor,  # [B, N] the token that is chosen after each of the N nodes
+    starts: Tensor,  # [B] int32 entries before the root's
+    counts: Tensor,  # [B] int32, written: the tokens that a round brings, and their entries
+    lengths: Tensor,  # [B] int32, written: entries with these
+    following: Tensor,  # [B, W] int32, written: the tokens
+    nodes: Tensor,  # [B, W] int32, written: the node after which each was chosen
+) -> None:
+    """Goes down each tree as far as what is chosen is there, as `accept.walk` does. Of more than W tokens the first."""
+    num_rows, width = chosen.shape
+    _follow_kernel[(num_rows,)](
+        tokens,
+        parents,
+        chosen,
+        chosen.stride(0),
+        starts,
+        counts,
+        lengths,
+        following,
+        nodes,
+        tokens.stride(0),
+        width,
+        following.shape[1],
+        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+        num_warps=1,
+    )
+
+
 def spread(
     draft_ids: Tensor,  # [B * F, K] int32, likeliest first
     logits: Tensor,  # [B * F, K] float32
@@ -125,6 +155,40 @@ def spread(
         BLOCK=max(triton.next_power_of_2(num_beams * topk), 16),
         BLOCK_P=triton.next_power_of_2(beams.entries.shape[2]),
     )
+
+
+@triton.jit(do_not_specialize=["width", "room", "chosen_stride"])  # which change from round to round
+def _follow_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    chosen: tl.tensor,
+    chosen_stride: int,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    following: tl.tensor,
+    nodes: tl.tensor,
+    tree_stride: int,
+    width: int,
+    room: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    is_below = (place > 0) & (place < width)
+    token = tl.load(tokens + row * tree_stride + place, mask=is_below, other=-1)
+    parent = tl.load(parents + row * tree_stride + place, mask=is_below, other=-1)
+    at, count = 0, 0
+    while at < BLOCK:
+        new = tl.load(chosen + row * chosen_stride + at).to(tl.int32)
+        tl.store(following + row * room + count, new, mask=count < room)
+        tl.store(nodes + row * room + count, at, mask=count < room)
+        count += 1
+        at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal ones the first
+    count = tl.minimum(count, room)
+    tl.store(counts + row, count)
+    tl.store(lengths + row, tl.load(starts + row) + count)
 
 
 @triton.jit
