@@ -206,13 +206,14 @@ class CapturedDrafter(Eagle3Drafter):
         for following, new in zip(state.following, tokens, strict=True):
             following.extend(new)
         state.num_begun = 0
-        width = self._load(state, old, [(0, *path) for path in nodes])
+        width = _wide_enough(max(map(len, tokens)))
+        state.arena.numbers.load(((), (), (), old), ((), [(0, *path) for path in nodes]), width)
         if verified.step is not None:  # its hidden states are always at the same place
             self._replay(state, ("gather", width), verified.hidden)
         else:
             self._gather(state.arena, verified.hidden, width)
         if state.num_taken:
-            self._begin(state, state.kept, self._num_ahead(state), is_loaded=True)
+            self._begin(state, state.kept, self._num_ahead(state))
         state.num_taken = 0
 
     @torch.no_grad()
@@ -249,13 +250,12 @@ class CapturedDrafter(Eagle3Drafter):
 
     # The parts of a round
 
-    def _begin(self, state: CapturedState, keep: int | None, count: int, is_loaded: bool = False) -> None:
+    def _begin(self, state: CapturedState, keep: int | None, count: int) -> None:
         """Has the first `count` levels made, as far as they are not being made already."""
         if state.num_begun and state.kept != keep:
             state.num_begun = 0
         if state.num_begun == 0:
-            if not is_loaded:
-                self._load(state)
+            self._load(state)
             self._refresh_entries(state)
         self._make_levels(state, keep, count)
 
@@ -281,14 +281,11 @@ class CapturedDrafter(Eagle3Drafter):
         state.num_taken = 0
         return True
 
-    def _load(self, state: CapturedState, old: Sequence[int] = (), nodes: Sequence[Sequence[int]] = ()) -> int:
-        """Tells the device where the rows stand, and which nodes of the last round their new entries are. Returns the
-        width of the tables."""
+    def _load(self, state: CapturedState) -> None:
+        """Tells the device where the rows stand, and which entries are to be run."""
         starts, counts = state.cache.lengths, [len(following) for following in state.following]
-        width = _wide_enough(max(counts))
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        state.arena.numbers.load((starts, counts, lengths, old), (state.following, nodes), width)
-        return width
+        state.arena.numbers.load((starts, counts, lengths), (state.following,), _wide_enough(max(counts)))
 
     def _refresh_entries(self, state: CapturedState) -> None:
         """Runs the entries whose true features came in."""
