@@ -32,7 +32,7 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 from step_time import MODELS, make_model
 
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
-from graft.engine import Engine, exact_width
+from graft.engine import Engine
 from graft.loading import load
 from graft.policy import make_policy
 from graft.sampling import Sampler, SamplingSettings
@@ -157,8 +157,7 @@ def main() -> None:
 
     tallies = {}
     for is_exact in (False, True):
-        width = (2 if options.dry_run else exact_width(options.budget)) if is_exact else None
-        tallies["exact" if is_exact else "not exact"] = tally = compare(engine, prompts, options, width)
+        tallies["exact" if is_exact else "not exact"] = tally = compare(engine, prompts, options, is_exact)
         print(f"{'exact' if is_exact else 'not exact'}: {tally}", flush=True)
     if options.out is not None:
         facts = {
@@ -170,9 +169,9 @@ def main() -> None:
         options.out.write_text(json.dumps(facts | {name: vars(tally) for name, tally in tallies.items()}) + "\n")
 
 
-def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, width: int | None) -> Tally:
+def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, is_exact: bool) -> Tally:
     """Answers until enough places are compared: all prompts, then all with the next seed."""
-    target = CapturedTarget(engine.target.model, exact_width=width)
+    target = CapturedTarget(engine.target.model, exact=is_exact)
     engine.target = target
     plain = engine.policy
     tally = Tally()

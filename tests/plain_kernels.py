@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graft.draft.eagle3 import head_kernels
 from graft.sampling import gumbel_noise
-from graft.target import choice_kernels, kernels, layer_kernels
+from graft.target import choice_kernels, kernels, layer_kernels, product_kernels
 from graft.target.attention import Paths
 from graft.tree import DraftTree
 
@@ -19,6 +19,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, function.__name__, function)
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
+    monkeypatch.setattr(product_kernels.Products, "multiply", multiply)
     for function in (highest, draw):
         monkeypatch.setattr(choice_kernels, function.__name__, function)
     for function in (enter, follow, spread):
@@ -71,6 +72,12 @@ def rotate_and_store(
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return nn.functional.silu(gate) * up
+
+
+def multiply(
+    products: product_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None, cut: product_kernels.Cut
+) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
 
 
 def tree_attention(

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from graft import Engine, GraftError, SamplingSettings
+from graft import Engine, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
 from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
@@ -18,8 +18,9 @@ from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target import arena as arenas
 from graft.target.attention import Paths
-from graft.target.captured import ArenaCache, CapturedTarget
+from graft.target.captured import CapturedTarget
 from graft.target.fast_layers import FastLayers, why_not
+from graft.target.product_kernels import Products
 from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
@@ -55,8 +56,8 @@ class Resting:
         return getattr(self._policy, name)
 
 
-def small_target(model, hidden_layers=(), chunk_size=256, exact_width=None):
-    return Small(model, hidden_layers, chunk_size, exact_width)
+def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
+    return Small(model, hidden_layers, chunk_size, exact)
 
 
 @pytest.fixture
@@ -297,16 +298,14 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
     prompts = [PROMPT, PROMPT[:3], [5], PROMPT * 3, PROMPT[2:9]]
     alone = [Engine(model, policy="off").generate(prompt, max_new_tokens=40).ids for prompt in prompts]
     endings = [{ids[8 + 3 * row]} for row, ids in enumerate(alone)]  # tokens that end some rows early
-    for exact in (False, True):
-        engine = Engine(model, policy=RandomTrees(6, merge=True))
-        engine.target = Small(model, exact_width=16 if exact else None)
-        for stop in endings:
-            stops = list(stop)
-            cut = [ids[: ids.index(stops[0]) + 1] if stops[0] in ids else ids for ids in alone]
-            together = engine.generate_batch(prompts, max_new_tokens=40, stop_token_ids=stops)
-            assert [generation.ids for generation in together] == cut
-        buckets = {key[:2] for arena in engine.target._graphs.arenas for key in arena.steps}
-        assert buckets >= ({(8, 16)} if exact else {(8, 8), (4, 8), (1, 8)})
+    engine = Engine(model, policy=RandomTrees(6, merge=True))
+    for stop in endings:
+        stops = list(stop)
+        cut = [ids[: ids.index(stops[0]) + 1] if stops[0] in ids else ids for ids in alone]
+        together = engine.generate_batch(prompts, max_new_tokens=40, stop_token_ids=stops)
+        assert [generation.ids for generation in together] == cut
+    buckets = {key[:2] for arena in engine.target._graphs.arenas for key in arena.steps}
+    assert buckets >= {(8, 8), (4, 8), (1, 8)}
 
 
 def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
@@ -368,22 +367,27 @@ def test_two_generations_at_once_do_not_share_an_arena(plain):
     assert len(engine.target._graphs.arenas) == 2
 
 
-def test_exact_steps_have_one_width_and_refuse_wider_trees(plain):
-    model = model_of("llama")
-    target = Small(model, exact_width=8)
-    cache = target.open(1, 64)
-    list(target.prefill(cache, 0, PROMPT))
-    alone = target.verify(cache, DraftTree.roots(torch.tensor([4], device=DEVICE))).logits[0, 0].clone()
-    wide = target.verify(cache, tree_of([[4, 5, 6, 7]], [[0, 0, 1, 2]]))
-    assert torch.equal(wide.logits[0, 0], alone)
-    assert isinstance(cache, ArenaCache) and {key[1] for key in cache.arena.steps} == {8, 16}  # of trees, of prompts
-    with pytest.raises(GraftError, match="budget"):
-        target.verify(cache, DraftTree.chain(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)))
+@pytest.mark.parametrize("exact", [False, True])
+def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypatch):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = model_of("llama", hidden_size=64, intermediate_size=128, vocab_size=128, **heads)
+    made, multiply = [], Products.multiply
+    monkeypatch.setattr(Products, "multiply", lambda *given: (made.append(len(given[1])), multiply(*given))[1])
+    target = Small(model, exact=exact)
+    cache = target.open(2, 64)
+    target.verify(cache, tree_of([[4, 5, 6, 7]] * 2, [[0, 0, 1, 2]] * 2))
+    num_products = 4 * model.config.num_hidden_layers + 1
+    assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
 
 
-@pytest.mark.parametrize("exact_width", [None, 8])
-def test_prompts_are_read_the_same_way_every_time(exact_width, plain):
-    target = Small(model_of("llama"), chunk_size=5, exact_width=exact_width)
+def test_a_model_that_cannot_be_exact_says_so(plain):
+    target = Small(model_of("llama", hidden_size=48, head_dim=16), exact=True)
+    with pytest.warns(UserWarning, match="not exact: its weights' sizes are not multiples of 64"):
+        target.open(1, 8)
+
+
+def test_prompts_are_read_the_same_way_every_time(plain):
+    target = Small(model_of("llama"), chunk_size=5)
     captured_before = []
     for _ in range(3):
         list(target.prefill(target.open(1, 64), 0, PROMPT))

@@ -18,6 +18,7 @@ import plain_kernels
 from graft.draft.eagle3 import head_kernels
 from graft.target import choice_kernels, kernels
 from graft.target.kernels import Tiles, scratch_size, tree_attention
+from graft.target.product_kernels import Products, cut_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
@@ -214,6 +215,45 @@ def test_committing_moves_what_the_cache_moves(paths):
     kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
     cache.commit(paths)
     assert torch.equal(keys, cache._keys) and torch.equal(values, cache._values)
+
+
+# Products
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((128, 192), 3), ((128, 192), 2), ((64, 128), 1), ((192, 256), None)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_tokens_product_depends_on_the_token_alone(shape, parts, dtype):
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*size).to(DEVICE, dtype) for size in (shape, shape[:1], (40, shape[1])))
+    cut = cut_of(shape, dtype)
+    cut = replace(cut, parts=parts, inputs=64) if parts else cut
+    products = Products(x.device)
+    for given in (None, bias):
+        together = products.multiply(x, weight, given, cut)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
+        torch.testing.assert_close(together.double(), expected, atol=1e-2, rtol=2e-3)
+        for few in (1, 17):
+            assert torch.equal(products.multiply(x[:few], weight, given, cut), together[:few])
+            assert torch.equal(products.multiply(x[few:], weight, given, cut), together[few:])
+    assert not products._arrived.any(), "counters are ready for the next product"
+
+
+def test_products_of_many_rows_have_several_tiles():
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 128).to(DEVICE, torch.float16), torch.randn(150, 128).to(DEVICE, torch.float16)
+    products, cut = Products(x.device), replace(cut_of((64, 128), torch.float16), parts=2, inputs=64)
+    together = products.multiply(x, weight, None, cut)
+    assert torch.equal(products.multiply(x[130:131], weight, None, cut), together[130:131])
+    torch.testing.assert_close(together, x @ weight.T, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (2048, 8192), (51200, 5120), (576, 1536), (64, 64)])
+def test_cuts_leave_nothing_out(shape):
+    cut = cut_of(shape, torch.bfloat16)
+    assert shape[0] % cut.outputs == 0 and shape[1] % cut.inputs == 0 and 1 <= cut.parts <= shape[1] // 64
+    assert cut_of((shape[0] + 1, shape[1]), torch.bfloat16) is None
 
 
 # Choices

@@ -89,10 +89,9 @@ class Engine:
         """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
         `make_policy`.
 
-        exact: on a GPU, plain decoding and every tree run at one width, so that rounding cannot make texts differ.
+        exact: on a GPU, rounding cannot make texts differ in batches either; large batches are slower.
         """
-        width = exact_width(budget) if exact else None
-        self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, width)
+        self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
         self.drafter = drafter
         if isinstance(policy, str):
@@ -297,11 +296,6 @@ class Stream(Iterator[str]):
     @property
     def result(self) -> Generation:
         return _generation([self._sequence])
-
-
-def exact_width(budget: int | None) -> int:
-    """The width of all exact steps: one that whole trees of any usual budget fit, the same with and without trees."""
-    return 64 if budget is None or budget < 64 else MAX_BUDGET + 1
 
 
 def _token_ids(prompt: object, vocab_size: int) -> list[int]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from graft.bench.ablations import CONTENDERS
 from graft.draft.base import Drafter
-from graft.engine import Engine, exact_width
+from graft.engine import Engine
 from graft.learn.tuning import thresholds, watch_gates
 from graft.policy import Policy, PolicySettings, policy_with
 from graft.policy.gates import THRESHOLDS
@@ -107,6 +107,5 @@ class PolicyMethod(Method):
 
 
 def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings, exact: bool) -> Policy:
-    width = exact_width(settings.budget) if exact else None
-    target = target_for(model, drafter.hidden_layers if drafter is not None else (), exact_width=width)
+    target = target_for(model, drafter.hidden_layers if drafter is not None else (), exact=exact)
     return policy_with(settings, name, target, drafter, CONTENDERS)

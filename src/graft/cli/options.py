@@ -45,7 +45,7 @@ LOADING: Group = MODEL | {
     "policy": _model(str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, graft.", "graft"),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
-    "exact": _model(bool, "--exact/--no-exact", "On a GPU: rounding cannot make texts differ.", "no-exact"),
+    "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),
     "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
 }
 SAMPLING: Group = {

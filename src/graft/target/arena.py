@@ -128,7 +128,6 @@ class ArenaCache(TreeCache):
         """owner: who captures what is done to it, and has larger arenas."""
         super().__init__(len(arena.keys), num_rows, arena.num_slots)
         self.arena = arena
-        self.num_rows_at_first = num_rows
         self._owner, self._max_positions = owner, max_positions
         self._keys, self._values = arena.keys, arena.values
 
@@ -167,7 +166,6 @@ class ArenaCache(TreeCache):
                 for row, length in enumerate(other.lengths):
                     own[:, first + row, :length] = new[:, row, :length]
         self.lengths = self.lengths + other.lengths
-        self.num_rows_at_first = max(self.num_rows_at_first, num_rows)
 
     def _move(self, num_rows: int, num_slots: int) -> None:
         """To an arena of that size, where steps are captured anew."""

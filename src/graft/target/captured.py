@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from graft.errors import GraftError
 from graft.report import Report
-from graft.settings import require
 from graft.target import choice_kernels, layer_kernels
 from graft.target.arena import (
     ALIGNED,
@@ -116,10 +115,11 @@ class StepArena(Arena):
 class Graphs(Arenas):
     """What runners of one model that ask for the same hidden states share: fused weights, arenas, captured steps."""
 
-    def __init__(self, model: PreTrainedModel, num_hidden: int) -> None:
-        """num_hidden: layers whose inputs are asked for."""
+    def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool) -> None:
+        """num_hidden: layers whose inputs are asked for. exact: see `CapturedTarget`."""
         super().__init__(model.device)
         self.model = model
+        self._exact = exact
         self._num_hidden = num_hidden
         self.layers: FastLayers | None = None
         self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
@@ -143,9 +143,13 @@ class Graphs(Arenas):
         if weights == self._weights:
             return
         self.arenas.clear()
-        self.layers = FastLayers(self.model) if self.failure is None and why_not(self.model) is None else None
+        reason = self.failure or why_not(self.model)
+        self.layers = FastLayers(self.model, self._exact) if reason is None else None
         if self.layers is not None:
             self.cache_shape = (self.layers.kv_heads, self.layers.head_dim)
+            reason = None if self.layers.can_be_exact else "its weights' sizes are not multiples of 64"
+        if self._exact and reason is not None:
+            warnings.warn(f"steps of {type(self.model).__name__} are not exact: {reason}", stacklevel=6)
         self._weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
 
     def give_up(self, reason: str) -> None:
@@ -179,7 +183,7 @@ def _places(arena: Arena) -> list[Place]:
     return [place for place in arena.places.values() if isinstance(place, Place)]
 
 
-_GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Graphs] = weakref.WeakValueDictionary()
+_GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool], Graphs] = weakref.WeakValueDictionary()
 
 
 class CapturedTarget(TargetRunner):
@@ -194,15 +198,12 @@ class CapturedTarget(TargetRunner):
         model: PreTrainedModel,
         hidden_layers: Sequence[int] = (),
         chunk_size: int = 256,
-        exact_width: int | None = None,
+        exact: bool = False,
     ) -> None:
-        """exact_width: the one width of all steps, so that a token's bits do not depend on what it is verified with."""
+        """exact: a token's bits depend on its own text alone, in any batch; else, for large products, in no batch."""
         super().__init__(model, hidden_layers, chunk_size)
-        if exact_width is not None:
-            self.widths = (exact_width,)
-        self._is_exact = exact_width is not None
-        key = (id(model), self._hidden_layers)
-        self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers))
+        key = (id(model), self._hidden_layers, exact)
+        self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
         _GRAPHS[key] = self._graphs
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
@@ -226,14 +227,9 @@ class CapturedTarget(TargetRunner):
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: DraftTree) -> Verified:
         width = next((width for width in self.widths if width >= tree.width), None)
-        require(
-            width is not None or not self._is_exact,
-            f"exact steps are {self.widths[-1]} nodes wide and a tree has {tree.width}: give the engine its budget",
-        )
         if width is None or not isinstance(cache, ArenaCache):
             return super().verify(cache, tree)
-        num_rows = cache.num_rows_at_first if self._is_exact else cache.num_rows
-        return self._replay(cache, tree, next_power(num_rows), width) or super().verify(cache, tree)
+        return self._replay(cache, tree, next_power(cache.num_rows), width) or super().verify(cache, tree)
 
     @torch.no_grad()
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:

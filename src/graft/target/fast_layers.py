@@ -1,8 +1,8 @@
 """A forward of our own over a transformers model's weights, for models built like Llama, in few kernels.
 
-Matrix products stay PyTorch's; what lies between them is fused (`layer_kernels`). The weights remain the model's: those
-that one product takes together are laid below each other once, and its parameters become views of them. Whatever
-`why_not` has an answer for is left to transformers' own code.
+What lies between matrix products is fused (`layer_kernels`). The weights remain the model's: those that one product
+takes together are laid below each other once, and its parameters become views of them. Whatever `why_not` has an answer
+for is left to transformers' own code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -24,6 +24,7 @@ from transformers import (
 
 from graft.target import kernels, layer_kernels
 from graft.target.attention import Paths
+from graft.target.product_kernels import FEW, Products, cut_of
 
 _FAMILIES = {
     LlamaForCausalLM: "Llama",
@@ -37,6 +38,7 @@ STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a posi
 _MAX_HOLES = 2**31  # bytes
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # what a program of the norm kernel holds
+_WIDEST = 128  # steps of a text alone, whose bits never depend on the tree
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class _Layer:
 class FastLayers:
     """The model's forward over a cache's tensors."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: one that `why_not` has nothing against."""
+    def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
+        """model: one that `why_not` has nothing against. exact: bits do not depend on the batch either."""
         parts: Any = model
         config = model.config
         self.num_layers = config.num_hidden_layers
@@ -91,6 +93,13 @@ class FastLayers:
         for layer in parts.model.layers:
             self._layers.append(_layer(layer))
             _give_back(self._embedding.device)
+        self._multiply = Products(self._embedding.device, always=exact)
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether all products can be cut alike for any number of tokens."""
+        weights = [self._head, *(w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        return all(cut_of(weight.shape, weight.dtype) is not None for weight in weights)
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self._rotary, self._embedding, num_positions)
@@ -110,13 +119,18 @@ class FastLayers:
         [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
         batch, width = tokens.shape
         scratch = self._scratch(batch, width, seen)
+        most = _WIDEST if batch == 1 else FEW
+
+        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return self._multiply(x, weight, bias, most)
+
         stream = embedding(tokens, self._embedding).flatten(0, 1)  # [B * W, H]
         delta: Tensor | None = None  # what is still to be added to it
         inputs: dict[int, Tensor] = {}
         for number, layer in enumerate(self._layers):
             stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
             inputs[number] = stream
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = multiply(normed, layer.qkv, layer.qkv_bias)
             attended = attend_in_cache(
                 qkv,
                 keys[number],
@@ -129,13 +143,14 @@ class FastLayers:
                 window=layer.window,
                 scratch=scratch,
             )
-            delta = linear(attended, layer.o)
+            delta = multiply(attended, layer.o)
             stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-            delta = linear(layer_kernels.silu_mul(linear(normed, layer.gate_up)), layer.down)
+            delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
         inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
-        last = normed.unflatten(0, (batch, width))[:, -num_logits:]
-        return linear(last, self._head), [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
+        last = normed.unflatten(0, (batch, width))[:, -num_logits:].flatten(0, 1)
+        logits = multiply(last, self._head).unflatten(0, (batch, -1))
+        return logits, [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
 
     def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
         """For the attention of all layers in turn."""

@@ -144,20 +144,20 @@ class TargetRunner:
 
 
 def target_for(
-    model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact_width: int | None = None
+    model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact: bool = False
 ) -> TargetRunner:
     """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
 
-    exact_width: the one width of all its steps, for the same bits in plain decoding and in any tree.
+    exact: a token's bits are the same in any batch, too.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
             from graft.target.captured import CapturedTarget
 
-            return CapturedTarget(model, hidden_layers, chunk_size, exact_width)
+            return CapturedTarget(model, hidden_layers, chunk_size, exact)
         except ImportError as error:
             warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
-    if exact_width is not None:
+    if exact:
         warnings.warn(f"exact changes nothing on {model.device}: it is for a single GPU with Triton", stacklevel=2)
     return TargetRunner(model, hidden_layers, chunk_size)
 

@@ -1,7 +1,7 @@
 """The EAGLE-3 head in few kernels, over tensors of a cache, for passes that can be captured.
 
-Matrix products stay PyTorch's. As in the target's fast layers the weights remain the head's own: those that one product
-takes together are laid below each other once.
+As in the target's fast layers the weights remain the head's own: those that one product takes together are laid below
+each other once.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from graft.draft.eagle3 import head_kernels
 from graft.draft.eagle3.head import Eagle3Head
 from graft.target import choice_kernels, layer_kernels
 from graft.target.attention import Paths
 from graft.target.fast_layers import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_cache, together
+from graft.target.product_kernels import Products
 
 
 class FastHead:
@@ -35,6 +35,7 @@ class FastHead:
         self._o = attention.o_proj.weight.detach()
         self._gate_up = together([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         self._down, self._lm_head = layer.mlp.down_proj.weight.detach(), head.lm_head.weight.detach()
+        self._multiply = Products(self._o.device)
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self.head.rotary, self._qkv, num_positions)
@@ -51,12 +52,12 @@ class FastHead:
         before: Tensor | None = None,  # [B] uncommitted entries that theirs come behind
     ) -> Tensor:
         """The entries' outputs [B, W, H], which are the next entries' features."""
-        config, eps = self.config, self.config.rms_norm_eps
+        config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
         batch, width = tokens.shape
         both, stream = head_kernels.enter(
             tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
         )
-        qkv = linear(both, self._qkv)
+        qkv = multiply(both, self._qkv)
         attended = attend_in_cache(
             qkv,
             keys,
@@ -67,9 +68,9 @@ class FastHead:
             before=before,
             window=config.sliding_window,
         )
-        delta = linear(attended, self._o)
+        delta = multiply(attended, self._o)
         stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
-        delta = linear(layer_kernels.silu_mul(linear(normed, self._gate_up)), self._down)
+        delta = multiply(layer_kernels.silu_mul(multiply(normed, self._gate_up)), self._down)
         total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
         return (normed if config.norm_output else total).view(batch, width, -1)
 
@@ -77,7 +78,7 @@ class FastHead:
         """The k likeliest draft ids after each output [R, H], their logits, and each row's sum; see `highest`."""
         if not self.config.norm_output:
             _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
-        return choice_kernels.highest(linear(hidden, self._lm_head), k)
+        return choice_kernels.highest(self._multiply(hidden, self._lm_head), k)
 
 
 def why_not(head: Eagle3Head) -> str | None:
