@@ -3,22 +3,24 @@
 import random
 from copy import copy
 from dataclasses import replace
+from itertools import product
+from unittest.mock import patch
+from weakref import finalize
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft import Engine, kernels, native
+from graft import Engine, host_pool, kernels, native
 from graft.buckets import NUM_BUCKETS
 from graft.draft.base import Level
 from graft.host_pool import HostPool, make_pool
 from graft.learn.calibration import Calibration
 from graft.pool import NOBODY, Columns, Pool
-from graft.retrieve import Judged, Recall
+from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import JudgedTrees, nodes_in_context, nodes_in_context_by_torch
-from graft.retrieve.copies import copies, copies_in_python
-from graft.retrieve.suffix import SuffixIndex
+from graft.retrieve.suffix import HostIndex, SuffixIndex
 from graft.retrieve.table import HostTables, SuccessorTable, SuccessorTables
 from graft.target import Verified
 from proposers import random_tree
@@ -30,6 +32,13 @@ NUM_SOURCES = 6
 DRAFTED = 1
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no C compiler that can build the kernels")
+
+
+class Text:
+    """A history."""
+
+    def __init__(self, ids):
+        self.ids = list(ids)
 
 
 class Both:
@@ -239,24 +248,54 @@ def test_a_round_is_learned_directly_as_it_is_by_way_of_its_nodes(seed, num_rows
 
 # Copies
 
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=4)
+
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
-    st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
-    st.lists(st.integers(0, 2), min_size=2, max_size=30),
-    st.integers(0, 9),
-    st.integers(1, 40),
-)
-def test_copies_are_the_same(texts, others, suffix, length, num_nodes):
-    found = []
-    for each in (texts, others):
-        index = SuffixIndex()
-        for text in each:
+@given(TEXTS, st.one_of(st.none(), st.integers(0, 60)))
+def test_an_index_of_the_kernels_holds_and_finds_the_same(texts, max_tokens):
+    one, other = HostIndex(max_tokens), SuffixIndex(max_tokens)
+    for text in texts:
+        for index in (one, other):
             index.begin()
-            index.extend(text)
-        found.append(index.occurrences((suffix[-2], suffix[-1])))
-    assert copies(found, suffix, length, num_nodes) == copies_in_python(found, suffix, length, num_nodes)
+            index.extend(text[:7])
+            index.extend(text[7:])
+        assert len(one) == len(other) and one.texts == other.texts
+        for pair in product(range(3), repeat=2):
+            assert one.occurrences(pair) == other.occurrences(pair)
+
+
+@settings(deadline=None)
+@given(TEXTS, TEXTS, st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5), st.booleans())
+def test_the_same_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, has_room):
+    """Below the root and below what was proposed, of texts that grow."""
+    options = {"depth": depth, "num_nodes": num_nodes, "num_drafted": num_drafted, "max_past_tokens": 50}
+    lookups = [SuffixLookup(**options) for _ in range(2)]
+    histories = [Text(text) for text in texts]
+    for lookup in lookups:
+        for text in finished:
+            lookup.finish(Text(text))
+    for number in range(3):
+        with patch.object(host_pool, "_CAPACITY", 1024 if has_room else 1):
+            both = Both(seed + number, len(texts))
+        for _ in range(number):
+            both.add_something()
+        chances = Calibration([*torch.rand(2, NUM_BUCKETS), *SuffixLookup.prior]).chances
+        for pool, lookup in zip(both.pools, lookups, strict=True):
+            lookup.propose(pool, histories, 3, chances, 6)
+        both.assert_equal()
+        for history in histories:
+            history.ids.append(both.rng.randrange(3))
+
+
+def test_the_memory_of_an_index_goes_with_it():
+    freed = []
+    index = HostIndex()
+    index.begin()
+    index.extend([1, 2, 3])
+    finalize(index, freed.append, True)
+    del index
+    assert freed == [True]
 
 
 # What cannot be
@@ -297,6 +336,7 @@ def no_kernels(monkeypatch):
 def test_without_kernels_torch_does_the_work(no_kernels):
     assert type(make_pool(*torch.tensor([[1], [2], [3]]))) is Pool
     assert type(Recall(9)._tables) is SuccessorTables
+    assert type(SuffixLookup()._past) is SuffixIndex
 
 
 def test_the_same_text_with_and_without_kernels(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS
-from graft.kernels import ChancesStruct, PoolStruct, available, kernels, plain
+from graft.kernels import ChancesStruct, PoolStruct, ScaleStruct, available, kernels, plain
 from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool
 from graft.tree import DraftTree
 
@@ -174,6 +174,38 @@ class HostPool(Pool):
                 columns.extend(row[column])
                 columns.extend([0] * (width - count))
         self._kernels.graft_add_rows(self._ref, width, _address(columns), _address(lengths), self._weigh_by(chances))
+
+    def hang_copies(
+        self,
+        own: Sequence[int],
+        past: int,
+        scale: ScaleStruct,
+        first: int,
+        chances: Tensor,
+        num_places: int,
+        max_depth: int,
+        length: int,
+        num_nodes: int,
+    ) -> None:
+        """Adds what `SuffixLookup` proposes. own, past: addresses of every row's index and of that of all."""
+        addresses, count, width = array("q", own), ctypes.c_int64(), self.width
+        while True:
+            self._kernels.graft_hang_copies(
+                self._ref,
+                _address(addresses),
+                past,
+                first,
+                self._weigh_by(chances),
+                num_places,
+                max_depth,
+                length,
+                num_nodes,
+                byref(scale),
+                byref(count),
+            )
+            if self.width == width + count.value:
+                break
+            self._make_room(count.value)  # there was none, so that nothing was added
 
     def follow(
         self, tables: SuccessorTables, chances: Tensor, first: int, waves: int, beam: int, max_depth: int
