@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine, host_pool, kernels, native
+from graft.accept import paths, paths_in_python
 from graft.buckets import NUM_BUCKETS
 from graft.draft.base import Level
 from graft.host_pool import HostPool, make_pool
@@ -244,6 +245,18 @@ def test_a_round_is_learned_directly_as_it_is_by_way_of_its_nodes(seed, num_rows
     other.learn(Judged.of_trees(verified, tree, histories, salts))
     for direct, by_nodes in zip(one.tables, other.tables, strict=True):
         assert all(torch.equal(column, by_nodes.state()[name]) for name, column in direct.state().items())
+
+
+# The walk
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
+def test_the_same_path_is_walked(seed, num_rows, num_nodes):
+    rng = random.Random(seed)
+    tree = random_tree(rng, [rng.randrange(TOKENS) for _ in range(num_rows)], num_nodes, vocab_size=TOKENS)
+    chosen = torch.tensor([[rng.randrange(TOKENS) for _ in row] for row in tree.tokens], dtype=torch.int32)
+    assert paths(tree, chosen) == paths_in_python(tree, chosen)
 
 
 # Copies

@@ -418,6 +418,29 @@ int graft_count(
     return failed;
 }
 
+/* The walk */
+
+/* Down trees [num_rows][width] by the token chosen after each node, to the first that is no child: nodes and came
+   [num_rows][width], the first counts[row] of each row being tokens, and one less nodes. Of equal children the first
+   counts. */
+int graft_walk(
+    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t first = r * width, count = 0, node = 0;
+        came[first] = chosen[first];
+        for (int64_t i = 1; i < width; i++) { /* a child stands behind its parent */
+            int64_t at = first + i;
+            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            node = i;
+            nodes[first + count++] = node;
+            came[first + count] = chosen[at];
+        }
+        counts[r] = count + 1;
+    }
+    return OK;
+}
+
 /* The tables */
 
 typedef struct {

@@ -99,6 +99,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
+    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
     "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],

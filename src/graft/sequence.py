@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from graft.record import RoundRecord
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.text import TextStream
-from graft.tree import PADDING, DraftTree
+from graft.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)
@@ -70,7 +69,8 @@ class Sequence:
         self.stats.rounds += 1
         self.stats.plain_rounds += row.num_nodes == 0
         self.stats.nodes += row.num_nodes
-        self.stats.proposed_by_source.update(row.proposed_by_source())
+        for name, count in row.proposed_by_source().items():
+            self.stats.proposed_by_source[name] += count
         for depth, token in enumerate(tokens):
             judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
             if self.settings.logprobs is not None:
@@ -111,16 +111,16 @@ class TreeRow:
     ) -> None:
         """considered: the tree with more nodes behind its own, which were pruned."""
         self._tree, self._considered, self._row = tree, considered or tree, row
-        self._sources = tree.lists[2][row]
+        self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
         self._logits = logits
         self._names = source_names
-        self.num_nodes = sum(source > 0 for source in self._sources)
+        self.num_nodes = sum(self._counts[ROOT + 1 :])
 
     def source(self, node: int) -> str:
         return self._names[self._sources[node]]
 
     def proposed_by_source(self) -> dict[str, int]:
-        return {self._names[source]: count for source, count in Counter(self._sources).items() if source > 0}
+        return {self._names[source]: count for source, count in enumerate(self._counts) if source > ROOT and count}
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
         """The round in plain lists, without the places that hold no node."""

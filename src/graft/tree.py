@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,15 +60,24 @@ class DraftTree:
         return self.sources != PADDING
 
     @cached_property
-    def lists(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Tokens, parents and sources, by row: for who goes from node to node."""
-        return self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
+    def source_lists(self) -> list[list[int]]:
+        """`sources` by row."""
+        return self.sources.tolist()
+
+    @cached_property
+    def counts_by_source(self) -> list[list[int]]:
+        """By row: how many nodes each source has, the root's first."""
+        sources = self.sources.cpu().numpy()
+        num_sources = int(sources.max()) + 1
+        cells = sources + 1 + (num_sources + 1) * np.arange(len(sources))[:, None]  # padding has the first of its row
+        counts = np.bincount(cells.ravel(), minlength=(num_sources + 1) * len(sources))
+        return counts.reshape(len(sources), -1)[:, 1:].tolist()
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
         """`depths` by row."""
         rows = []
-        for parents in self.lists[1]:
+        for parents in self.parents.tolist():
             depths = [0]
             for parent in parents[1:]:
                 depths.append(depths[parent] + 1)
