@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft import Engine, host_pool, kernels, native
+from graft import Engine, host_pool, kernels, native, tree
 from graft.accept import paths, paths_in_python
 from graft.buckets import NUM_BUCKETS
 from graft.draft.base import Level
 from graft.host_pool import HostPool, make_pool
+from graft.learn import cost
 from graft.learn.calibration import Calibration
+from graft.learn.cost import total_gains
 from graft.pool import NOBODY, Columns, Pool
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import JudgedTrees, nodes_in_context, nodes_in_context_by_torch
@@ -139,8 +141,7 @@ def test_merged_alike_and_the_best_are_the_same(both, drafted, weighed, budget):
     torch.testing.assert_close(paths, same_paths)
     for name in ("tokens", "parents", "sources", "evidence", "probabilities"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), msg=name)
-    one, other = (pool.best_paths(budget) for pool in both.pools)
-    assert [pytest.approx(row) for row in one] == other
+    torch.testing.assert_close(*(pool.best_paths(budget) for pool in both.pools))
     one, other = (pool.values_by_need(3, budget) for pool in both.pools)
     assert [pytest.approx(row, abs=1e-5) for row in one] == other
 
@@ -247,7 +248,23 @@ def test_a_round_is_learned_directly_as_it_is_by_way_of_its_nodes(seed, num_rows
         assert all(torch.equal(column, by_nodes.state()[name]) for name, column in direct.state().items())
 
 
-# The walk
+# Trees
+
+
+def test_what_the_best_of_all_rows_come_to(monkeypatch):
+    paths = torch.rand(5, 9)[:, 2:]
+    gains = total_gains(paths)
+    monkeypatch.setattr(cost, "kernels", lambda: None)
+    assert total_gains(paths) == gains and len(gains) == 7
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
+def test_nodes_are_counted_alike(seed, num_rows, num_nodes):
+    made = random_tree(random.Random(seed), list(range(num_rows)), num_nodes, vocab_size=TOKENS)
+    counts = made.counts_by_source
+    with patch.object(tree, "kernels", lambda: None):
+        assert replace(made).counts_by_source == counts
 
 
 @settings(deadline=None)

@@ -230,18 +230,16 @@ class HostPool(Pool):
         probabilities, paths = shares.unbind()
         return DraftTree(max_depth, tokens, parents, probabilities, sources, evidence), paths
 
-    def best_paths(self, count: int) -> list[list[float]]:
+    def best_paths(self, count: int) -> Tensor:
         count = min(count, self.width - 1)
-        return self._by_row(self._kernels.graft_best_paths, count, count)
+        paths = torch.empty(self._struct.num_rows, count)
+        self._kernels.graft_best_paths(self._ref, count, paths.data_ptr())
+        return paths
 
     def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
-        return self._by_row(self._kernels.graft_values_by_need, max_passes + 1, max_passes, budget)
-
-    def _by_row(self, kernel: Any, count: int, *arguments: int) -> list[list[float]]:
-        """What a kernel says, `count` numbers a row."""
-        num_rows = self._struct.num_rows
+        num_rows, count = self._struct.num_rows, max_passes + 1
         values = (ctypes.c_double * (num_rows * count))()
-        kernel(self._ref, *arguments, values)
+        self._kernels.graft_values_by_need(self._ref, max_passes, budget, values)
         return [values[row * count : (row + 1) * count] for row in range(num_rows)]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:

@@ -289,7 +289,7 @@ int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares)
 }
 
 /* paths: [num_rows][count] of the likeliest nodes below the root, best first */
-int graft_best_paths(const Pool *pool, int64_t count, double *paths) {
+int graft_best_paths(const Pool *pool, int64_t count, float *paths) {
     if (count > pool->width - 1) return OUT_OF_RANGE;
     int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (chosen == NULL) return NO_MEMORY;
@@ -299,6 +299,15 @@ int graft_best_paths(const Pool *pool, int64_t count, double *paths) {
         for (int64_t i = 0; i < count; i++) paths[r * count + i] = below[chosen[i]];
     }
     free(chosen);
+    return OK;
+}
+
+/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows; rows begin `stride` apart. */
+int graft_gains(int64_t num_rows, int64_t count, int64_t stride, const float *paths, double *gains) {
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * stride + i];
+    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
     return OK;
 }
 
@@ -437,6 +446,18 @@ int graft_walk(
             came[first + count] = chosen[at];
         }
         counts[r] = count + 1;
+    }
+    return OK;
+}
+
+/* counts: [num_rows][num_sources] of the nodes of trees [num_rows][width]. */
+int graft_count_sources(
+    int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
+    memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
+    for (int64_t at = 0; at < num_rows * width; at++) {
+        if (sources[at] == PADDING) continue;
+        if (sources[at] < 0 || sources[at] >= num_sources) return OUT_OF_RANGE;
+        counts[at / width * num_sources + sources[at]]++;
     }
     return OK;
 }

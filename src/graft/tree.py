@@ -6,13 +6,15 @@ what goes into one is decided in `policy`, and how it is checked, in `target`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from graft.kernels import kernels, plain
 
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
@@ -67,11 +69,13 @@ class DraftTree:
     @cached_property
     def counts_by_source(self) -> list[list[int]]:
         """By row: how many nodes each source has, the root's first."""
-        sources = self.sources.cpu().numpy()
-        num_sources = int(sources.max()) + 1
-        cells = sources + 1 + (num_sources + 1) * np.arange(len(sources))[:, None]  # padding has the first of its row
-        counts = np.bincount(cells.ravel(), minlength=(num_sources + 1) * len(sources))
-        return counts.reshape(len(sources), -1)[:, 1:].tolist()
+        rows, num_sources = self.source_lists, 1 + max(map(max, self.source_lists))
+        library = kernels()
+        if library is None:
+            return [[sources.count(number) for number in range(num_sources)] for sources in rows]
+        sources, counts = plain(self.sources), array("q", bytes(8 * num_sources * len(rows)))
+        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.buffer_info()[0])
+        return [counts[at : at + num_sources].tolist() for at in range(0, len(counts), num_sources)]
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
