@@ -16,7 +16,7 @@ from graft.learn.calibration import Calibration
 from graft.learn.cost import MeansBySize, VerifyCost, plans
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
-from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.pool import NO_TOKEN, Pool
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.copies import MAX_MATCH, continuations
 from graft.retrieve.suffix import _MAX_OCCURRENCES, SuffixIndex
@@ -44,7 +44,7 @@ class Words:
 
 def pool_for(*histories):
     roots = torch.tensor([history.ids[-1] for history in histories])
-    return make_pool(roots, *before_roots([history.ids for history in histories]))
+    return make_pool(roots, [history.ids for history in histories])
 
 
 def draft(pool, chain, chance=0.9):

@@ -20,7 +20,7 @@ from graft.host_pool import HostPool, make_pool
 from graft.learn import cost
 from graft.learn.calibration import Calibration
 from graft.learn.cost import total_gains
-from graft.pool import NOBODY, Columns, Pool
+from graft.pool import NOBODY, Columns, Pool, before_roots
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import JudgedTrees, nodes_in_context, nodes_in_context_by_torch
 from graft.retrieve.suffix import HostIndex, SuffixIndex
@@ -355,6 +355,26 @@ def test_a_pool_grows_beyond_its_first_room():
         torch.testing.assert_close(field, same)
 
 
+def test_texts_give_the_pool_that_their_last_tokens_give():
+    texts = [[4, 5, 6], [7], [8, 9]]
+    roots = torch.tensor([6, 7, 9])
+    for one, other in zip(HostPool.of_texts(roots, texts).nodes, Pool(roots, *before_roots(texts)).nodes, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_is_used_again_unless_somebody_may_look_at_it():
+    roots, texts = torch.tensor([1, 2]), [[1], [2]]
+    pool = HostPool.of_texts(roots, texts)
+    address = pool._room.fields.data_ptr()
+    del pool
+    pool = HostPool.of_texts(roots, texts)
+    assert pool._room.fields.data_ptr() == address
+    nodes = pool.nodes
+    del pool
+    other = HostPool.of_texts(roots + 1, texts)
+    assert other._room.fields.data_ptr() != address and torch.equal(nodes.tokens[:, 0], roots)
+
+
 # Without
 
 
@@ -364,7 +384,7 @@ def no_kernels(monkeypatch):
 
 
 def test_without_kernels_torch_does_the_work(no_kernels):
-    assert type(make_pool(*torch.tensor([[1], [2], [3]]))) is Pool
+    assert type(make_pool(torch.tensor([3]), [[1, 2, 3]])) is Pool
     assert type(Recall(9)._tables) is SuccessorTables
     assert type(SuffixLookup()._past) is SuffixIndex
 
