@@ -841,9 +841,10 @@ static int64_t evidence_of(const Scale *scale, int64_t match, double share) {
     return (m - 1) * scale->num_shares + s - 1;
 }
 
-/* The twig's node for a token below another, 1 and up; a new one if there is none. */
-static int64_t twig_node(Twig *twig, int64_t parent, int64_t token, int64_t source, int64_t evidence) {
-    for (int64_t i = 0; i < twig->count; i++)
+/* The twig's node for a token below another, 1 and up; a new one if there is none among the first num_known. */
+static int64_t twig_node(
+    Twig *twig, int64_t num_known, int64_t parent, int64_t token, int64_t source, int64_t evidence) {
+    for (int64_t i = parent; i < num_known; i++) /* a child stands behind its parent */
         if (twig->parents[i] == parent && twig->tokens[i] == token) return i + 1;
     twig->tokens[twig->count] = token;
     twig->parents[twig->count] = parent;
@@ -868,6 +869,7 @@ static int grow_twig(
     Twig *twig, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
     int64_t num_nodes, const Scale *scale) {
     int64_t most = found->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
+    int64_t num_known = twig->count; /* of other sources: its own nodes differ from each other */
     if (most == 0 || num_nodes < 1) return OK;
     int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t)); /* chains of branches */
     Branch *branches = malloc((size_t)(num_nodes + 1) * sizeof(Branch));
@@ -911,7 +913,7 @@ static int grow_twig(
             int64_t evidence =
                 evidence_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
             int64_t depth = branch.depth + 1;
-            int64_t node = twig_node(twig, branch.node, found->tokens[heads[largest]], source, evidence);
+            int64_t node = twig_node(twig, num_known, branch.node, found->tokens[heads[largest]], source, evidence);
             branches[num_branches++] = (Branch){node, depth, end, sizes[largest]};
             for (int64_t m = 0; m < branch.count; m++)
                 if (group_of[m] == largest) members[end++] = members[branch.start + m];

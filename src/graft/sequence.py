@@ -65,30 +65,31 @@ class Sequence:
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
-        num_before = self.stats.tokens
-        self.stats.rounds += 1
-        self.stats.plain_rounds += row.num_nodes == 0
-        self.stats.nodes += row.num_nodes
+        stats, num_before = self.stats, self.stats.tokens
+        stats.rounds += 1
+        stats.plain_rounds += row.num_nodes == 0
+        stats.nodes += row.num_nodes
         for name, count in row.proposed_by_source().items():
-            self.stats.proposed_by_source[name] += count
+            stats.proposed_by_source[name] += count
         for depth, token in enumerate(tokens):
-            judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
             if self.settings.logprobs is not None:
+                judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
                 self.logprobs.append(row.logprob(judged_at, token, self.settings.logprobs))
             self.ids.append(token)
-            self.stats.tokens += 1
-            if depth < len(nodes):
-                self.stats.accepted += 1
-                self.stats.accepted_by_depth[depth + 1] += 1
-                self.stats.accepted_by_source[row.source(nodes[depth])] += 1
+            stats.tokens += 1
             self.finish_reason = self._ending(token)
             if self.finish_reason is not None:
                 break
+        num_new = stats.tokens - num_before
+        accepted = nodes[:num_new]
+        stats.accepted += len(accepted)
+        for depth, node in enumerate(accepted, start=1):
+            stats.accepted_by_depth[depth] += 1
+            stats.accepted_by_source[row.source(node)] += 1
         if self.finish_reason is not None and self.text is not None:
             self.text.finish()
         if self.is_recorded:
-            num_new = self.stats.tokens - num_before
-            self.last_round = row.record(nodes[:num_new], tokens[:num_new])
+            self.last_round = row.record(accepted, tokens[:num_new])
 
     def _ending(self, token: int) -> FinishReason | None:
         old_enough = self.stats.tokens >= self.settings.min_tokens
