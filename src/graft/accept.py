@@ -62,7 +62,7 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser) -> Accepted:
     """Walks every row's tree from the root to the first token that the tree does not hold."""
     logits, num_rows = verified.logits, len(tree.tokens)
     if verified.highest is not None:  # reading each choice would wait for a device: all that can be is chosen at once
-        chosen = chooser.choose_everywhere(tree, logits, verified.highest[0][:, :, 0])
+        chosen = chooser.choose_everywhere(tree, logits, verified.highest[0].select(2, 0))
         if chosen is not None:
             accepted = (paths if available() else paths_in_python)(tree, chosen)
             chooser.move_on([len(tokens) for tokens in accepted.tokens])

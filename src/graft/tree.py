@@ -131,14 +131,8 @@ class DraftTree:
         """The first `width` places."""
         if width == self.width:
             return self
-        return DraftTree(
-            max_depth=self.max_depth,
-            tokens=self.tokens[:, :width],
-            parents=self.parents[:, :width],
-            probabilities=self.probabilities[:, :width],
-            sources=self.sources[:, :width],
-            evidence=self.evidence[:, :width],
-        )
+        columns = (self.tokens, self.parents, self.probabilities, self.sources, self.evidence)
+        return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
 
     def fold_to_root(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Combines each node's value with those of all its ancestors, in log2(depth) doublings. values [B, N, ...].

@@ -280,7 +280,7 @@ class Graft(Policy):
     def _best_width(self, paths: Tensor) -> tuple[int, float]:
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
         num_rows, width = paths.shape
-        plans = self._plans(paths[:, 1:])
+        plans = self._plans(paths.narrow(1, 1, width - 1))
         best = max(plans, key=lambda plan: plan.worth(self._current_rate))
         if best.worth(self._current_rate) < self._least_worth(plans, num_rows):
             best = plans[0]
@@ -288,7 +288,7 @@ class Graft(Policy):
 
     def _plans(self, paths: Tensor) -> list[Plan]:
         """Of rounds that verify the best nodes of every row. paths [B, N]: their probabilities."""
-        return plans(self._choices, total_gains(paths), len(paths))
+        return plans(self._choices, total_gains(paths), paths.shape[0])
 
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
