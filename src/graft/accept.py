@@ -93,11 +93,12 @@ def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
     start = found.buffer_info()[0]
     starts = (start + 8 * width * num_rows * part for part in range(3))
     library.graft_walk(num_rows, width, *(column.data_ptr() for column in columns), *starts)
+    numbers = found.tolist()
     nodes, tokens = [], []
-    for first, count in zip(range(0, num_rows * width, width), found[-num_rows:], strict=True):
-        nodes.append(found[first : first + count - 1].tolist())
+    for first, count in zip(range(0, num_rows * width, width), numbers[-num_rows:], strict=True):
+        nodes.append(numbers[first : first + count - 1])
         first += num_rows * width
-        tokens.append(found[first : first + count].tolist())
+        tokens.append(numbers[first : first + count])
     return Accepted(nodes, tokens)
 
 

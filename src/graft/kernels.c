@@ -454,11 +454,12 @@ int graft_walk(
 int graft_count_sources(
     int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
     memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
-    for (int64_t at = 0; at < num_rows * width; at++) {
-        if (sources[at] == PADDING) continue;
-        if (sources[at] < 0 || sources[at] >= num_sources) return OUT_OF_RANGE;
-        counts[at / width * num_sources + sources[at]]++;
-    }
+    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources)
+        for (int64_t i = 0; i < width; i++) {
+            if (sources[i] == PADDING) continue;
+            if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
+            counts[sources[i]]++;
+        }
     return OK;
 }
 

@@ -6,7 +6,6 @@ what goes into one is decided in `policy`, and how it is checked, in `target`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -69,13 +68,14 @@ class DraftTree:
     @cached_property
     def counts_by_source(self) -> list[list[int]]:
         """By row: how many nodes each source has, the root's first."""
-        rows, num_sources = self.source_lists, 1 + max(map(max, self.source_lists))
+        sources = plain(self.sources)
+        num_sources = int(sources.max()) + 1
         library = kernels()
         if library is None:
-            return [[sources.count(number) for number in range(num_sources)] for sources in rows]
-        sources, counts = plain(self.sources), array("q", bytes(8 * num_sources * len(rows)))
-        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.buffer_info()[0])
-        return [counts[at : at + num_sources].tolist() for at in range(0, len(counts), num_sources)]
+            return [[row.count(number) for number in range(num_sources)] for row in self.source_lists]
+        counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
+        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
+        return counts.tolist()
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
