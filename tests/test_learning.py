@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from graft import Engine
 from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
+from graft.host_pool import make_pool
 from graft.learn.calibration import Calibration
 from graft.learn.cost import MeansBySize, VerifyCost, plans
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
-from graft.pool import NO_TOKEN, Pool, before_roots
+from graft.pool import NO_TOKEN, Pool
 from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.copies import MAX_MATCH, continuations
 from graft.retrieve.suffix import _MAX_OCCURRENCES, SuffixIndex
@@ -43,7 +44,7 @@ class Words:
 
 def pool_for(*histories):
     roots = torch.tensor([history.ids[-1] for history in histories])
-    return Pool(roots, *before_roots([history.ids for history in histories]))
+    return make_pool(roots, [history.ids for history in histories])
 
 
 def draft(pool, chain, chance=0.9):

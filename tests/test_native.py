@@ -3,22 +3,27 @@
 import random
 from copy import copy
 from dataclasses import replace
+from itertools import product
+from unittest.mock import patch
+from weakref import finalize
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft import Engine, kernels, native
+from graft import Engine, host_pool, kernels, native, tree
+from graft.accept import paths, paths_in_python
 from graft.buckets import NUM_BUCKETS
 from graft.draft.base import Level
 from graft.host_pool import HostPool, make_pool
+from graft.learn import cost
 from graft.learn.calibration import Calibration
-from graft.pool import NOBODY, Columns, Pool
-from graft.retrieve import Judged, Recall
+from graft.learn.cost import total_gains
+from graft.pool import NOBODY, Columns, Pool, before_roots
+from graft.retrieve import Judged, Recall, SuffixLookup
 from graft.retrieve.base import JudgedTrees, nodes_in_context, nodes_in_context_by_torch
-from graft.retrieve.copies import copies, copies_in_python
-from graft.retrieve.suffix import SuffixIndex
+from graft.retrieve.suffix import HostIndex, SuffixIndex
 from graft.retrieve.table import HostTables, SuccessorTable, SuccessorTables
 from graft.target import Verified
 from proposers import random_tree
@@ -30,6 +35,13 @@ NUM_SOURCES = 6
 DRAFTED = 1
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no C compiler that can build the kernels")
+
+
+class Text:
+    """A history."""
+
+    def __init__(self, ids):
+        self.ids = list(ids)
 
 
 class Both:
@@ -129,8 +141,7 @@ def test_merged_alike_and_the_best_are_the_same(both, drafted, weighed, budget):
     torch.testing.assert_close(paths, same_paths)
     for name in ("tokens", "parents", "sources", "evidence", "probabilities"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), msg=name)
-    one, other = (pool.best_paths(budget) for pool in both.pools)
-    assert [pytest.approx(row) for row in one] == other
+    torch.testing.assert_close(*(pool.best_paths(budget) for pool in both.pools))
     one, other = (pool.values_by_need(3, budget) for pool in both.pools)
     assert [pytest.approx(row, abs=1e-5) for row in one] == other
 
@@ -237,26 +248,84 @@ def test_a_round_is_learned_directly_as_it_is_by_way_of_its_nodes(seed, num_rows
         assert all(torch.equal(column, by_nodes.state()[name]) for name, column in direct.state().items())
 
 
-# Copies
+# Trees
+
+
+def test_what_the_best_of_all_rows_come_to(monkeypatch):
+    paths = torch.rand(5, 9)[:, 2:]
+    gains = total_gains(paths)
+    monkeypatch.setattr(cost, "kernels", lambda: None)
+    assert total_gains(paths) == gains and len(gains) == 7
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
-    st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
-    st.lists(st.integers(0, 2), min_size=2, max_size=30),
-    st.integers(0, 9),
-    st.integers(1, 40),
-)
-def test_copies_are_the_same(texts, others, suffix, length, num_nodes):
-    found = []
-    for each in (texts, others):
-        index = SuffixIndex()
-        for text in each:
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
+def test_nodes_are_counted_alike(seed, num_rows, num_nodes):
+    made = random_tree(random.Random(seed), list(range(num_rows)), num_nodes, vocab_size=TOKENS)
+    counts = made.counts_by_source
+    with patch.object(tree, "kernels", lambda: None):
+        assert replace(made).counts_by_source == counts
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
+def test_the_same_path_is_walked(seed, num_rows, num_nodes):
+    rng = random.Random(seed)
+    tree = random_tree(rng, [rng.randrange(TOKENS) for _ in range(num_rows)], num_nodes, vocab_size=TOKENS)
+    chosen = torch.tensor([[rng.randrange(TOKENS) for _ in row] for row in tree.tokens], dtype=torch.int32)
+    assert paths(tree, chosen) == paths_in_python(tree, chosen)
+
+
+# Copies
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(TEXTS, st.one_of(st.none(), st.integers(0, 60)))
+def test_an_index_of_the_kernels_holds_and_finds_the_same(texts, max_tokens):
+    one, other = HostIndex(max_tokens), SuffixIndex(max_tokens)
+    for text in texts:
+        for index in (one, other):
             index.begin()
-            index.extend(text)
-        found.append(index.occurrences((suffix[-2], suffix[-1])))
-    assert copies(found, suffix, length, num_nodes) == copies_in_python(found, suffix, length, num_nodes)
+            index.extend(text[:7])
+            index.extend(text[7:])
+        assert len(one) == len(other) and one.texts == other.texts
+        for pair in product(range(3), repeat=2):
+            assert one.occurrences(pair) == other.occurrences(pair)
+
+
+@settings(deadline=None)
+@given(TEXTS, TEXTS, st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5), st.booleans())
+def test_the_same_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, has_room):
+    """Below the root and below what was proposed, of texts that grow."""
+    options = {"depth": depth, "num_nodes": num_nodes, "num_drafted": num_drafted, "max_past_tokens": 50}
+    lookups = [SuffixLookup(**options) for _ in range(2)]
+    histories = [Text(text) for text in texts]
+    for lookup in lookups:
+        for text in finished:
+            lookup.finish(Text(text))
+    for number in range(3):
+        with patch.object(host_pool, "_CAPACITY", 1024 if has_room else 1):
+            both = Both(seed + number, len(texts))
+        for _ in range(number):
+            both.add_something()
+        chances = Calibration([*torch.rand(2, NUM_BUCKETS), *SuffixLookup.prior]).chances
+        for pool, lookup in zip(both.pools, lookups, strict=True):
+            lookup.propose(pool, histories, 3, chances, 6)
+        both.assert_equal()
+        for history in histories:
+            history.ids.append(both.rng.randrange(3))
+
+
+def test_the_memory_of_an_index_goes_with_it():
+    freed = []
+    index = HostIndex()
+    index.begin()
+    index.extend([1, 2, 3])
+    finalize(index, freed.append, True)
+    del index
+    assert freed == [True]
 
 
 # What cannot be
@@ -286,6 +355,26 @@ def test_a_pool_grows_beyond_its_first_room():
         torch.testing.assert_close(field, same)
 
 
+def test_texts_give_the_pool_that_their_last_tokens_give():
+    texts = [[4, 5, 6], [7], [8, 9]]
+    roots = torch.tensor([6, 7, 9])
+    for one, other in zip(HostPool.of_texts(roots, texts).nodes, Pool(roots, *before_roots(texts)).nodes, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_is_used_again_unless_somebody_may_look_at_it():
+    roots, texts = torch.tensor([1, 2]), [[1], [2]]
+    pool = HostPool.of_texts(roots, texts)
+    address = pool._room.fields.data_ptr()
+    del pool
+    pool = HostPool.of_texts(roots, texts)
+    assert pool._room.fields.data_ptr() == address
+    nodes = pool.nodes
+    del pool
+    other = HostPool.of_texts(roots + 1, texts)
+    assert other._room.fields.data_ptr() != address and torch.equal(nodes.tokens[:, 0], roots)
+
+
 # Without
 
 
@@ -295,8 +384,9 @@ def no_kernels(monkeypatch):
 
 
 def test_without_kernels_torch_does_the_work(no_kernels):
-    assert type(make_pool(*torch.tensor([[1], [2], [3]]))) is Pool
+    assert type(make_pool(torch.tensor([3]), [[1, 2, 3]])) is Pool
     assert type(Recall(9)._tables) is SuccessorTables
+    assert type(SuffixLookup()._past) is SuffixIndex
 
 
 def test_the_same_text_with_and_without_kernels(monkeypatch):

@@ -108,13 +108,20 @@ def test_trimming_takes_away_what_is_padding_in_every_row(sources, width):
 
 def test_lists_say_what_the_tensors_say():
     tree = random_tree(random.Random(3), [1, 2], 9, vocab_size=5)
-    assert tree.lists == (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
+    assert tree.source_lists == tree.sources.tolist()
     assert tree.depth_lists == tree.depths().tolist()
+
+
+@given(trees())
+def test_nodes_are_counted_by_source(tree):
+    for sources, counts in zip(tree.sources.tolist(), tree.counts_by_source, strict=True):
+        assert counts == [sources.count(source) for source in range(len(counts))]
+        assert sum(counts) == len(sources) - sources.count(PADDING)
 
 
 def test_a_tree_whose_lists_were_asked_for_goes_to_a_device_all_the_same():
     tree = random_tree(random.Random(0), [3, 4], 5, 61)
-    assert tree.lists[0] == tree.tokens.tolist()
+    assert tree.source_lists == tree.sources.tolist()
     assert tree.to(torch.device("meta")).parents.device.type == "meta"
 
 

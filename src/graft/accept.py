@@ -7,6 +7,7 @@ chosen, so the text is that of plain decoding (a tree of one node).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graft.kernels import available, kernels, plain
 from graft.target import Verified
 from graft.tree import ROOT, DraftTree
 
@@ -86,16 +88,16 @@ def choose_ahead(tree: DraftTree, verified: Verified, chooser: Chooser) -> Choic
 def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices | None = None) -> Accepted:
     """Walks every row's tree from the root to the first token that the tree does not hold."""
     logits, num_rows = verified.logits, len(tree.tokens)
-    chosen = choices.here.tolist() if choices is not None else None
+    if choices is not None:
+        accepted = (paths if available() else paths_in_python)(tree, choices.here)
+        chooser.move_on([len(tokens) for tokens in accepted.tokens])
+        return accepted
     children = _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, [True] * num_rows
     while any(walking):
-        if chosen is not None:
-            tokens = [chosen[row][at] for row, at in enumerate(node)]
-        else:
-            rows = torch.arange(num_rows, device=logits.device)
-            tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()
+        rows = torch.arange(num_rows, device=logits.device)
+        tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()
         for row in (row for row in range(num_rows) if walking[row]):
             accepted.tokens[row].append(tokens[row])
             child = children[row].get((node[row], tokens[row]))
@@ -104,14 +106,44 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices
             else:
                 accepted.nodes[row].append(child)
                 node[row] = child
-    if chosen is not None:
-        chooser.move_on([len(tokens) for tokens in accepted.tokens])
+    return accepted
+
+
+def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
+    """The walk when the token after every node is known, [B, N]; by the kernels."""
+    library: Any = kernels()
+    num_rows, width = tree.tokens.shape
+    columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, chosen)]
+    found = array("q", bytes(8 * (2 * width + 1) * num_rows))  # nodes, tokens, and how many tokens by row
+    start = found.buffer_info()[0]
+    starts = (start + 8 * width * num_rows * part for part in range(3))
+    library.graft_walk(num_rows, width, *(column.data_ptr() for column in columns), *starts)
+    numbers = found.tolist()
+    nodes, tokens = [], []
+    for first, count in zip(range(0, num_rows * width, width), numbers[-num_rows:], strict=True):
+        nodes.append(numbers[first : first + count - 1])
+        first += num_rows * width
+        tokens.append(numbers[first : first + count])
+    return Accepted(nodes, tokens)
+
+
+def paths_in_python(tree: DraftTree, chosen: Tensor) -> Accepted:
+    accepted = Accepted([], [])
+    for children, choices in zip(_children(tree), chosen.tolist(), strict=True):
+        nodes, tokens = [], [choices[0]]
+        node = 0
+        while (node := children.get((node, tokens[-1]), 0)) > 0:
+            nodes.append(node)
+            tokens.append(choices[node])
+        accepted.nodes.append(nodes)
+        accepted.tokens.append(tokens)
     return accepted
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
     """By row: the node of a token below a parent, of equal ones the first."""
+    columns = (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
     return [
         {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}
-        for tokens, parents, sources in zip(*tree.lists, strict=True)
+        for tokens, parents, sources in zip(*columns, strict=True)
     ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from ctypes import byref
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from graft.buckets import NUM_BUCKETS
-from graft.kernels import ChancesStruct, PoolStruct, available, kernels, plain
-from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool
+from graft.kernels import ChancesStruct, PoolStruct, ScaleStruct, available, kernels, plain
+from graft.pool import DEPTH_FACTORS, NOBODY, Columns, Nodes, Place, Pool, before_roots, last_before_roots
 from graft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -25,50 +27,76 @@ _CAPACITY = 1024  # nodes a row has room for at first
 _INHERITED = -1  # needs what its parent needs
 
 
-def make_pool(roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> Pool:
-    """A pool with nothing but its roots."""
-    kind = HostPool if available() else Pool
-    return kind(roots, before, earlier, salts)
+def make_pool(roots: Tensor, histories: Sequence[Sequence[int]], salts: Tensor | None = None) -> Pool:
+    """A pool with nothing but its roots [B], the texts' last tokens."""
+    if available():
+        return HostPool.of_texts(roots, histories, salts)
+    return Pool(roots, *before_roots(histories), salts)
+
+
+class _Room:
+    """Memory for a pool, and how the kernels find it."""
+
+    def __init__(self, fields: Tensor, paths: Tensor) -> None:
+        self.fields, self.paths = fields, paths
+        addresses = (fields.data_ptr(), paths.data_ptr(), None, DEPTH_FACTORS.data_ptr())
+        self.struct = PoolStruct(*paths.shape, 0, 0, *addresses, DEPTH_FACTORS.numel())
+        self.ref = byref(self.struct)
+
+
+_SPARE: deque[_Room] = deque(maxlen=4)  # of pools that are gone: new memory is slow to be written to
 
 
 class HostPool(Pool):
     """Does what `Pool` does, in place."""
 
+    _is_alone = False  # whether nobody may look at the memory when the pool is gone
+
     def __init__(self, roots: Tensor, before: Tensor, earlier: Tensor, salts: Tensor | None = None) -> None:
+        columns = [plain(column) for column in (roots, before, earlier)]
+        self._begin([column.data_ptr() for column in columns], len(roots), salts)
+
+    @classmethod
+    def of_texts(cls, roots: Tensor, histories: Sequence[Sequence[int]], salts: Tensor | None = None) -> HostPool:
+        """The same, given the texts that end with the roots."""
+        pool = object.__new__(cls)
+        roots, columns = plain(roots), [array("q", column) for column in last_before_roots(histories)]
+        pool._begin([roots.data_ptr(), *map(_address, columns)], len(roots), salts)
+        return pool
+
+    def _begin(self, columns: Sequence[int], num_rows: int, salts: Tensor | None) -> None:
+        """columns: addresses of the roots and of the two tokens before each."""
         library: Any = kernels()
         self._kernels = library
-        num_rows = roots.shape[0]
-        self.salts = torch.zeros_like(roots) if salts is None else plain(salts)
         self._factors = DEPTH_FACTORS
+        self.salts = _no_salts(num_rows) if salts is None else plain(salts)
         self._chances: tuple[Tensor | None, Any] | None = None
-        self._fields = torch.empty(_NUM_FIELDS, num_rows, _CAPACITY, dtype=torch.int64)
-        self._paths = torch.empty(num_rows, _CAPACITY)
-        self._point()
-        given = [plain(column) for column in (roots, before, earlier)]
-        self._kernels.graft_begin(self._ref, *(column.data_ptr() for column in given))
+        self._spare = _SPARE
+        self._move_into(_room_for(num_rows))
+        self._is_alone = True
+        self._kernels.graft_begin(self._ref, *columns)
 
-    def _point(self, width: int = 0, deepest: int = 0) -> None:
-        """Tells the kernels where everything is."""
-        self._struct = PoolStruct(
-            *self._paths.shape,
-            width,
-            deepest,
-            self._fields.data_ptr(),
-            self._paths.data_ptr(),
-            self.salts.data_ptr(),
-            DEPTH_FACTORS.data_ptr(),
-            DEPTH_FACTORS.numel(),
-        )
-        self._ref = byref(self._struct)
+    def __del__(self) -> None:
+        if self._is_alone:
+            self._spare.append(self._room)
+
+    def _move_into(self, room: _Room) -> None:
+        room.struct.salts = self.salts.data_ptr()
+        self._room, self._fields, self._paths = room, room.fields, room.paths
+        self._struct, self._ref = room.struct, room.ref
+
+    def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
+        """Goes on in other memory, into which everything was copied."""
+        old = self._struct
+        self._move_into(_Room(fields, paths))
+        self._struct.width, self._struct.deepest = old.width, old.deepest
 
     def _make_room(self, count: int) -> None:
         """For so many more nodes in each row."""
         width, capacity = self.width, self._struct.capacity
         if width + count > capacity:
             more = max(capacity, width + count - capacity)
-            self._fields = torch.nn.functional.pad(self._fields, (0, more))
-            self._paths = torch.nn.functional.pad(self._paths, (0, more))
-            self._point(width, self._struct.deepest)
+            self._copy_into(*(torch.nn.functional.pad(column, (0, more)) for column in (self._fields, self._paths)))
 
     def _weigh_by(self, chances: Tensor | None) -> Any:
         """Where the kernels find the chances, which are mostly the same in a round."""
@@ -79,16 +107,17 @@ class HostPool(Pool):
     def __copy__(self) -> HostPool:
         other = object.__new__(HostPool)
         other.__dict__.update(self.__dict__)
-        other._fields, other._paths = self._fields.clone(), self._paths.clone()
-        other._point(self.width, self._struct.deepest)
+        other._copy_into(self._fields.clone(), self._paths.clone())
         return other
 
     @property
     def nodes(self) -> Nodes:
+        self._is_alone = False
         return Nodes._make((*self._fields[:-1, :, : self.width].unbind(), self._paths[:, : self.width]))
 
     @property
     def standing(self) -> Tensor:
+        self._is_alone = False
         return self._fields[-1, :, : self.width]
 
     @property
@@ -175,6 +204,38 @@ class HostPool(Pool):
                 columns.extend([0] * (width - count))
         self._kernels.graft_add_rows(self._ref, width, _address(columns), _address(lengths), self._weigh_by(chances))
 
+    def hang_copies(
+        self,
+        own: Sequence[int],
+        past: int,
+        scale: ScaleStruct,
+        first: int,
+        chances: Tensor,
+        num_places: int,
+        max_depth: int,
+        length: int,
+        num_nodes: int,
+    ) -> None:
+        """Adds what `SuffixLookup` proposes. own, past: addresses of every row's index and of that of all."""
+        addresses, count, width = array("q", own), ctypes.c_int64(), self.width
+        while True:
+            self._kernels.graft_hang_copies(
+                self._ref,
+                _address(addresses),
+                past,
+                first,
+                self._weigh_by(chances),
+                num_places,
+                max_depth,
+                length,
+                num_nodes,
+                byref(scale),
+                byref(count),
+            )
+            if self.width == width + count.value:
+                break
+            self._make_room(count.value)  # there was none, so that nothing was added
+
     def follow(
         self, tables: SuccessorTables, chances: Tensor, first: int, waves: int, beam: int, max_depth: int
     ) -> None:
@@ -198,18 +259,16 @@ class HostPool(Pool):
         probabilities, paths = shares.unbind()
         return DraftTree(max_depth, tokens, parents, probabilities, sources, evidence), paths
 
-    def best_paths(self, count: int) -> list[list[float]]:
+    def best_paths(self, count: int) -> Tensor:
         count = min(count, self.width - 1)
-        return self._by_row(self._kernels.graft_best_paths, count, count)
+        paths = torch.empty(self._struct.num_rows, count)
+        self._kernels.graft_best_paths(self._ref, count, paths.data_ptr())
+        return paths
 
     def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
-        return self._by_row(self._kernels.graft_values_by_need, max_passes + 1, max_passes, budget)
-
-    def _by_row(self, kernel: Any, count: int, *arguments: int) -> list[list[float]]:
-        """What a kernel says, `count` numbers a row."""
-        num_rows = self._struct.num_rows
+        num_rows, count = self._struct.num_rows, max_passes + 1
         values = (ctypes.c_double * (num_rows * count))()
-        kernel(self._ref, *arguments, values)
+        self._kernels.graft_values_by_need(self._ref, max_passes, budget, values)
         return [values[row * count : (row + 1) * count] for row in range(num_rows)]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
@@ -235,6 +294,21 @@ class HostPool(Pool):
         self._kernels.graft_count(
             self._ref, _address(came), _address(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
         )
+
+
+def _room_for(num_rows: int) -> _Room:
+    for room in _SPARE:
+        if len(room.paths) == num_rows:
+            _SPARE.remove(room)
+            return room
+    fields = torch.empty(_NUM_FIELDS, num_rows, _CAPACITY, dtype=torch.int64)
+    return _Room(fields, torch.empty(num_rows, _CAPACITY))
+
+
+@lru_cache(maxsize=64)
+def _no_salts(num_rows: int) -> Tensor:
+    """Not to be written to."""
+    return torch.zeros(num_rows, dtype=torch.int64)
 
 
 def _address(numbers: array[int]) -> int:

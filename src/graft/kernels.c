@@ -1,7 +1,8 @@
 /* What a round does beside the model, on a CPU: the pool, the tables and the copies, each as the torch or Python code
    of the same name does it. A round is a thousand small steps, and a tensor operation costs more than such a step.
 
-   Functions return 0, or what went wrong. Nothing is kept between calls. */
+   Functions return 0, or what went wrong. Nothing is kept between calls but in a `SuffixIndex`, whose memory the caller
+   gives back by `graft_index_free`. */
 
 #include <math.h>
 #include <stdint.h>
@@ -288,7 +289,7 @@ int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares)
 }
 
 /* paths: [num_rows][count] of the likeliest nodes below the root, best first */
-int graft_best_paths(const Pool *pool, int64_t count, double *paths) {
+int graft_best_paths(const Pool *pool, int64_t count, float *paths) {
     if (count > pool->width - 1) return OUT_OF_RANGE;
     int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (chosen == NULL) return NO_MEMORY;
@@ -298,6 +299,15 @@ int graft_best_paths(const Pool *pool, int64_t count, double *paths) {
         for (int64_t i = 0; i < count; i++) paths[r * count + i] = below[chosen[i]];
     }
     free(chosen);
+    return OK;
+}
+
+/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows; rows begin `stride` apart. */
+int graft_gains(int64_t num_rows, int64_t count, int64_t stride, const float *paths, double *gains) {
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * stride + i];
+    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
     return OK;
 }
 
@@ -322,40 +332,54 @@ int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, d
     return failed;
 }
 
+/* Whether anything was drafted so far. */
+static int is_drafted(const Pool *pool) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const int64_t *needs = row_of(pool, r).fields[NEED];
+        for (int64_t i = 0; i < pool->width; i++)
+            if (needs[i]) return 1;
+    }
+    return 0;
+}
+
+/* The nodes of a row to look up, at most max(count, 1), and how many they are: see `Pool.places`. */
+static int64_t places_of(
+    const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
+    int64_t num_found = 0;
+    if (!drafted) { /* the root alone */
+        nodes[0] = 0;
+        return 1;
+    }
+    count = least(count, pool->width - 1);
+    highest(row->paths + 1, pool->width - 1, count, nodes);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t node = nodes[i] + 1;
+        if (row->paths[node] > 0 && row->fields[DEPTH][node] < max_depth) nodes[num_found++] = node;
+    }
+    return num_found;
+}
+
 /* For each row of found: how many places, and of each its node, its depth and the tokens on the way there.
    found: room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, depth being the least of max_depth and the
    deepest node's. */
 int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
-    int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
-    if (chosen == NULL) return NO_MEMORY;
-    int64_t is_drafted = 0;
-    for (int64_t r = 0; r < pool->num_rows; r++) {
-        const int64_t *needs = row_of(pool, r).fields[NEED];
-        for (int64_t i = 0; i < pool->width && !is_drafted; i++) is_drafted = needs[i];
-    }
-    count = least(count, pool->width - 1);
+    int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (nodes == NULL) return NO_MEMORY;
+    int drafted = is_drafted(pool);
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
-        if (!is_drafted) { /* the root alone */
-            *found++ = 1;
-            *found++ = 0;
-            *found++ = 0;
-            continue;
-        }
-        int64_t *num_found = found++;
-        *num_found = 0;
-        highest(row.paths + 1, pool->width - 1, count, chosen);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t node = chosen[i] + 1, depth = row.fields[DEPTH][node];
-            if (!(row.paths[node] > 0) || depth >= max_depth) continue;
-            ++*num_found;
-            *found++ = node;
+        int64_t num_places = places_of(pool, &row, drafted, count, max_depth, nodes);
+        *found++ = num_places;
+        for (int64_t i = 0; i < num_places; i++) {
+            int64_t depth = row.fields[DEPTH][nodes[i]];
+            *found++ = nodes[i];
             *found++ = depth;
-            for (int64_t d = depth, at = node; d > 0; at = row.fields[PARENT][at]) found[--d] = row.fields[TOKEN][at];
+            for (int64_t d = depth, at = nodes[i]; d > 0; at = row.fields[PARENT][at])
+                found[--d] = row.fields[TOKEN][at];
             found += depth;
         }
     }
-    free(chosen);
+    free(nodes);
     return OK;
 }
 
@@ -401,6 +425,42 @@ int graft_count(
     free(came);
     free(keys);
     return failed;
+}
+
+/* The walk */
+
+/* Down trees [num_rows][width] by the token chosen after each node, to the first that is no child: nodes and came
+   [num_rows][width], the first counts[row] of each row being tokens, and one less nodes. Of equal children the first
+   counts. */
+int graft_walk(
+    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t first = r * width, count = 0, node = 0;
+        came[first] = chosen[first];
+        for (int64_t i = 1; i < width; i++) { /* a child stands behind its parent */
+            int64_t at = first + i;
+            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            node = i;
+            nodes[first + count++] = node;
+            came[first + count] = chosen[at];
+        }
+        counts[r] = count + 1;
+    }
+    return OK;
+}
+
+/* counts: [num_rows][num_sources] of the nodes of trees [num_rows][width]. */
+int graft_count_sources(
+    int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
+    memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
+    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources)
+        for (int64_t i = 0; i < width; i++) {
+            if (sources[i] == PADDING) continue;
+            if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
+            counts[sources[i]]++;
+        }
+    return OK;
 }
 
 /* The tables */
@@ -598,14 +658,173 @@ int graft_follow(
 
 /* Copies */
 
+enum { MAX_OCCURRENCES = 12 }; /* the most recent ones of a pair of tokens are looked at */
+
+/* A pair of tokens, and the place behind its last occurrence; 0 if there is no pair. */
+typedef struct {
+    int32_t before, token;
+    int64_t last;
+} Pair;
+
+/* Texts one behind the other. Places count from the first token there ever was; those of a pair of tokens are a chain
+   from the last back to the first. All zeros is an empty index. */
+typedef struct {
+    int64_t num_tokens, num_texts;
+    int64_t dropped;    /* tokens that are gone */
+    int32_t *tokens;    /* [num_tokens] */
+    int64_t *previous;  /* [num_tokens] of the pair that ends there: the place behind its occurrence before, or 0 */
+    int64_t *starts;    /* [num_texts] of each text */
+    Pair *pairs;        /* [num_slots], by their hashes; some may be of texts that are gone */
+    int64_t token_room, text_room, num_slots, num_pairs;
+} SuffixIndex;
+
+int graft_index_free(SuffixIndex *index) {
+    free(index->tokens);
+    free(index->previous);
+    free(index->starts);
+    free(index->pairs);
+    memset(index, 0, sizeof *index);
+    return OK;
+}
+
+/* Makes room for `count` values of a size, if there is none. */
+static int reserve(void **values, size_t size, int64_t count, int64_t *room) {
+    if (count <= *room) return OK;
+    int64_t more = count > 2 * *room ? count : 2 * *room;
+    void *moved = realloc(*values, (size_t)more * size);
+    if (moved == NULL) return NO_MEMORY;
+    *values = moved;
+    *room = more;
+    return OK;
+}
+
+/* Where a pair of tokens stands, or would. */
+static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t token) {
+    uint64_t key = ((uint64_t)(uint32_t)before << 32 | (uint32_t)token) * UINT64_C(0x9E3779B97F4A7C15);
+    uint64_t slot = (key >> 32) & (uint64_t)(num_slots - 1);
+    while (pairs[slot].last && (pairs[slot].before != before || pairs[slot].token != token))
+        slot = (slot + 1) & (uint64_t)(num_slots - 1);
+    return pairs + slot;
+}
+
+/* Makes room for one more pair; those of texts that are gone go as well. */
+static int make_room_for_pair(SuffixIndex *index) {
+    int64_t num_pairs = 0, num_slots = 16;
+    if (2 * (index->num_pairs + 1) <= index->num_slots) return OK;
+    for (int64_t s = 0; s < index->num_slots; s++) num_pairs += index->pairs[s].last > index->dropped;
+    while (num_slots < 4 * (num_pairs + 1)) num_slots *= 2;
+    Pair *pairs = calloc((size_t)num_slots, sizeof(Pair));
+    if (pairs == NULL) return NO_MEMORY;
+    for (int64_t s = 0; s < index->num_slots; s++) {
+        Pair pair = index->pairs[s];
+        if (pair.last > index->dropped) *pair_at(pairs, num_slots, pair.before, pair.token) = pair;
+    }
+    free(index->pairs);
+    index->pairs = pairs;
+    index->num_slots = num_slots;
+    index->num_pairs = num_pairs;
+    return OK;
+}
+
+/* Drops the oldest texts, but never the last, until there are at most `max_tokens`. */
+static void drop_oldest(SuffixIndex *index, int64_t max_tokens) {
+    int64_t num_texts = 0, count = 0;
+    while (index->num_tokens - count > max_tokens && num_texts < index->num_texts - 1)
+        count = index->starts[++num_texts] - index->dropped;
+    if (num_texts == 0) return;
+    index->num_texts -= num_texts;
+    index->num_tokens -= count;
+    index->dropped += count;
+    memmove(index->starts, index->starts + num_texts, (size_t)index->num_texts * sizeof(int64_t));
+    memmove(index->tokens, index->tokens + count, (size_t)index->num_tokens * sizeof(int32_t));
+    memmove(index->previous, index->previous + count, (size_t)index->num_tokens * sizeof(int64_t));
+}
+
+/* What comes from here on is another text. */
+int graft_index_begin(SuffixIndex *index) {
+    if (reserve((void **)&index->starts, sizeof(int64_t), index->num_texts + 1, &index->text_room)) return NO_MEMORY;
+    index->starts[index->num_texts++] = index->dropped + index->num_tokens;
+    return OK;
+}
+
+static int extend(SuffixIndex *index, int64_t count, const int32_t *tokens) {
+    int64_t room = index->token_room;
+    if (index->num_texts == 0) return OUT_OF_RANGE;
+    if (reserve((void **)&index->previous, sizeof(int64_t), index->num_tokens + count, &room)) return NO_MEMORY;
+    if (reserve((void **)&index->tokens, sizeof(int32_t), index->num_tokens + count, &index->token_room))
+        return NO_MEMORY;
+    int64_t start = index->starts[index->num_texts - 1] - index->dropped;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = index->num_tokens, place = index->dropped + at + 1;
+        index->previous[at] = 0;
+        if (at > start) {
+            if (make_room_for_pair(index)) return NO_MEMORY;
+            Pair *pair = pair_at(index->pairs, index->num_slots, index->tokens[at - 1], tokens[i]);
+            if (pair->last == 0) index->num_pairs++;
+            index->previous[at] = pair->last;
+            *pair = (Pair){index->tokens[at - 1], tokens[i], place};
+        }
+        index->tokens[index->num_tokens++] = tokens[i];
+    }
+    return OK;
+}
+
+/* Adds to the last text of each index its counts[i] tokens, which stand one behind the other. max_tokens: -1 if there
+   may be as many as come. */
+int graft_index_extend(
+    SuffixIndex *const *indices, int64_t num_indices, const int64_t *counts, const int32_t *tokens,
+    int64_t max_tokens) {
+    for (int64_t i = 0; i < num_indices; tokens += counts[i++]) {
+        int failed = extend(indices[i], counts[i], tokens);
+        if (failed) return failed;
+        if (max_tokens >= 0) drop_oldest(indices[i], max_tokens);
+    }
+    return OK;
+}
+
+/* Where a pair of tokens occurs with something behind it, the oldest first. */
 typedef struct {
     const int32_t *tokens; /* texts one behind the other */
-    const int64_t *spans;  /* [num_spans][3]: where its text starts, where the occurrence ends, where its text stops */
     int64_t num_spans;
-} Texts;
+    int64_t spans[MAX_OCCURRENCES][3]; /* where its text starts, where the occurrence ends, where its text stops */
+} Occurrences;
+
+static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t token, Occurrences *found) {
+    int64_t places[MAX_OCCURRENCES], num_places = 0;
+    found->tokens = index->tokens;
+    found->num_spans = 0;
+    if (index->num_slots == 0) return;
+    int64_t place = pair_at(index->pairs, index->num_slots, before, token)->last;
+    for (; place > index->dropped && num_places < MAX_OCCURRENCES; place = index->previous[place - index->dropped - 1])
+        places[num_places++] = place;
+    while (num_places > 0) {
+        int64_t low = 0, high = index->num_texts; /* the first text that does not start before the place */
+        place = places[--num_places];
+        while (low < high) {
+            int64_t middle = (low + high) / 2;
+            if (index->starts[middle] < place) low = middle + 1;
+            else high = middle;
+        }
+        int64_t stop = low < index->num_texts ? index->starts[low] : index->dropped + index->num_tokens;
+        if (place == stop) continue;
+        int64_t *span = found->spans[found->num_spans++];
+        span[0] = index->starts[low - 1] - index->dropped;
+        span[1] = place - index->dropped;
+        span[2] = stop - index->dropped;
+    }
+}
+
+/* spans: [MAX_OCCURRENCES][3] */
+int graft_index_find(const SuffixIndex *index, int32_t before, int32_t token, int64_t *spans, int64_t *num_spans) {
+    Occurrences found;
+    find_occurrences(index, before, token, &found);
+    *num_spans = found.num_spans;
+    memcpy(spans, found.spans, (size_t)found.num_spans * sizeof found.spans[0]);
+    return OK;
+}
 
 typedef struct {
-    int64_t *tokens, *parents, *depths, *sources, *evidence;
+    int64_t *tokens, *parents, *sources, *evidence;
     int64_t count;
 } Twig;
 
@@ -623,13 +842,13 @@ static int64_t evidence_of(const Scale *scale, int64_t match, double share) {
     return (m - 1) * scale->num_shares + s - 1;
 }
 
-/* The twig's node for a token below another, 1 and up; a new one if there is none. */
-static int64_t twig_node(Twig *twig, int64_t parent, int64_t token, int64_t depth, int64_t source, int64_t evidence) {
-    for (int64_t i = 0; i < twig->count; i++)
+/* The twig's node for a token below another, 1 and up; a new one if there is none among the first num_known. */
+static int64_t twig_node(
+    Twig *twig, int64_t num_known, int64_t parent, int64_t token, int64_t source, int64_t evidence) {
+    for (int64_t i = parent; i < num_known; i++) /* a child stands behind its parent */
         if (twig->parents[i] == parent && twig->tokens[i] == token) return i + 1;
     twig->tokens[twig->count] = token;
     twig->parents[twig->count] = parent;
-    twig->depths[twig->count] = depth;
     twig->sources[twig->count] = source;
     twig->evidence[twig->count] = evidence;
     return ++twig->count;
@@ -640,17 +859,18 @@ typedef struct {
     int64_t node, depth, start, count;
 } Branch;
 
-static int64_t match_of(const Texts *texts, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
+static int64_t match_of(const Occurrences *found, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
     int64_t match = 0;
     most = least(most, least(length, span[1] - span[0]));
-    while (match < most && texts->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
+    while (match < most && found->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
     return match;
 }
 
 static int grow_twig(
-    Twig *twig, const Texts *texts, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
+    Twig *twig, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
     int64_t num_nodes, const Scale *scale) {
-    int64_t most = texts->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
+    int64_t most = found->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
+    int64_t num_known = twig->count; /* of other sources: its own nodes differ from each other */
     if (most == 0 || num_nodes < 1) return OK;
     int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t)); /* chains of branches */
     Branch *branches = malloc((size_t)(num_nodes + 1) * sizeof(Branch));
@@ -661,7 +881,7 @@ static int grow_twig(
     }
     int64_t *group_of = members + (num_nodes + 1) * most, *heads = group_of + most, *sizes = heads + most;
     for (int64_t s = 0; s < most; s++) {
-        group_of[s] = match_of(texts, texts->spans + 3 * s, suffix, suffix_length, scale->max_match);
+        group_of[s] = match_of(found, found->spans[s], suffix, suffix_length, scale->max_match);
         if (group_of[s] > longest) longest = group_of[s];
     }
     /* Shorter matches than half the longest only spread the same few places thinner. */
@@ -673,11 +893,11 @@ static int grow_twig(
         Branch branch = branches[b];
         int64_t num_groups = 0;
         for (int64_t m = 0; m < branch.count; m++) { /* by their next token, in the order of their first */
-            const int64_t *span = texts->spans + 3 * members[branch.start + m];
+            const int64_t *span = found->spans[members[branch.start + m]];
             int64_t at = span[1] + branch.depth, group = 0;
             group_of[m] = -1;
             if (branch.depth >= length || at >= span[2]) continue;
-            while (group < num_groups && texts->tokens[heads[group]] != texts->tokens[at]) group++;
+            while (group < num_groups && found->tokens[heads[group]] != found->tokens[at]) group++;
             if (group == num_groups) {
                 heads[group] = at;
                 sizes[group] = 0;
@@ -694,7 +914,7 @@ static int grow_twig(
             int64_t evidence =
                 evidence_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
             int64_t depth = branch.depth + 1;
-            int64_t node = twig_node(twig, branch.node, texts->tokens[heads[largest]], depth, source, evidence);
+            int64_t node = twig_node(twig, num_known, branch.node, found->tokens[heads[largest]], source, evidence);
             branches[num_branches++] = (Branch){node, depth, end, sizes[largest]};
             for (int64_t m = 0; m < branch.count; m++)
                 if (group_of[m] == largest) members[end++] = members[branch.start + m];
@@ -706,16 +926,71 @@ static int grow_twig(
     return OK;
 }
 
-/* What followed the occurrences in each of the texts, the first's evidence before the others'. columns:
-   [5][num_texts * num_nodes] of tokens, parents (0 is the place it hangs at), depths, sources and evidence. */
-int graft_copies(
-    const Texts *texts, int64_t num_texts, const int32_t *suffix, int64_t suffix_length, int64_t length,
-    int64_t num_nodes, const Scale *scale, int64_t *columns, int64_t *count) {
-    int64_t room = num_texts * num_nodes;
-    Twig twig = {columns, columns + room, columns + 2 * room, columns + 3 * room, columns + 4 * room, 0};
+/* Hangs at a place of the pool what followed the occurrences of the suffix there, the first's evidence before the
+   second's; their sources are `first` and the next. Nodes are numbered from `node` on; none is added where the pool has
+   no room for them. twig: room for 2 * num_nodes of each column. */
+static int hang_copies(
+    Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
+    int64_t suffix_length, int64_t length, int64_t num_nodes, const Scale *scale, int64_t first,
+    const Chances *chances, Twig *twig) {
     int failed = OK;
-    for (int64_t t = 0; t < num_texts && !failed; t++)
-        failed = grow_twig(&twig, texts + t, t, suffix, suffix_length, length, num_nodes, scale);
-    *count = twig.count;
+    twig->count = 0;
+    for (int64_t t = 0; t < 2 && !failed; t++)
+        failed = grow_twig(twig, found + t, first + t, suffix, suffix_length, length, num_nodes, scale);
+    if (node + twig->count > pool->capacity) return failed;
+    for (int64_t i = 0; i < twig->count && !failed; i++) {
+        int64_t parent = twig->parents[i] ? node + twig->parents[i] - 1 : place;
+        float chance;
+        failed = chance_of(chances, ALONE, twig->sources[i], twig->evidence[i], &chance);
+        if (!failed)
+            failed = add_node(
+                pool, row, node + i, twig->tokens[i], parent, chance, twig->sources[i], twig->evidence[i], INHERITED);
+    }
+    return failed;
+}
+
+/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts at up to
+   num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
+   for as many. */
+int graft_hang_copies(
+    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *past, int64_t first, const Chances *chances,
+    int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
+    int64_t room = 2 * num_nodes, end = scale->max_match;
+    int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* the row's end and the place's path */
+    int failed = memory == NULL || text == NULL ? NO_MEMORY : OK, drafted = is_drafted(pool);
+    int64_t *places = memory, *counts = places + num_places + 1, *columns = counts + pool->num_rows;
+    Twig twig = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    Occurrences found[2];
+    *width = 0;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t count = places_of(pool, &row, drafted, num_places, max_depth, places);
+        int64_t known = least(end, own[r]->num_tokens);
+        counts[r] = 0;
+        if (known) memcpy(text, own[r]->tokens + own[r]->num_tokens - known, (size_t)known * sizeof(int32_t));
+        for (int64_t i = 0; i < count && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
+            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
+                text[--d] = (int32_t)row.fields[TOKEN][at];
+            if (size < 2) continue;
+            find_occurrences(own[r], text[size - 2], text[size - 1], found);
+            find_occurrences(past, text[size - 2], text[size - 1], found + 1);
+            failed = hang_copies(
+                pool, &row, places[i], pool->width + counts[r], found, text, size, least(length, max_depth - depth),
+                num_nodes, scale, first, chances, &twig);
+            counts[r] += twig.count;
+        }
+        if (!failed && counts[r] > *width) *width = counts[r];
+    }
+    int has_room = !failed && pool->width + *width <= pool->capacity;
+    for (int64_t r = 0; r < pool->num_rows && has_room && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = counts[r]; i < *width && !failed; i++) /* padding */
+            failed = add_node(pool, &row, pool->width + i, 0, 0, 0.0f, ROOT, 0, INHERITED);
+    }
+    if (has_room && !failed) pool->width += *width;
+    free(memory);
+    free(text);
     return failed;
 }

@@ -6,7 +6,7 @@ They hold the interpreter's lock: they take microseconds, and read lists' memory
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,22 @@ class TableStruct(ctypes.Structure):
     )
 
 
-class TextsStruct(ctypes.Structure):
-    _fields_ = (("tokens", c_void_p), ("spans", c_void_p), ("num_spans", c_int64))
+class IndexStruct(ctypes.Structure):
+    """Of zeros it is an empty index; what it comes to hold must be freed."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_texts", c_int64),
+        ("dropped", c_int64),
+        ("tokens", c_void_p),
+        ("previous", c_void_p),
+        ("starts", c_void_p),
+        ("pairs", c_void_p),
+        ("token_room", c_int64),
+        ("text_room", c_int64),
+        ("num_slots", c_int64),
+        ("num_pairs", c_int64),
+    )
 
 
 class ScaleStruct(ctypes.Structure):
@@ -82,14 +96,21 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_merge": [c_void_p, c_int64, c_void_p],
     "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
     "graft_best_paths": [c_void_p, c_int64, c_void_p],
+    "graft_gains": [*[c_int64] * 3, *[c_void_p] * 2],
     "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
+    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
+    "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
     "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],
     "graft_learn_trees": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8],
-    "graft_copies": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3],
+    "graft_index_free": [c_void_p],
+    "graft_index_begin": [c_void_p],
+    "graft_index_extend": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "graft_index_find": [c_void_p, c_int32, c_int32, c_void_p, c_void_p],
+    "graft_hang_copies": [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
 }
 
 

@@ -280,9 +280,9 @@ class Pool:
         )
         return tree, paths
 
-    def best_paths(self, count: int) -> list[list[float]]:
-        """By row the path probabilities of the `count` likeliest nodes below the root, best first."""
-        return self.nodes.paths[:, 1:].topk(min(count, self.width - 1), dim=1).values.tolist()
+    def best_paths(self, count: int) -> Tensor:
+        """[B, n] by row the path probabilities of the `count` likeliest nodes below the root, best first."""
+        return self.nodes.paths[:, 1:].topk(min(count, self.width - 1), dim=1).values
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
         """Where to look up what is likely to come, by row.

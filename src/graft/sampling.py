@@ -117,9 +117,9 @@ class Sampler:
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._seeds = column("seed", torch.int64)
-        # What moves on with every token is on the host.
-        self._positions = torch.tensor([len(h) for h in histories])  # of the token to choose
-        self._generated = torch.zeros_like(self._positions)
+        # What moves on with every token is on the host, in plain numbers.
+        self._positions = [len(h) for h in histories]  # of the token to choose
+        self._generated = [0] * len(settings)
         self._min_tokens = torch.tensor([s.min_tokens for s in settings])
         self._temperature = column("temperature")
         self._top_k, self._top_p, self._min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
@@ -152,6 +152,8 @@ class Sampler:
         index = torch.tensor(rows, dtype=torch.int64)
         self._settings = [self._settings[row] for row in rows]
         self._constraints = [self._constraints[row] for row in rows]
+        self._positions = [self._positions[row] for row in rows]
+        self._generated = [self._generated[row] for row in rows]
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value[index.to(value.device)])
@@ -161,6 +163,8 @@ class Sampler:
         num_own, num_new = len(self._settings), len(other._settings)
         self._settings = self._settings + other._settings
         self._constraints = self._constraints + other._constraints
+        self._positions = self._positions + other._positions
+        self._generated = self._generated + other._generated
         for name, own in list(vars(self).items()):
             new = getattr(other, name)
             if isinstance(own, Tensor) or isinstance(new, Tensor):
@@ -173,7 +177,7 @@ class Sampler:
         scores = self._constrained(self._penalized(logits.float()), walking)
         tokens = scores.argmax(dim=1)
         if any(s.temperature for s in self._settings):
-            noise = gumbel_noise(self._seeds, self._positions.to(logits.device), self._vocab_size)
+            noise = gumbel_noise(self._seeds, torch.tensor(self._positions, device=logits.device), self._vocab_size)
             scores = scores / self._temperature.clamp(min=1e-6)[:, None]
             drawn = (self._truncated(scores) + noise).argmax(dim=1)
             tokens = torch.where(self._temperature > 0, drawn, tokens)
@@ -189,14 +193,13 @@ class Sampler:
             return best
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
-        positions = (self._positions[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
+        positions = (torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
         with torch.cuda.device_of(logits):
             return choice_kernels.draw(logits, self._seeds, positions, self._temperature)
 
     def move_on(self, counts: Sequence[int]) -> None:
-        more = torch.tensor(counts, dtype=torch.int64)
-        self._positions = self._positions + more
-        self._generated = self._generated + more
+        self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
+        self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after everything that looks at the row's own history."""
@@ -208,7 +211,7 @@ class Sampler:
         if self._counts is not None:
             logits = logits - self._presence[:, None] * (self._counts > 0) - self._frequency[:, None] * self._counts
         if self._endings is not None:
-            too_early = (self._generated < self._min_tokens)[:, None].to(logits.device)
+            too_early = (torch.tensor(self._generated) < self._min_tokens)[:, None].to(logits.device)
             logits = logits.masked_fill(self._endings & too_early, -torch.inf)
         return logits
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from graft.record import RoundRecord
 from graft.sampling import SamplingSettings
 from graft.stats import Stats
 from graft.text import TextStream
-from graft.tree import PADDING, DraftTree
+from graft.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)
@@ -66,29 +65,31 @@ class Sequence:
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
-        num_before = self.stats.tokens
-        self.stats.rounds += 1
-        self.stats.plain_rounds += row.num_nodes == 0
-        self.stats.nodes += row.num_nodes
-        self.stats.proposed_by_source.update(row.proposed_by_source())
+        stats, num_before = self.stats, self.stats.tokens
+        stats.rounds += 1
+        stats.plain_rounds += row.num_nodes == 0
+        stats.nodes += row.num_nodes
+        for name, count in row.proposed_by_source().items():
+            stats.proposed_by_source[name] += count
         for depth, token in enumerate(tokens):
-            judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
             if self.settings.logprobs is not None:
+                judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
                 self.logprobs.append(row.logprob(judged_at, token, self.settings.logprobs))
             self.ids.append(token)
-            self.stats.tokens += 1
-            if depth < len(nodes):
-                self.stats.accepted += 1
-                self.stats.accepted_by_depth[depth + 1] += 1
-                self.stats.accepted_by_source[row.source(nodes[depth])] += 1
+            stats.tokens += 1
             self.finish_reason = self._ending(token)
             if self.finish_reason is not None:
                 break
+        num_new = stats.tokens - num_before
+        accepted = nodes[:num_new]
+        stats.accepted += len(accepted)
+        for depth, node in enumerate(accepted, start=1):
+            stats.accepted_by_depth[depth] += 1
+            stats.accepted_by_source[row.source(node)] += 1
         if self.finish_reason is not None and self.text is not None:
             self.text.finish()
         if self.is_recorded:
-            num_new = self.stats.tokens - num_before
-            self.last_round = row.record(nodes[:num_new], tokens[:num_new])
+            self.last_round = row.record(accepted, tokens[:num_new])
 
     def _ending(self, token: int) -> FinishReason | None:
         old_enough = self.stats.tokens >= self.settings.min_tokens
@@ -111,16 +112,16 @@ class TreeRow:
     ) -> None:
         """considered: the tree with more nodes behind its own, which were pruned."""
         self._tree, self._considered, self._row = tree, considered or tree, row
-        self._sources = tree.lists[2][row]
+        self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
         self._logits = logits
         self._names = source_names
-        self.num_nodes = sum(source > 0 for source in self._sources)
+        self.num_nodes = sum(self._counts[ROOT + 1 :])
 
     def source(self, node: int) -> str:
         return self._names[self._sources[node]]
 
     def proposed_by_source(self) -> dict[str, int]:
-        return {self._names[source]: count for source, count in Counter(self._sources).items() if source > 0}
+        return {self._names[source]: count for source, count in enumerate(self._counts) if source > ROOT and count}
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
         """The round in plain lists, without the places that hold no node."""

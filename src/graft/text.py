@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from graft.errors import GraftError
@@ -66,7 +67,12 @@ class TextStream:
         return 0
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return _decoded(self._tokenizer, tuple(ids))
+
+
+@lru_cache(maxsize=1 << 14)  # of a token or two each, which come again and again
+def _decoded(tokenizer: Any, ids: tuple[int, ...]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:

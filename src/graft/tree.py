@@ -13,6 +13,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from graft.kernels import kernels, plain
+
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
 
@@ -59,15 +61,27 @@ class DraftTree:
         return self.sources != PADDING
 
     @cached_property
-    def lists(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Tokens, parents and sources, by row: for who goes from node to node."""
-        return self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
+    def source_lists(self) -> list[list[int]]:
+        """`sources` by row."""
+        return self.sources.tolist()
+
+    @cached_property
+    def counts_by_source(self) -> list[list[int]]:
+        """By row: how many nodes each source has, the root's first."""
+        sources = plain(self.sources)
+        num_sources = int(sources.max()) + 1
+        library = kernels()
+        if library is None:
+            return [[row.count(number) for number in range(num_sources)] for row in self.source_lists]
+        counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
+        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
+        return counts.tolist()
 
     @cached_property
     def depth_lists(self) -> list[list[int]]:
         """`depths` by row."""
         rows = []
-        for parents in self.lists[1]:
+        for parents in self.parents.tolist():
             depths = [0]
             for parent in parents[1:]:
                 depths.append(depths[parent] + 1)
@@ -117,14 +131,8 @@ class DraftTree:
         """The first `width` places."""
         if width == self.width:
             return self
-        return DraftTree(
-            max_depth=self.max_depth,
-            tokens=self.tokens[:, :width],
-            parents=self.parents[:, :width],
-            probabilities=self.probabilities[:, :width],
-            sources=self.sources[:, :width],
-            evidence=self.evidence[:, :width],
-        )
+        columns = (self.tokens, self.parents, self.probabilities, self.sources, self.evidence)
+        return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
 
     def fold_to_root(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Combines each node's value with those of all its ancestors, in log2(depth) doublings. values [B, N, ...].

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from graft.kernels import kernels
 from graft.target import TargetRunner, TreeCache
 from graft.tree import DraftTree
 
@@ -52,6 +55,16 @@ class MeansBySize:
     def restart(self, of_one_row: float = 0.0) -> None:
         """Forgets what was seen, and knows at most that of a row alone."""
         self._means = {_size(1): of_one_row} if of_one_row else {}
+
+
+def total_gains(paths: Tensor) -> list[float]:
+    """Expected accepted tokens of the 1, 2, 3 ... best nodes of all rows. paths [B, n]: of each its own, best first."""
+    library = kernels()
+    if library is None:
+        return list(accumulate(map(sum, zip(*paths.tolist(), strict=True))))
+    gains = array("d", bytes(8 * paths.shape[1]))
+    library.graft_gains(*paths.shape, paths.stride(0), paths.data_ptr(), gains.buffer_info()[0])
+    return gains.tolist()
 
 
 def plans(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:

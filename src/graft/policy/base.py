@@ -17,7 +17,7 @@ from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
 from graft.host_pool import make_pool
 from graft.index.store import Datastore
-from graft.pool import Pool, before_roots
+from graft.pool import Pool
 from graft.retrieve.base import History, Judged, JudgedTrees, Learner
 from graft.settings import Settings, require
 from graft.stats import Clock
@@ -138,8 +138,7 @@ class Policy(ABC):
 
     def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
         """A pool with the batch's roots and nothing else."""
-        before, earlier = before_roots([sequence.ids for sequence in batch.sequences])
-        return make_pool(roots, before, earlier, self._salts(batch))
+        return make_pool(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
 
     def _salts(self, batch: Batch) -> Tensor | None:
         """[B] whose tables each row uses; None if all share them."""

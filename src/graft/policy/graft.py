@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.learn.cost import WIDTHS, MeansBySize, Plan, VerifyCost, plans
+from graft.learn.cost import WIDTHS, MeansBySize, Plan, VerifyCost, plans, total_gains
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
@@ -244,15 +244,15 @@ class Graft(Policy):
         """By row: whether some number of further passes would be worth more than stopping here."""
         num_rows, rate = len(going), self._current_rate
         pass_price = rate * self._seconds_of_pass(num_rows)
-        gains = [self._prospect.gains(num_done, reach[row]) for row in range(num_rows)]
         if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted: to each row its own
+            gains = (self._prospect.gains(num_done, own) for own in reach)
             return [
                 is_going and any(num_rows * gain >= count * pass_price for count, gain in enumerate(own, start=1))
                 for own, is_going in zip(gains, going, strict=True)
             ]
         # Else rows share a width, and all of them wait for a pass: it is worth what it brings them together.
         plans = self._plans(pool.best_paths(_MAX_WIDTH))
-        further = map(sum, zip(*(own for own, is_going in zip(gains, going, strict=True) if is_going), strict=True))
+        further = self._prospect.gains(num_done, sum(compress(reach, going)))
         now = self._least_worth(plans, num_rows)
         priced = [(plan.tokens - rate * plan.seconds, num_rows * plan.width - plan.tokens) for plan in plans]
         pays = any(
@@ -284,15 +284,15 @@ class Graft(Policy):
     def _best_width(self, paths: Tensor) -> tuple[int, float]:
         """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
         num_rows, width = paths.shape
-        plans = self._plans(paths[:, 1:].tolist())
+        plans = self._plans(paths.narrow(1, 1, width - 1))
         best = max(plans, key=lambda plan: plan.worth(self._current_rate))
         if best.worth(self._current_rate) < self._least_worth(plans, num_rows):
             best = plans[0]
         return min(best.width, width), best.seconds
 
-    def _plans(self, paths: list[list[float]]) -> list[Plan]:
-        """Of rounds that verify the best nodes of every row; paths: their probabilities, by row."""
-        return plans(self._choices, list(accumulate(map(sum, zip(*paths, strict=True)))), len(paths))
+    def _plans(self, paths: Tensor) -> list[Plan]:
+        """Of rounds that verify the best nodes of every row. paths [B, N]: their probabilities."""
+        return plans(self._choices, total_gains(paths), paths.shape[0])
 
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""

@@ -1,4 +1,4 @@
-"""Copies: the tree of what followed earlier occurrences of a text's end, by the kernels or else in Python."""
+"""Copies: the tree of what followed earlier occurrences of a text's end. `kernels.c` makes the same."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from ctypes import byref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from graft.kernels import ScaleStruct, TextsStruct, available, kernels
+from graft.kernels import ScaleStruct
 from graft.pool import Columns
 from graft.retrieve.rows import Twig
 
 MAX_MATCH = 24
 MATCHES = (2, 3, 4, 6, 9, 13, 18, MAX_MATCH)  # least lengths of the evidence buckets
 SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
-_SCALE = ScaleStruct(
+SCALE = ScaleStruct(
     MAX_MATCH,
     len(MATCHES),
     len(SHARES),
@@ -38,26 +37,6 @@ def copies(found: Sequence[Occurrences], suffix: list[int], length: int, num_nod
 
     It has at most `num_nodes` of each of the `found`, whose numbers are the sources, and is at most `length` deep.
     """
-    if not available():
-        return copies_in_python(found, suffix, length, num_nodes)
-    library: Any = kernels()
-    spans = [array("q", each.spans) for each in found]
-    texts = (TextsStruct * len(found))(
-        *(
-            TextsStruct(each.tokens.buffer_info()[0], its.buffer_info()[0], len(its) // 3)
-            for each, its in zip(found, spans, strict=True)
-        )
-    )
-    tokens = array("i", suffix)
-    room = len(found) * num_nodes
-    columns, count = (ctypes.c_int64 * (len(Columns._fields) * room))(), ctypes.c_int64()
-    library.graft_copies(
-        texts, len(texts), tokens.buffer_info()[0], len(tokens), length, num_nodes, byref(_SCALE), columns, byref(count)
-    )
-    return Columns._make([columns[start : start + count.value] for start in range(0, len(columns), room)])
-
-
-def copies_in_python(found: Sequence[Occurrences], suffix: list[int], length: int, num_nodes: int) -> Columns:
     twig = Twig()
     for source, occurrences in enumerate(found):
         _grow(twig, source, continuations(occurrences, suffix, length), num_nodes)

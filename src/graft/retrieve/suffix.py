@@ -6,23 +6,28 @@ nodes: a drafted token may complete an occurrence that the text alone does not h
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
+from ctypes import byref
 from itertools import islice, pairwise
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
 
+from graft.host_pool import HostPool
+from graft.kernels import IndexStruct, available, kernels
 from graft.pool import Pool
 from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
-from graft.retrieve.copies import MATCHES, MAX_MATCH, Occurrences, copies
+from graft.retrieve.copies import MATCHES, MAX_MATCH, SCALE, Occurrences, copies
 from graft.retrieve.rows import Row
 
 _MIN_MATCH = 2
-_MAX_OCCURRENCES = 12  # the most recent ones of a pair of tokens are looked at
+_MAX_OCCURRENCES = 12  # the most recent ones of a pair of tokens are looked at, in `kernels.c` as well
 
 
 class SuffixIndex:
@@ -60,9 +65,6 @@ class SuffixIndex:
         while self._max_tokens is not None and len(self._tokens) > self._max_tokens and len(self._starts) > 1:
             self._drop_oldest()
 
-    def __contains__(self, pair: tuple[int, int]) -> bool:
-        return pair in self._ends
-
     def occurrences(self, pair: tuple[int, int]) -> Occurrences:
         """Those of a pair of tokens that are not at their text's end."""
         spans: list[int] = []
@@ -89,6 +91,62 @@ class SuffixIndex:
         self._dropped += count
 
 
+class HostIndex(SuffixIndex):
+    """Does what `SuffixIndex` does, in memory of `kernels.c`."""
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        library: Any = kernels()
+        self._kernels = library
+        self._most = -1 if max_tokens is None else max_tokens
+        self._struct = IndexStruct()
+        self.address = ctypes.addressof(self._struct)
+        finalize(self, library.graft_index_free, byref(self._struct)).atexit = False
+
+    def __len__(self) -> int:
+        return self._struct.num_tokens
+
+    @property
+    def texts(self) -> list[list[int]]:
+        struct = self._struct
+        tokens, starts = self._tokens_so_far(), array("q")
+        starts.frombytes(ctypes.string_at(struct.starts, 8 * struct.num_texts) if struct.num_texts else b"")
+        places = [start - struct.dropped for start in starts] + [len(tokens)]
+        return [tokens[a:b].tolist() for a, b in pairwise(places)]
+
+    def begin(self) -> None:
+        self._kernels.graft_index_begin(self.address)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        extend_all([self], [tokens], self._most)
+
+    def occurrences(self, pair: tuple[int, int]) -> Occurrences:
+        spans, count = (ctypes.c_int64 * (3 * _MAX_OCCURRENCES))(), ctypes.c_int64()
+        self._kernels.graft_index_find(self.address, *pair, spans, byref(count))
+        return Occurrences(self._tokens_so_far(), spans[: 3 * count.value])
+
+    def _tokens_so_far(self) -> array[int]:
+        tokens = array("i")
+        tokens.frombytes(ctypes.string_at(self._struct.tokens, 4 * len(self)) if len(self) else b"")
+        return tokens
+
+
+def extend_all(indices: Sequence[HostIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
+    """Adds to the last text of each index its own tokens, in one call."""
+    library: Any = kernels()
+    counts, tokens = array("q", map(len, texts)), array("i")
+    for text in texts:
+        tokens.extend(text)
+    addresses = array("q", [index.address for index in indices])
+    library.graft_index_extend(
+        addresses.buffer_info()[0], len(addresses), counts.buffer_info()[0], tokens.buffer_info()[0], max_tokens
+    )
+
+
+def make_index(max_tokens: int | None = None) -> SuffixIndex:
+    """An index of no text."""
+    return HostIndex(max_tokens) if available() else SuffixIndex(max_tokens)
+
+
 class SuffixLookup:
     """A tree of what followed the longest matches: first of the text itself, then of finished texts."""
 
@@ -112,21 +170,28 @@ class SuffixLookup:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._max_past_tokens = max_past_tokens
-        self._past = SuffixIndex(max_past_tokens)
+        self._past = make_index(max_past_tokens)
         self._keeps_past = keep_past
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
+        own: list[Any] = [self._index(history) for history in histories]
+        if isinstance(pool, HostPool):  # then all indices are the kernels' too
+            past: Any = self._past
+            extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
+            addresses = [index.address for index in own]
+            limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
+            pool.hang_copies(addresses, past.address, SCALE, first, chances, *limits)
+            return
         rows = []
-        for history, places in zip(histories, pool.places(self._num_drafted, max_depth), strict=True):
+        for history, index, places in zip(histories, own, pool.places(self._num_drafted, max_depth), strict=True):
+            index.extend(history.ids[len(index) :])
             row = Row(pool, first)
-            indices = (self._index(history), self._past)
             end = history.ids[-MAX_MATCH:]
             for place in places:
                 suffix = end + place.path
-                pair = (suffix[-2], suffix[-1]) if len(suffix) >= _MIN_MATCH else None
-                if pair is None or not any(pair in index for index in indices):
+                if len(suffix) < _MIN_MATCH:
                     continue
-                found = [index.occurrences(pair) for index in indices]
+                found = [each.occurrences((suffix[-2], suffix[-1])) for each in (index, self._past)]
                 if any(each.spans for each in found):
                     row.hang(place, copies(found, suffix, min(self._depth, max_depth - place.depth), self._num_nodes))
             rows.append(row.columns)
@@ -147,7 +212,7 @@ class SuffixLookup:
         return named("past", {"tokens": tokens, "lengths": lengths})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._past = SuffixIndex(self._max_past_tokens)
+        self._past = make_index(self._max_past_tokens)
         if past := part_of(state, "past"):
             tokens = iter(past["tokens"].tolist())
             for length in past["lengths"].tolist():
@@ -155,9 +220,9 @@ class SuffixLookup:
                 self._past.extend(list(islice(tokens, length)))
 
     def _index(self, history: History) -> SuffixIndex:
+        """Of a text's own tokens, as far as they were looked up."""
         index = self._own.get(history)
         if index is None:
-            index = self._own[history] = SuffixIndex()
+            index = self._own[history] = make_index()
             index.begin()
-        index.extend(history.ids[len(index) :])
         return index
