@@ -302,11 +302,11 @@ int graft_best_paths(const Pool *pool, int64_t count, float *paths) {
     return OK;
 }
 
-/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows; rows begin `stride` apart. */
-int graft_gains(int64_t num_rows, int64_t count, int64_t stride, const float *paths, double *gains) {
+/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows. */
+int graft_gains(int64_t num_rows, int64_t count, const float *paths, double *gains) {
     for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
     for (int64_t r = 0; r < num_rows; r++)
-        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * stride + i];
+        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * count + i];
     for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
     return OK;
 }
@@ -859,7 +859,8 @@ typedef struct {
     int64_t node, depth, start, count;
 } Branch;
 
-static int64_t match_of(const Occurrences *found, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
+static int64_t match_of(
+    const Occurrences *found, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
     int64_t match = 0;
     most = least(most, least(length, span[1] - span[0]));
     while (match < most && found->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
@@ -957,7 +958,7 @@ int graft_hang_copies(
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t room = 2 * num_nodes, end = scale->max_match;
     int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
-    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* the row's end and the place's path */
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a row's end and a place's path */
     int failed = memory == NULL || text == NULL ? NO_MEMORY : OK, drafted = is_drafted(pool);
     int64_t *places = memory, *counts = places + num_places + 1, *columns = counts + pool->num_rows;
     Twig twig = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};

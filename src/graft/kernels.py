@@ -96,7 +96,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_merge": [c_void_p, c_int64, c_void_p],
     "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
     "graft_best_paths": [c_void_p, c_int64, c_void_p],
-    "graft_gains": [*[c_int64] * 3, *[c_void_p] * 2],
+    "graft_gains": [*[c_int64] * 2, *[c_void_p] * 2],
     "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],

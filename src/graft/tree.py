@@ -129,7 +129,7 @@ class DraftTree:
 
     def first(self, width: int) -> DraftTree:
         """The first `width` places."""
-        if width == self.width:
+        if width >= self.width:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.evidence)
         return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))

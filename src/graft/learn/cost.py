@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.kernels import kernels
+from graft.kernels import kernels, plain
 from graft.target import TargetRunner, TreeCache
 from graft.tree import DraftTree
 
@@ -62,8 +62,8 @@ def total_gains(paths: Tensor) -> list[float]:
     library = kernels()
     if library is None:
         return list(accumulate(map(sum, zip(*paths.tolist(), strict=True))))
-    gains = array("d", bytes(8 * paths.shape[1]))
-    library.graft_gains(*paths.shape, paths.stride(0), paths.data_ptr(), gains.buffer_info()[0])
+    paths, gains = plain(paths, torch.float32), array("d", bytes(8 * paths.shape[1]))
+    library.graft_gains(*paths.shape, paths.data_ptr(), gains.buffer_info()[0])
     return gains.tolist()
 
 
