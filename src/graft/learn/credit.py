@@ -1,0 +1,93 @@
+"""Credit: what looking for a better round may cost, however often nothing comes of it.
+
+A look takes time, and what it finds may bring less than plain decoding would have brought meanwhile. Both are paid from
+an account, in plain rounds, one for every size of the batch: each round pays in a small share, what trees save comes
+on top, and no look is made in debt. So decoding is never much slower than plain, from the first round on. What a plain
+round takes must be known for that: a batch starts with one, and makes another now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graft.learn.cost import size_of
+
+_SHARE = 0.01  # of the time that may be lost
+_START = 0.5  # rounds that a size may lose at first, if all goes well
+_MOST = 2.0  # rounds that are kept of what trees have saved: a hard text after an easy one is noticed soon
+_BLEND = 0.05  # weight of a look in what is usual
+_PRIOR = 10.0  # tokens that are taken to have come true as expected before any was tried
+
+
+class Credit:
+    """Accounts by the size of the batch, in plain rounds of it."""
+
+    def __init__(self) -> None:
+        self._balances: dict[int, float] = {}
+        self._unproven: dict[int, float] = {}  # a small share of the time since the last plain round
+        self._is_plain_due: dict[int, bool] = {}
+
+    def knows(self, num_rows: int) -> bool:
+        return size_of(num_rows) in self._balances
+
+    def open(self, num_rows: int, prospect: float = _START) -> None:
+        """Starts the account of a size. prospect: the rounds that one look should bring there, or cost if negative."""
+        size = size_of(num_rows)
+        self._balances[size] = min(prospect, _START)
+        self._book_plain(size, is_due=size > 0)  # what a row alone takes was measured
+
+    def allows(self, num_rows: int) -> bool:
+        """Whether there may be a look."""
+        size = size_of(num_rows)
+        return self._balances[size] >= 0 and not self._is_plain_due[size]
+
+    def book_plain(self, num_rows: int) -> None:
+        """A round without a look has gone by."""
+        self._pay_in(size_of(num_rows), _SHARE)
+        self._book_plain(size_of(num_rows))
+
+    def book(self, num_rows: int, gain: float) -> None:
+        """A round with a look has gone by. gain: the plain rounds that it has saved, or lost if negative."""
+        size = size_of(num_rows)
+        self._pay_in(size, _SHARE + gain)
+        # A plain round costs what a look would have saved: that too is to be a small share.
+        self._unproven[size] += _SHARE * (1 + gain)
+        self._is_plain_due[size] = size > 0 and self._unproven[size] >= gain
+
+    def _pay_in(self, size: int, rounds: float) -> None:
+        self._balances[size] = min(self._balances[size] + rounds, _MOST)
+
+    def _book_plain(self, size: int, is_due: bool = False) -> None:
+        self._unproven[size], self._is_plain_due[size] = 0.0, is_due
+
+
+class Hopes:
+    """What looks expect a row to accept, by width, and how much of that comes true: running means of all sizes."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0.0  # of a look
+        self._expected: list[float] = []
+        self._hoped = self._came = _PRIOR
+
+    @property
+    def known(self) -> bool:
+        return bool(self._expected)
+
+    def observe(self, expected: Sequence[float], num_passes: int) -> None:
+        """Takes in a look: the expected accepted tokens of a row, for every width, and its draft passes."""
+        usual = self._expected or expected
+        self.num_passes += (_BLEND if self.known else 1.0) * (num_passes - self.num_passes)
+        self._expected = [old + _BLEND * (new - old) for old, new in zip(usual, expected, strict=True)]
+
+    def judge(self, expected: float, accepted: float) -> None:
+        """Takes in what became of a round's trees, all rows together."""
+        self._hoped += expected - _BLEND * self._hoped
+        self._came += accepted - _BLEND * self._came
+
+    def true_of(self, expected: float) -> float:
+        """What so many expected tokens have turned out to be."""
+        return expected * self._came / self._hoped
+
+    def by_width(self) -> list[float]:
+        """What a row may hope to accept, for every width."""
+        return list(map(self.true_of, self._expected))
