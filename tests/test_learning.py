@@ -821,29 +821,29 @@ def test_a_row_alone_need_not_prove_what_plain_rounds_take():
 
 def test_hopes_shrink_to_what_comes_true():
     hopes = Hopes()
-    assert not hopes.known
-    hopes.observe([0.0, 0.5, 0.8], num_passes=2)
-    assert hopes.known and hopes.by_width() == [0.0, 0.5, 0.8] and hopes.num_passes == 2
+    assert 0 == hopes.accepted(1) < hopes.accepted(2) < hopes.accepted(4), "before anything is known"
+    hopes.observe({1: 0.0, 2: 0.5, 4: 0.8}, num_passes=2)
+    assert [hopes.accepted(width) for width in (1, 2, 4)] == [0.0, 0.5, 0.8]
     for _ in range(200):
         hopes.judge(expected=8.0, accepted=4.0)
-    assert hopes.by_width() == pytest.approx([0.0, 0.25, 0.4], rel=0.01)
-    hopes.observe([0.0, 1.0, 1.0], num_passes=0)
-    assert 0.25 < hopes.by_width()[1] < 0.3 and 1.5 < hopes.num_passes < 2
+    assert (hopes.accepted(2), hopes.accepted(4)) == pytest.approx((0.25, 0.4), rel=0.01)
+    hopes.observe({1: 0.0, 2: 1.0, 4: 1.0}, num_passes=0)
+    assert 0.25 < hopes.accepted(2) < 0.3 and 1.5 < hopes.num_passes < 2
 
 
 def test_a_look_at_a_new_size_is_judged_by_what_is_known_of_others():
     policy = make_policy("graft", TargetRunner(tiny_model()))
     policy._cost = cost_of({1: 1.0, 2: 1.1})
-    assert policy._may_look(1), "nothing is known"
-    policy._hopes.observe([0.0, 0.5], num_passes=0)
+    assert policy._may_look(1), "there is hope"
+    policy._hopes.observe({1: 0.0, 2: 0.5}, num_passes=0)
     policy._overheads.observe(1, 0.1)
     assert policy._gain_of_look(1) == pytest.approx(1.5 - 1.2)
     policy._overheads.observe(16, 30.0)
-    assert policy._gain_of_look(64) < 0 and not policy._may_look(64)
-    policy.restore({})
-    assert not policy._may_look(64), "what a plain round takes is to be seen"
-    policy._credit.book_plain(64)
-    assert policy._may_look(64), "texts may be others"
+    assert policy._gain_of_look(64) < 0 < policy._gain_of_look(2)
+    for num_rows, has_hope in ((2, True), (64, False)):
+        assert not policy._may_look(num_rows), "what a plain round takes is to be seen first"
+        policy._credit.book_plain(num_rows)
+        assert policy._may_look(num_rows) == has_hope
 
 
 def test_without_a_budget_the_policy_measures_the_machine_and_still_gives_the_same_text():

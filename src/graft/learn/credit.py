@@ -8,7 +8,8 @@ round takes must be known for that: a batch starts with one, and makes another n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 
 from graft.learn.cost import size_of
 
@@ -16,6 +17,7 @@ _SHARE = 0.01  # of the time that may be lost
 _START = 0.5  # rounds that a size may lose at first, if all goes well
 _MOST = 2.0  # rounds that are kept of what trees have saved: a hard text after an easy one is noticed soon
 _BLEND = 0.05  # weight of a look in what is usual
+_HOPE, _NUM_PASSES = 0.6, 2.0  # before any look: accepted tokens for each doubling of the width, and draft passes
 _PRIOR = 10.0  # tokens that are taken to have come true as expected before any was tried
 
 
@@ -65,29 +67,26 @@ class Hopes:
     """What looks expect a row to accept, by width, and how much of that comes true: running means of all sizes."""
 
     def __init__(self) -> None:
-        self.num_passes = 0.0  # of a look
-        self._expected: list[float] = []
+        self.num_passes = _NUM_PASSES  # of a look
+        self._expected: dict[int, float] = {}
         self._hoped = self._came = _PRIOR
 
-    @property
-    def known(self) -> bool:
-        return bool(self._expected)
-
-    def observe(self, expected: Sequence[float], num_passes: int) -> None:
-        """Takes in a look: the expected accepted tokens of a row, for every width, and its draft passes."""
-        usual = self._expected or expected
-        self.num_passes += (_BLEND if self.known else 1.0) * (num_passes - self.num_passes)
-        self._expected = [old + _BLEND * (new - old) for old, new in zip(usual, expected, strict=True)]
-
-    def judge(self, expected: float, accepted: float) -> None:
-        """Takes in what became of a round's trees, all rows together."""
-        self._hoped += expected - _BLEND * self._hoped
-        self._came += accepted - _BLEND * self._came
+    def accepted(self, width: int) -> float:
+        """Tokens that a row may hope to accept of a tree so wide, the root included in its width."""
+        return self.true_of(self._expected.get(width, _HOPE * math.log2(width)))
 
     def true_of(self, expected: float) -> float:
         """What so many expected tokens have turned out to be."""
         return expected * self._came / self._hoped
 
-    def by_width(self) -> list[float]:
-        """What a row may hope to accept, for every width."""
-        return list(map(self.true_of, self._expected))
+    def observe(self, expected: Mapping[int, float], num_passes: int) -> None:
+        """Takes in a look: by width what was expected of a row, and how many draft passes were made."""
+        self.num_passes += _BLEND * (num_passes - self.num_passes)
+        for width, new in expected.items():
+            old = self._expected.get(width, new)
+            self._expected[width] = old + _BLEND * (new - old)
+
+    def judge(self, expected: float, accepted: float) -> None:
+        """Takes in what became of a round's trees, all rows together."""
+        self._hoped += expected - _BLEND * self._hoped
+        self._came += accepted - _BLEND * self._came

@@ -330,17 +330,20 @@ class Graft(Policy):
 
     def _gain_of_look(self, num_rows: int) -> float:
         """The plain rounds that a look should save in a batch of this size, by what is known of others."""
-        if not self._hopes.known:
-            return math.inf
-        looking = self._overheads.get(num_rows) + self._hopes.num_passes * self._seconds_of_pass(num_rows)
-        choices = zip(self._hopes.by_width(), self._cost.choices(num_rows), strict=True)
-        return max(1 + hope - (looking + seconds) / self._plain_seconds(num_rows) for hope, (_, seconds) in choices)
+        num_passes = self._hopes.num_passes if self.drafter is not None else 0.0
+        looking = self._overheads.get(num_rows) + num_passes * self._seconds_of_pass(num_rows)
+        plain = self._plain_seconds(num_rows)
+        return max(
+            1 + self._hopes.accepted(width) - (looking + seconds) / plain
+            for width, seconds in self._cost.choices(num_rows)
+        )
 
     def _hope_from(self, paths: Tensor, width: int, num_passes: int) -> None:
         """Takes in what was found. paths [B, N]: best first, the root before them."""
         if self._is_timed:
             expected = [0.0, *paths[:, 1:].mean(dim=0).cumsum(dim=0).tolist()]
-            self._hopes.observe([expected[min(each, len(expected)) - 1] for each in self._cost.widths], num_passes)
+            by_width = {each: expected[min(each, len(expected)) - 1] for each in self._cost.widths}
+            self._hopes.observe(by_width, num_passes)
             self._expected = expected[width - 1]
 
     def _book(self, num_rows: int, width: int, accepted: Accepted, looking: float, verifying: float) -> None:
