@@ -726,7 +726,7 @@ def test_means_by_size_are_estimated_until_they_are_seen():
     seconds = MeansBySize()
     assert seconds.get(4, estimate=0.5) == 0.5
     seconds.observe(4, 2.0)
-    assert seconds.get(3, estimate=0.5) == seconds.get(5, estimate=0.5) == 2.0
+    assert seconds.get(3, estimate=0.5) == 2.0 and seconds.get(5, estimate=0.5) == 0.5
     seconds.observe(4, 100.0)
     assert seconds.get(4) < 3.0, "a hiccup"
     seconds.observe(8, 100.0)
@@ -754,10 +754,10 @@ def losses(credit, num_rows, loss, rounds):
     num_looks = 0
     for _ in range(rounds):
         if credit.allows(num_rows):
-            credit.book(num_rows, -loss)
+            credit.book(num_rows, -loss, is_plain=True)
             num_looks += 1
         else:
-            credit.book_plain(num_rows)
+            credit.book(num_rows, 0.0, is_plain=True)
     return num_looks * loss
 
 
@@ -780,18 +780,18 @@ def test_what_trees_save_pays_for_looks_but_is_not_kept_for_ever():
     credit = Credit()
     credit.open(1)
     for _ in range(1000):
-        credit.book(1, gain=1.0)
+        credit.book(1, gain=1.0, is_plain=False)
     assert losses(credit, 1, 0.5, 10) == pytest.approx(2.5)
 
 
 def test_every_size_has_an_account_of_its_own():
     credit = Credit()
     credit.open(4)
-    credit.book(4, gain=-1.0)
+    credit.book(4, gain=-1.0, is_plain=True)
     assert credit.knows(3) and not credit.allows(3)
     assert not credit.knows(1) and not credit.knows(8)
     credit.open(8)
-    credit.book_plain(8)
+    credit.book(8, 0.0, is_plain=True)
     assert credit.allows(8) and not credit.allows(4)
 
 
@@ -803,9 +803,9 @@ def test_batches_make_a_plain_round_first_and_then_now_and_then(gain):
     num_plain = 0
     for _ in range(1000):
         if credit.allows(4):
-            credit.book(4, gain)
+            credit.book(4, gain, is_plain=False)
         else:
-            credit.book_plain(4)
+            credit.book(4, 0.0, is_plain=True)
             num_plain += 1
     assert num_plain > 5
     assert num_plain * gain <= 0.01 * 1000 * (1 + gain), "they cost a hundredth of the time"
@@ -816,7 +816,7 @@ def test_a_row_alone_need_not_prove_what_plain_rounds_take():
     credit.open(1)
     for _ in range(1000):
         assert credit.allows(1)
-        credit.book(1, gain=0.1)
+        credit.book(1, gain=0.1, is_plain=False)
 
 
 def test_hopes_shrink_to_what_comes_true():
@@ -842,7 +842,7 @@ def test_a_look_at_a_new_size_is_judged_by_what_is_known_of_others():
     assert policy._gain_of_look(64) < 0 < policy._gain_of_look(2)
     for num_rows, has_hope in ((2, True), (64, False)):
         assert not policy._may_look(num_rows), "what a plain round takes is to be seen first"
-        policy._credit.book_plain(num_rows)
+        policy._credit.book(num_rows, 0.0, is_plain=True)
         assert policy._may_look(num_rows) == has_hope
 
 

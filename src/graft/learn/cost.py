@@ -34,20 +34,20 @@ class Plan(NamedTuple):
 
 
 class MeansBySize:
-    """Running means by the size of the batch; of a size that was not seen yet, what its neighbours say."""
+    """Running means by the size of the batch; of a size that was not seen yet, what its neighbours say, if they do."""
 
     def __init__(
-        self, blend: float = _BLEND, hiccup: float = HICCUP, growth: Callable[[int], float] = lambda num_rows: 1.0
+        self, blend: float = _BLEND, hiccup: float = HICCUP, growth: Callable[[int], float] | None = None
     ) -> None:
-        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for; growth: to
-        what values of other sizes than those that were seen are proportional."""
+        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for; growth: of the
+        rows, to what values are about proportional; None if a size tells nothing of others."""
         self._blend, self._hiccup, self._growth = blend, hiccup, growth
         self._means: dict[int, float] = {}
 
     def get(self, num_rows: int, estimate: float = 0.0) -> float:
-        """estimate: what it is as long as nothing was seen at all."""
+        """estimate: what it is as long as nothing was seen that tells it."""
         size = size_of(num_rows)
-        if size in self._means or not self._means:
+        if size in self._means or not self._means or self._growth is None:
             return self._means.get(size, estimate)
         nearest = min(max(size, min(self._means)), max(self._means))
         grown = self._growth(1 << size) / self._growth(1 << nearest) if nearest != size else 1.0

@@ -35,32 +35,22 @@ class Credit:
     def open(self, num_rows: int, prospect: float = _START) -> None:
         """Starts the account of a size. prospect: the rounds that one look should bring there, or cost if negative."""
         size = size_of(num_rows)
-        self._balances[size] = min(prospect, _START)
-        self._book_plain(size, is_due=size > 0)  # what a row alone takes was measured
+        self._balances[size], self._unproven[size] = min(prospect, _START), 0.0
+        self._is_plain_due[size] = num_rows > 1  # what a row alone takes was measured
 
     def allows(self, num_rows: int) -> bool:
         """Whether there may be a look."""
         size = size_of(num_rows)
         return self._balances[size] >= 0 and not self._is_plain_due[size]
 
-    def book_plain(self, num_rows: int) -> None:
-        """A round without a look has gone by."""
-        self._pay_in(size_of(num_rows), _SHARE)
-        self._book_plain(size_of(num_rows))
-
-    def book(self, num_rows: int, gain: float) -> None:
-        """A round with a look has gone by. gain: the plain rounds that it has saved, or lost if negative."""
+    def book(self, num_rows: int, gain: float, is_plain: bool) -> None:
+        """A round has gone by. gain: the plain rounds that it has saved, or lost if negative; is_plain: whether its
+        verify was that of a plain round, look or not."""
         size = size_of(num_rows)
-        self._pay_in(size, _SHARE + gain)
-        # A plain round costs what a look would have saved: that too is to be a small share.
-        self._unproven[size] += _SHARE * (1 + gain)
-        self._is_plain_due[size] = size > 0 and self._unproven[size] >= gain
-
-    def _pay_in(self, size: int, rounds: float) -> None:
-        self._balances[size] = min(self._balances[size] + rounds, _MOST)
-
-    def _book_plain(self, size: int, is_due: bool = False) -> None:
-        self._unproven[size], self._is_plain_due[size] = 0.0, is_due
+        self._balances[size] = min(self._balances[size] + _SHARE + gain, _MOST)
+        # A plain round costs what a tree would have saved: that too is to be a small share.
+        self._unproven[size] = 0.0 if is_plain else self._unproven[size] + _SHARE * (1 + gain)
+        self._is_plain_due[size] = not is_plain and num_rows > 1 and self._unproven[size] >= gain
 
 
 class Hopes:

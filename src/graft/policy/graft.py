@@ -70,11 +70,11 @@ class Graft(Policy):
         self._current_rate = 0.0  # tokens per second that a round's time is worth
         self._planned_seconds = 0.0
         self._tokens = MeansBySize(_BLEND, math.inf)  # of a row's usual round
-        self._seconds = MeansBySize(_BLEND, math.inf, self._plain_seconds)
+        self._seconds = MeansBySize(_BLEND, math.inf)
         self._look_seconds = 0.0  # of this round, without drafting
         self._draft_seconds = 0.0  # of this round
         self._overheads = MeansBySize(growth=float)  # of a round with a tree beside drafting and verifying
-        self._pass_seconds = MeansBySize(growth=self._plain_seconds)
+        self._pass_seconds = MeansBySize(growth=self._plain_seconds)  # as a plain verify grows with the rows
         self._num_looks = 0
         self._credit, self._hopes = Credit(), Hopes()
         self._expected = 0.0  # tokens that a row should accept of this round's tree
@@ -111,6 +111,7 @@ class Graft(Policy):
             self._cost.measure(self._target, WIDTHS if budget is None else (budget + 1,))
             if self.drafter is not None:
                 self._prospect.measure(self.drafter)
+        self._pass_seconds.restart(self._prospect.seconds)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         num_rows = len(batch.sequences)
@@ -141,7 +142,7 @@ class Graft(Policy):
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
         if self._is_timed and any(passes):
-            self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes), self._seconds_of_pass(num_rows))
+            self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
         self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
         if self._is_timed:
             self._cost.doubt(width, num_rows)
@@ -153,7 +154,7 @@ class Graft(Policy):
         if not self._is_timed:
             return
         if self._pool is None:
-            self._credit.book_plain(num_rows)
+            self._credit.book(num_rows, 0.0, is_plain=True)
             return
         took = self._look_seconds + time.perf_counter() - start
         self._book(num_rows, tree.width, accepted, self._draft_seconds + took, seconds)
@@ -211,6 +212,7 @@ class Graft(Policy):
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
             self._cost.restore(costs)
             self._prospect.seconds = float(costs["pass"])
+            self._pass_seconds.restart(self._prospect.seconds)
             self._overheads.restart(float(costs.get("host", 0.0)))
 
     # Draft and prune
@@ -309,9 +311,8 @@ class Graft(Policy):
         return num_rows * max(usual, 1 / plain_seconds)
 
     def _seconds_of_pass(self, num_rows: int) -> float:
-        """Of a draft pass for so many rows; as long as none was made, it grows as a plain verify of them does."""
-        growth = self._cost.plain_seconds(num_rows) / self._cost.plain_seconds(1)
-        return self._pass_seconds.get(num_rows, self._prospect.seconds * growth)
+        """Of a draft pass for so many rows."""
+        return self._pass_seconds.get(num_rows)
 
     @property
     def _is_timed(self) -> bool:
@@ -353,7 +354,8 @@ class Graft(Policy):
             took = verifying
             self._hopes.judge(num_rows * self._expected, sum(map(len, accepted.nodes)))
         planned = self._planned_seconds + self._overheads.get(num_rows, looking)
-        self._credit.book(num_rows, 1 + self._hopes.true_of(self._expected) - min(looking + took, HICCUP * planned) / plain)
+        gain = 1 + self._hopes.true_of(self._expected) - min(looking + took, HICCUP * planned) / plain
+        self._credit.book(num_rows, gain, is_plain=width == 1)
 
     def _plain_seconds(self, num_rows: int) -> float:
         return self._cost.plain_seconds(num_rows)
