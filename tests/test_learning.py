@@ -722,6 +722,14 @@ def test_batches_of_about_one_size_have_costs_of_their_own():
     assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
 
 
+def test_a_plain_step_of_many_rows_takes_no_longer_than_a_wider_one():
+    cost = cost_of({1: 1.0, 2: 1.5, 4: 2.0})
+    cost.observe(1, 4.0, num_rows=4)
+    cost.observe(2, 3.0, num_rows=4)
+    assert cost.plain_seconds(4) == cost.seconds(2, num_rows=4) == pytest.approx(3.0)
+    assert cost.plain_seconds(1) == 1.0
+
+
 def test_means_by_size_are_estimated_until_they_are_seen():
     seconds = MeansBySize()
     assert seconds.get(4, estimate=0.5) == 0.5

@@ -68,9 +68,11 @@ class Sequence:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
         num_before = self.stats.tokens
         self.stats.rounds += 1
-        self.stats.plain_rounds += row.num_nodes == 0
-        self.stats.nodes += row.num_nodes
-        self.stats.proposed_by_source.update(row.proposed_by_source())
+        if row.num_nodes:
+            self.stats.nodes += row.num_nodes
+            self.stats.proposed_by_source.update(row.proposed_by_source())
+        else:
+            self.stats.plain_rounds += 1
         for depth, token in enumerate(tokens):
             judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
             if self.settings.logprobs is not None:

@@ -140,6 +140,10 @@ class VerifyCost:
             self._seconds[width] = new
         else:
             self._factors[place] = new / self._predict(num_rows * width)
+            # Plain rounds may have become rare, but they take no longer than wider ones.
+            plain = next(iter(self._seconds))
+            if self.seconds(plain, num_rows) > new:
+                self._factors[size_of(num_rows), plain] = new / self._predict(num_rows * plain)
 
     def seconds(self, width: int, num_rows: int = 1) -> float:
         """Of a verify of that many tokens in each of the rows."""
