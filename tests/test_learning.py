@@ -716,7 +716,7 @@ def test_batches_of_about_one_size_have_costs_of_their_own():
     assert cost.seconds(1) == 1.0, "one row is as it was"
     assert cost.plain_seconds(2) == pytest.approx(1.5 * 1.5, rel=0.01), "on the line between one row and four"
     assert cost.plain_seconds(8) == pytest.approx(3.0 * 2.5, rel=0.01), "beyond, as far off as four"
-    cost.observe(2, 4.0, num_rows=4)
+    cost.observe(2, 9.0, num_rows=4)
     dear = cost.seconds(2, num_rows=4)
     cost.doubt(used=1, num_rows=4)
     assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
