@@ -65,6 +65,7 @@ class MadeUpDrafter:
     """Gives levels that were made beforehand."""
 
     hidden_layers: tuple[int, ...] = ()
+    num_setups = 0
     device = torch.device("cpu")
     settings = TreeSettings()
 
@@ -197,7 +198,7 @@ def main() -> None:
 
     phrases, judge, watch = Phrases(0), Judge(), Stopwatch()
     drafter = MadeUpDrafter(random.Random(1))
-    target = cast(Any, SimpleNamespace(vocab_size=VOCAB))
+    target = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0))
     policy: Any = make_policy("graft", target, cast(Any, drafter), BUDGET, pass_cost=0.0)
     policy.prepare()
     for _ in range(5):  # texts to remember

@@ -14,6 +14,7 @@ from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
 from graft.host_pool import make_pool
 from graft.learn.calibration import Calibration
 from graft.learn.cost import MeansBySize, VerifyCost, plans
+from graft.learn.credit import Credit, Hopes
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
 from graft.pool import NO_TOKEN, Pool
@@ -713,11 +714,21 @@ def test_batches_of_about_one_size_have_costs_of_their_own():
     assert cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01) == cost.plain_seconds(4)
     assert cost.seconds(1, num_rows=3) == pytest.approx(1.75 * 2.5, rel=0.01), "as far off as four rows"
     assert cost.seconds(2, num_rows=4) == pytest.approx(3.0 * 2.5, rel=0.01), "a width not tried is as far off as plain"
-    assert (cost.seconds(1), cost.plain_seconds(2)) == (1.0, 1.5), "others are as they were"
-    cost.observe(2, 4.0, num_rows=4)
+    assert cost.seconds(1) == 1.0, "one row is as it was"
+    assert cost.plain_seconds(2) == pytest.approx(1.5 * 1.5, rel=0.01), "on the line between one row and four"
+    assert cost.plain_seconds(8) == pytest.approx(3.0 * 2.5, rel=0.01), "beyond, as far off as four"
+    cost.observe(2, 9.0, num_rows=4)
     dear = cost.seconds(2, num_rows=4)
     cost.doubt(used=1, num_rows=4)
     assert cost.seconds(2, num_rows=4) < dear and cost.seconds(1, num_rows=4) == pytest.approx(5.0, rel=0.01)
+
+
+def test_a_plain_step_of_many_rows_takes_no_longer_than_a_wider_one():
+    cost = cost_of({1: 1.0, 2: 1.5, 4: 2.0})
+    cost.observe(1, 4.0, num_rows=4)
+    cost.observe(2, 3.0, num_rows=4)
+    assert cost.plain_seconds(4) == cost.seconds(2, num_rows=4) == pytest.approx(3.0)
+    assert cost.plain_seconds(1) == 1.0
 
 
 def test_means_by_size_are_estimated_until_they_are_seen():
@@ -732,18 +743,116 @@ def test_means_by_size_are_estimated_until_they_are_seen():
     assert seconds.get(8) < 2.0, "the first one was"
 
 
-def test_looks_that_find_nothing_become_rare():
+def test_means_of_a_new_size_come_from_its_neighbours():
+    seconds = MeansBySize(growth=float)
+    seconds.observe(4, 2.0)
+    assert (seconds.get(1), seconds.get(16)) == (0.5, 8.0), "they grow with the rows"
+    for _ in range(100):
+        seconds.observe(16, 5.0)
+    assert seconds.get(8) == pytest.approx(3.0), "a third of the way from four to sixteen"
+    assert seconds.get(64) == pytest.approx(20.0)
+    seconds.restart(of_one_row=0.25)
+    assert seconds.get(4) == 1.0
+
+
+# Credit
+
+
+def losses(credit, num_rows, loss, rounds):
+    """Rounds lost by looking whenever it is allowed, when every look loses the same."""
+    num_looks = 0
+    for _ in range(rounds):
+        if credit.allows(num_rows):
+            credit.book(num_rows, -loss, is_plain=True)
+            num_looks += 1
+        else:
+            credit.book(num_rows, 0.0, is_plain=True)
+    return num_looks * loss
+
+
+@pytest.mark.parametrize("loss", [0.02, 0.1, 0.4, 3.0])
+def test_looks_that_find_nothing_take_a_small_share_from_the_first_round_on(loss):
+    for rounds in (10, 100, 1000):
+        credit = Credit()
+        credit.open(16)
+        assert loss <= losses(credit, 16, loss, rounds) <= 0.5 + loss + 0.01 * rounds + 1e-6
+
+
+def test_where_a_look_should_not_pay_the_first_waits_until_it_is_earned():
+    credit = Credit()
+    credit.open(64, prospect=-0.5)
+    assert losses(credit, 64, 0.5, 49) == 0.0
+    assert losses(credit, 64, 0.5, 10) == 0.5
+
+
+def test_what_trees_save_pays_for_looks_but_is_not_kept_for_ever():
+    credit = Credit()
+    credit.open(1)
+    for _ in range(1000):
+        credit.book(1, gain=1.0, is_plain=False)
+    assert losses(credit, 1, 0.5, 10) == pytest.approx(2.5)
+
+
+def test_every_size_has_an_account_of_its_own():
+    credit = Credit()
+    credit.open(4)
+    credit.book(4, gain=-1.0, is_plain=True)
+    assert credit.knows(3) and not credit.allows(3)
+    assert not credit.knows(1) and not credit.knows(8)
+    credit.open(8)
+    credit.book(8, 0.0, is_plain=True)
+    assert credit.allows(8) and not credit.allows(4)
+
+
+@pytest.mark.parametrize("gain", [0.05, 0.3, 2.0])
+def test_batches_make_a_plain_round_first_and_then_now_and_then(gain):
+    credit = Credit()
+    credit.open(4)
+    assert not credit.allows(4), "what it takes is a guess"
+    num_plain = 0
+    for _ in range(1000):
+        if credit.allows(4):
+            credit.book(4, gain, is_plain=False)
+        else:
+            credit.book(4, 0.0, is_plain=True)
+            num_plain += 1
+    assert num_plain > 5
+    assert num_plain * gain <= 0.01 * 1000 * (1 + gain), "they cost a hundredth of the time"
+
+
+def test_a_row_alone_need_not_prove_what_plain_rounds_take():
+    credit = Credit()
+    credit.open(1)
+    for _ in range(1000):
+        assert credit.allows(1)
+        credit.book(1, gain=0.1, is_plain=False)
+
+
+def test_hopes_shrink_to_what_comes_true():
+    hopes = Hopes()
+    assert 0 == hopes.accepted(1) < hopes.accepted(2) < hopes.accepted(4), "before anything is known"
+    hopes.observe({1: 0.0, 2: 0.5, 4: 0.8}, num_passes=2)
+    assert [hopes.accepted(width) for width in (1, 2, 4)] == [0.0, 0.5, 0.8]
+    for _ in range(200):
+        hopes.judge(expected=8.0, accepted=4.0)
+    assert (hopes.accepted(2), hopes.accepted(4)) == pytest.approx((0.25, 0.4), rel=0.01)
+    hopes.observe({1: 0.0, 2: 1.0, 4: 1.0}, num_passes=0)
+    assert 0.25 < hopes.accepted(2) < 0.3 and 1.5 < hopes.num_passes < 2
+
+
+def test_a_look_at_a_new_size_is_judged_by_what_is_known_of_others():
     policy = make_policy("graft", TargetRunner(tiny_model()))
-    policy._cost = cost_of({1: 1.0, 2: 1.5})
-    rests = []
-    for _ in range(8):
-        policy._rest(was_idle=True, seconds=0.06, num_rows=1)
-        rests.append(policy._num_rests)
-    assert rests == [1, 2, 3, 4, 5, 6, 6, 6], "until they take a hundredth of the time"
-    policy._rest(was_idle=False, seconds=0.2, num_rows=1)
-    assert policy._num_rests == 0
-    policy._rest(was_idle=True, seconds=0.001, num_rows=1)
-    assert policy._num_rests == 0, "cheap ones may go on"
+    policy._cost = cost_of({1: 1.0, 2: 1.1})
+    assert policy._may_look(1), "there is hope"
+    policy._hopes.observe({1: 0.0, 2: 0.5}, num_passes=0)
+    policy._overheads.observe(1, 0.1)
+    assert policy._gain_of_look(1) == pytest.approx(1.5 - 1.2)
+    policy._overheads.observe(16, 30.0)
+    assert policy._gain_of_look(64) < 0 < policy._gain_of_look(2)
+    for num_rows, has_hope in ((2, True), (64, False)):
+        assert not policy._may_look(num_rows), "what a plain round takes is to be seen first"
+        policy._credit.book(num_rows, 0.0, is_plain=True)
+        assert policy._may_look(num_rows) == has_hope
 
 
 def test_without_a_budget_the_policy_measures_the_machine_and_still_gives_the_same_text():

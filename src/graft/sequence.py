@@ -67,10 +67,12 @@ class Sequence:
         """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
         stats, num_before = self.stats, self.stats.tokens
         stats.rounds += 1
-        stats.plain_rounds += row.num_nodes == 0
-        stats.nodes += row.num_nodes
-        for name, count in row.proposed_by_source().items():
-            stats.proposed_by_source[name] += count
+        if row.num_nodes:
+            stats.nodes += row.num_nodes
+            for name, count in row.proposed_by_source().items():
+                stats.proposed_by_source[name] += count
+        else:
+            stats.plain_rounds += 1
         for depth, token in enumerate(tokens):
             if self.settings.logprobs is not None:
                 judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen

@@ -172,6 +172,7 @@ class ReplayedDrafter:
     """Proposes what was recorded at a place. Its state is that place."""
 
     hidden_layers: tuple[int, ...] = ()
+    num_setups = 0
 
     def __init__(self, settings: TreeSettings) -> None:
         self.settings = settings
@@ -234,7 +235,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
 
 def replayed_target(about: dict[str, Any]) -> TargetRunner:
     """What a policy asks of its target when it is made: the vocabulary's size."""
-    return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"]))
+    return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], num_setups=0))
 
 
 def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:

@@ -69,6 +69,11 @@ class Drafter(Protocol):
     hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
     settings: TreeSettings
 
+    @property
+    def num_setups(self) -> int:
+        """As a target's."""
+        ...
+
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
 
     def read(self, state: Any, row: int, verified: Verified, following: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from graft.tree import DraftTree
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _HOPELESS = 6.0  # a width that costs this many plain steps is the last that is timed
 _BLEND = 0.3  # weight of a new observation
-_HICCUP = 2.0  # times the known seconds: the most that an observation counts for
+HICCUP = 2.0  # times the known seconds: the most that an observation counts for
 _DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
 
 
@@ -37,24 +37,42 @@ class Plan(NamedTuple):
 
 
 class MeansBySize:
-    """Running means by the size of the batch; before anything was seen, an estimate."""
+    """Running means by the size of the batch; of a size that was not seen yet, what its neighbours say, if they do."""
 
-    def __init__(self, blend: float = _BLEND, hiccup: float = _HICCUP) -> None:
-        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for."""
-        self._blend, self._hiccup = blend, hiccup
+    def __init__(
+        self, blend: float = _BLEND, hiccup: float = HICCUP, growth: Callable[[int], float] | None = None
+    ) -> None:
+        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for; growth: of the
+        rows, to what values are about proportional; None if a size tells nothing of others."""
+        self._blend, self._hiccup, self._growth = blend, hiccup, growth
         self._means: dict[int, float] = {}
 
     def get(self, num_rows: int, estimate: float = 0.0) -> float:
-        return self._means.get(_size(num_rows), estimate)
+        """estimate: what it is as long as nothing was seen that tells it."""
+        size = size_of(num_rows)
+        if size in self._means or not self._means or self._growth is None:
+            return self._means.get(size, estimate)
+        nearest = min(max(size, min(self._means)), max(self._means))
+        grown = self._growth(1 << size) / self._growth(1 << nearest) if nearest != size else 1.0
+        return between(self._means, nearest) * grown
 
     def observe(self, num_rows: int, value: float, estimate: float | None = None) -> None:
         # What was seen once to take half the time took long for reasons of its own: a first use, other work beside.
         known = min(self.get(num_rows, value if estimate is None else estimate), self._hiccup * value)
-        self._means[_size(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
+        self._means[size_of(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
 
     def restart(self, of_one_row: float = 0.0) -> None:
         """Forgets what was seen, and knows at most that of a row alone."""
-        self._means = {_size(1): of_one_row} if of_one_row else {}
+        self._means = {0: of_one_row} if of_one_row else {}
+
+
+def between(seen: Mapping[int, float], size: int) -> float:
+    """The value of a size: straight lines, by the number of rows, between those that were seen; level beyond them."""
+    low = max((other for other in seen if other <= size), default=min(seen))
+    high = min((other for other in seen if other >= size), default=max(seen))
+    if low >= high:
+        return seen[high]
+    return seen[low] + (seen[high] - seen[low]) * ((1 << size) - (1 << low)) / ((1 << high) - (1 << low))
 
 
 def total_gains(paths: Tensor) -> list[float]:
@@ -128,18 +146,21 @@ class VerifyCost:
         """Takes in what a round's verify took. A hiccup of the machine counts for little."""
         if width not in self._seconds:
             return
-        known = self.seconds(width, num_rows)
-        new = known + _BLEND * (min(seconds, _HICCUP * known) - known)
+        known, place = self.seconds(width, num_rows), (size_of(num_rows), width)
+        is_guess = num_rows > 1 and place not in self._factors
+        new = known + (1.0 if is_guess else _BLEND) * (min(seconds, HICCUP * known) - known)
         if num_rows == 1:
             self._seconds[width] = new
         else:
-            self._factors[_size(num_rows), width] = new / self._predict(num_rows * width)
+            self._factors[place] = new / self._predict(num_rows * width)
+            # Plain rounds may have become rare, but they take no longer than wider ones.
+            plain = next(iter(self._seconds))
+            if self.seconds(plain, num_rows) > new:
+                self._factors[size_of(num_rows), plain] = new / self._predict(num_rows * plain)
 
     def seconds(self, width: int, num_rows: int = 1) -> float:
         """Of a verify of that many tokens in each of the rows."""
-        factors, size = self._factors, _size(num_rows)
-        untried = factors.get((size, next(iter(self._seconds))), 1.0)
-        return self._predict(num_rows * width) * factors.get((size, width), untried)
+        return self._predict(num_rows * width) * self._factor(size_of(num_rows), width)
 
     def plain_seconds(self, num_rows: int) -> float:
         """Of a round of the least width."""
@@ -156,8 +177,19 @@ class VerifyCost:
                 continue
             if num_rows == 1:
                 self._seconds[width] *= _DOUBT
-            elif (_size(num_rows), width) in self._factors:
-                self._factors[_size(num_rows), width] *= _DOUBT
+            elif (size_of(num_rows), width) in self._factors:
+                self._factors[size_of(num_rows), width] *= _DOUBT
+
+    def _factor(self, size: int, width: int) -> float:
+        """By how much a verify of many rows is off: as it was seen, else as with more and with fewer rows."""
+        own = self._factors.get((size, width)) if size else 1.0
+        if own is not None:
+            return own
+        seen = {other: factor for (other, its_width), factor in self._factors.items() if its_width == width}
+        plain = next(iter(self._seconds))
+        if not seen and width != plain:  # never tried: as far off as plain steps
+            return self._factor(size, plain)
+        return between({0: 1.0, **seen}, size)
 
     def _predict(self, num_tokens: int) -> float:
         """Straight lines between the measured widths, and on from the last."""
@@ -182,6 +214,6 @@ class VerifyCost:
         return time.perf_counter() - start
 
 
-def _size(num_rows: int) -> int:
+def size_of(num_rows: int) -> int:
     """Batches of about the same size are one: 1, 2, 3 to 4, 5 to 8 ..."""
     return (num_rows - 1).bit_length()

@@ -19,7 +19,8 @@ from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.draft.base import Drafter
 from graft.learn.calibration import Calibration
-from graft.learn.cost import WIDTHS, MeansBySize, Plan, VerifyCost, plans, total_gains
+from graft.learn.cost import HICCUP, WIDTHS, MeansBySize, Plan, VerifyCost, plans, total_gains
+from graft.learn.credit import Credit, Hopes
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED
@@ -33,7 +34,6 @@ from graft.tree import DraftTree
 _MAX_WIDTH = 64
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _SHOWN = 8  # pruned proposals at least, where there are as many, for those who watch a round
-_IDLE_SHARE = 0.01  # of the time that looks may take which find nothing worth verifying
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
 _MOST_OVERHEAD = 0.25  # of a plain step, that a first round with a tree counts for beside drafting and verifying
@@ -69,14 +69,16 @@ class Graft(Policy):
         self._choices: list[tuple[int, float]] = []  # this round's widths, and what each takes
         self._current_rate = 0.0  # tokens per second that a round's time is worth
         self._planned_seconds = 0.0
+        self._setups_before = 0
         self._tokens = MeansBySize(_BLEND, math.inf)  # of a row's usual round
         self._seconds = MeansBySize(_BLEND, math.inf)
         self._look_seconds = 0.0  # of this round, without drafting
-        self._overheads = MeansBySize(_BLEND)  # of a round with a tree beside drafting and verifying
-        self._pass_seconds = MeansBySize()
+        self._draft_seconds = 0.0  # of this round
+        self._overheads = MeansBySize(growth=float)  # of a round with a tree beside drafting and verifying
+        self._pass_seconds = MeansBySize(growth=self._plain_seconds)  # as a plain verify grows with the rows
         self._num_looks = 0
-        self._num_idle_looks = 0  # looks in a row that found nothing worth verifying
-        self._num_rests = 0  # rounds to come without a look
+        self._credit, self._hopes = Credit(), Hopes()
+        self._expected = 0.0  # tokens that a row should accept of this round's tree
 
     # What may be done otherwise, to see what it is worth
 
@@ -110,25 +112,27 @@ class Graft(Policy):
             self._cost.measure(self._target, WIDTHS if budget is None else (budget + 1,))
             if self.drafter is not None:
                 self._prospect.measure(self.drafter)
+        self._pass_seconds.restart(self._prospect.seconds)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         num_rows = len(batch.sequences)
         self._pool = None
+        self._setups_before = self._num_setups()
         self._planned_seconds = self._cost.plain_seconds(num_rows)
-        if batch.max_depth < 1 or self._is_resting():
+        if not self._may_look(num_rows) or batch.max_depth < 1:
             return Grown.without_drafts(DraftTree.roots(roots))
-        self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows, num_rows * self._overheads.get(1)))
+        self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows))
         self._current_rate = self._rate(num_rows)
         pool = self.new_pool(batch, roots)
         with clock("graft") as copying_time:
             self._retrieve(pool, batch, self._copies)
         passes: list[int] = [0] * num_rows
         reaches: list[list[float]] = []
-        draft_seconds = 0.0
+        self._draft_seconds = 0.0
         if self.drafter is not None:
             start = time.perf_counter()
             passes, reaches = self._draft(pool, batch, roots, clock)
-            draft_seconds = time.perf_counter() - start
+            self._draft_seconds = time.perf_counter() - start
         with clock("graft") as grafting_time:
             self._retrieve(pool, batch, self._copies + self._tables if any(passes) else self._tables)
             widest = max(self._cost.widths)
@@ -136,26 +140,31 @@ class Graft(Policy):
             tree, paths = self.best_of(pool, widest - 1 + num_shown, batch.max_depth)
             width, seconds = self._best_width(paths[:, :widest])
             self._prospect_from(pool, passes, reaches, width)
+            self._hope_from(paths, width, max(passes))
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
-        if self._is_timed and any(passes):
-            self._pass_seconds.observe(num_rows, draft_seconds / max(passes), self._seconds_of_pass(num_rows))
+        if self._is_time_usual and any(passes):
+            self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
         self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
-        self._rest(width == 1, draft_seconds + self._look_seconds, num_rows)
         if self._is_timed:
             self._cost.doubt(width, num_rows)
         return Grown(tree.first(width), passes, considered=tree)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
-        start = time.perf_counter()
+        start, num_rows = time.perf_counter(), len(accepted)
         super().learn(batch, tree, verified, accepted, seconds)
-        if self._pool is not None and self._is_timed:
-            took, num_rows = self._look_seconds + time.perf_counter() - start, len(accepted)
-            # The first round may pay for set-up.
-            self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._cost.plain_seconds(num_rows)))
+        if not self._is_timed:
+            return
+        if self._pool is None or not self._is_time_usual:
+            self._credit.book(num_rows, 0.0, is_plain=tree.width == 1)
+            return
+        took = self._look_seconds + time.perf_counter() - start
+        self._book(num_rows, tree.width, accepted, self._draft_seconds + took, seconds)
+        # The first round may pay for set-up.
+        self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._cost.plain_seconds(num_rows)))
 
     def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
-        if self._num_rests == 0:
+        if self._may_look(len(batch.sequences)):
             super().foresee(batch, verified, choices)
 
     def catch_up(self) -> None:
@@ -167,7 +176,7 @@ class Graft(Policy):
         self.catch_up()
         if self._pool is not None:
             self._uncounted = (self._pool, accepted)
-        if self._is_timed:
+        if self._is_time_usual:
             self._cost.observe(tree.width, seconds, len(accepted))
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
         # Before the first round all that is known is plain decoding.
@@ -187,7 +196,8 @@ class Graft(Policy):
         self._prospect.restore(part_of(state, "prospect"))
         self._tokens.restart()
         self._seconds.restart()
-        self._num_looks = self._num_idle_looks = self._num_rests = 0
+        self._num_looks = 0
+        self._credit, self._hopes = Credit(), Hopes()
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Source by source: who learned it may have had others beside, with more buckets."""
@@ -208,6 +218,7 @@ class Graft(Policy):
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has said what counts
             self._cost.restore(costs)
             self._prospect.seconds = float(costs["pass"])
+            self._pass_seconds.restart(self._prospect.seconds)
             self._overheads.restart(float(costs.get("host", 0.0)))
 
     # Draft and prune
@@ -306,26 +317,59 @@ class Graft(Policy):
         return num_rows * max(usual, 1 / plain_seconds)
 
     def _seconds_of_pass(self, num_rows: int) -> float:
-        """Of a draft pass for so many rows; as long as none was made, it grows as a plain verify of them does."""
-        growth = self._cost.plain_seconds(num_rows) / self._cost.plain_seconds(1)
-        return self._pass_seconds.get(num_rows, self._prospect.seconds * growth)
+        """Of a draft pass for so many rows."""
+        return self._pass_seconds.get(num_rows)
 
     @property
     def _is_timed(self) -> bool:
         """Whether a round's time tells what its width costs; else no estimate is doubted either."""
         return self._settings.budget is None
 
+    @property
+    def _is_time_usual(self) -> bool:
+        """Whether the round's time counts: not if something was captured in it that later rounds use again."""
+        return self._is_timed and self._num_setups() == self._setups_before
+
+    def _num_setups(self) -> int:
+        return self._target.num_setups + (self.drafter.num_setups if self.drafter is not None else 0)
+
     # Looking costs time too
 
-    def _rest(self, was_idle: bool, seconds: float, num_rows: int) -> None:
-        """The more looks in a row found nothing worth verifying, the more rounds go by without one, until such looks
-        take no more than a small share of the time."""
-        self._num_idle_looks = self._num_idle_looks + 1 if was_idle else 0
-        enough = seconds / (_IDLE_SHARE * self._cost.plain_seconds(num_rows))
-        self._num_rests = min(self._num_idle_looks, int(enough))
+    def _may_look(self, num_rows: int) -> bool:
+        """Whether what looks have cost so far, beyond what they brought, allows another."""
+        if not self._is_timed:
+            return True
+        if not self._credit.knows(num_rows):
+            self._credit.open(num_rows, self._gain_of_look(num_rows))
+        return self._credit.allows(num_rows)
 
-    def _is_resting(self) -> bool:
-        if self._num_rests == 0:
-            return False
-        self._num_rests -= 1
-        return True
+    def _gain_of_look(self, num_rows: int) -> float:
+        """The plain rounds that a look should save in a batch of this size, by what is known of others."""
+        num_passes = self._hopes.num_passes if self.drafter is not None else 0.0
+        looking = self._overheads.get(num_rows) + num_passes * self._seconds_of_pass(num_rows)
+        plain = self._plain_seconds(num_rows)
+        return max(
+            1 + self._hopes.accepted(width) - (looking + seconds) / plain
+            for width, seconds in self._cost.choices(num_rows)
+        )
+
+    def _hope_from(self, paths: Tensor, width: int, num_passes: int) -> None:
+        """Takes in what was found. paths [B, N]: best first, the root before them."""
+        if self._is_timed:
+            expected = [0.0, *paths[:, 1:].mean(dim=0).cumsum(dim=0).tolist()]
+            by_width = {each: expected[min(each, len(expected)) - 1] for each in self._cost.widths}
+            self._hopes.observe(by_width, num_passes)
+            self._expected = expected[width - 1]
+
+    def _book(self, num_rows: int, width: int, accepted: Accepted, looking: float, verifying: float) -> None:
+        """Counts what a look has cost, in seconds, against what it should bring; luck evens out."""
+        plain = took = self._plain_seconds(num_rows)
+        if width > 1:
+            took = verifying
+            self._hopes.judge(num_rows * self._expected, sum(map(len, accepted.nodes)))
+        planned = self._planned_seconds + self._overheads.get(num_rows, looking)
+        gain = 1 + self._hopes.true_of(self._expected) - min(looking + took, HICCUP * planned) / plain
+        self._credit.book(num_rows, gain, is_plain=width == 1)
+
+    def _plain_seconds(self, num_rows: int) -> float:
+        return self._cost.plain_seconds(num_rows)

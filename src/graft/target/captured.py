@@ -217,6 +217,10 @@ class CapturedTarget(TargetRunner):
             self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
         return graphs.lease(num_rows, num_slots + max(self.widths[-1], self.prompt_widths[-1]), self.max_positions)
 
+    @property
+    def num_setups(self) -> int:
+        return self._graphs.num_captured
+
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
 

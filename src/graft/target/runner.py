@@ -39,6 +39,11 @@ class TargetRunner:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def num_setups(self) -> int:
+        """Things done so far that are done once, such as captures: what took longer because of one is no measure."""
+        return 0
+
     def synchronize(self) -> None:
         """Waits until the device has done what it was given."""
         if self.device.type == "cuda":

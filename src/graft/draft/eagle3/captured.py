@@ -147,6 +147,10 @@ class CapturedDrafter(Eagle3Drafter):
         self._arenas = HeadArenas(head, self.settings)
         self._stops: Sequence[int] | None = None  # of the last levels
 
+    @property
+    def num_setups(self) -> int:
+        return self._arenas.num_captured
+
     def open(self, num_rows: int, num_slots: int) -> Any:
         arenas = self._arenas
         if arenas.failure is not None:

@@ -61,6 +61,10 @@ class Eagle3Drafter:
         require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
     @property
+    def num_setups(self) -> int:
+        return 0
+
+    @property
     def device(self) -> torch.device:
         return self.head.fc.weight.device
 

@@ -1,0 +1,82 @@
+"""Credit: what looking for a better round may cost, however often nothing comes of it.
+
+A look takes time, and what it finds may bring less than plain decoding would have brought meanwhile. Both are paid from
+an account, in plain rounds, one for every size of the batch: each round pays in a small share, what trees save comes
+on top, and no look is made in debt. So decoding is never much slower than plain, from the first round on. What a plain
+round takes must be known for that: a batch starts with one, and makes another now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from graft.learn.cost import size_of
+
+_SHARE = 0.01  # of the time that may be lost
+_START = 0.5  # rounds that a size may lose at first, if all goes well
+_MOST = 2.0  # rounds that are kept of what trees have saved: a hard text after an easy one is noticed soon
+_BLEND = 0.05  # weight of a look in what is usual
+_HOPE, _NUM_PASSES = 0.6, 2.0  # before any look: accepted tokens for each doubling of the width, and draft passes
+_PRIOR = 10.0  # tokens that are taken to have come true as expected before any was tried
+
+
+class Credit:
+    """Accounts by the size of the batch, in plain rounds of it."""
+
+    def __init__(self) -> None:
+        self._balances: dict[int, float] = {}
+        self._unproven: dict[int, float] = {}  # a small share of the time since the last plain round
+        self._is_plain_due: dict[int, bool] = {}
+
+    def knows(self, num_rows: int) -> bool:
+        return size_of(num_rows) in self._balances
+
+    def open(self, num_rows: int, prospect: float = _START) -> None:
+        """Starts the account of a size. prospect: the rounds that one look should bring there, or cost if negative."""
+        size = size_of(num_rows)
+        self._balances[size], self._unproven[size] = min(prospect, _START), 0.0
+        self._is_plain_due[size] = num_rows > 1  # what a row alone takes was measured
+
+    def allows(self, num_rows: int) -> bool:
+        """Whether there may be a look."""
+        size = size_of(num_rows)
+        return self._balances[size] >= 0 and not self._is_plain_due[size]
+
+    def book(self, num_rows: int, gain: float, is_plain: bool) -> None:
+        """A round has gone by. gain: the plain rounds that it has saved, or lost if negative; is_plain: whether its
+        verify was that of a plain round, look or not."""
+        size = size_of(num_rows)
+        self._balances[size] = min(self._balances[size] + _SHARE + gain, _MOST)
+        # A plain round costs what a tree would have saved: that too is to be a small share.
+        self._unproven[size] = 0.0 if is_plain else self._unproven[size] + _SHARE * (1 + gain)
+        self._is_plain_due[size] = not is_plain and num_rows > 1 and self._unproven[size] >= gain
+
+
+class Hopes:
+    """What looks expect a row to accept, by width, and how much of that comes true: running means of all sizes."""
+
+    def __init__(self) -> None:
+        self.num_passes = _NUM_PASSES  # of a look
+        self._expected: dict[int, float] = {}
+        self._hoped = self._came = _PRIOR
+
+    def accepted(self, width: int) -> float:
+        """Tokens that a row may hope to accept of a tree so wide, the root included in its width."""
+        return self.true_of(self._expected.get(width, _HOPE * math.log2(width)))
+
+    def true_of(self, expected: float) -> float:
+        """What so many expected tokens have turned out to be."""
+        return expected * self._came / self._hoped
+
+    def observe(self, expected: Mapping[int, float], num_passes: int) -> None:
+        """Takes in a look: by width what was expected of a row, and how many draft passes were made."""
+        self.num_passes += _BLEND * (num_passes - self.num_passes)
+        for width, new in expected.items():
+            old = self._expected.get(width, new)
+            self._expected[width] = old + _BLEND * (new - old)
+
+    def judge(self, expected: float, accepted: float) -> None:
+        """Takes in what became of a round's trees, all rows together."""
+        self._hoped += expected - _BLEND * self._hoped
+        self._came += accepted - _BLEND * self._came
