@@ -5,10 +5,11 @@
 Answers the benchmark's prompts plainly, then once more with trees along the same text: whatever a round would choose,
 it goes on with the token of the plain answer. So every place is compared, not only those before a first departure. A
 departure is a place whose likeliest token is another. `bits` counts places whose highest logit has other bits. A gap is
-how far the plain token's logit lies below the highest, in the round that departs. Without exact steps each width has
-matrix products of its own, whose sums round differently: that shows in wide models, for which `--shape` makes one of
-random weights (its text is none, and its logits lie closer together than a trained model's). `--dry-run` goes through
-all of it with a tiny model, without a GPU in Triton's interpreter.
+how far the plain token's logit lies below the highest, in the round that departs. Trees are those of a policy, or with
+`--policy known` as wide as the budget, with some of the tokens that really follow and random ones around them. Without
+exact steps large batches have matrix products that round by their size: that shows in wide models, for which `--shape`
+makes one of random weights (its text is none, and its logits lie closer together than a trained model's). `--dry-run`
+goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from step_time import MODELS, make_model
 
+from graft.batch import Batch
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
 from graft.engine import Engine
 from graft.loading import load
-from graft.policy import make_policy
+from graft.policy import Grown, Policy, make_policy
 from graft.sampling import Sampler, SamplingSettings
 from graft.sequence import Sequence as TokenSequence
+from graft.stats import Clock
 from graft.target.captured import CapturedTarget
 from graft.tree import DraftTree
 
@@ -53,6 +56,7 @@ class Place:
 class Tally:
     places: int = 0
     rounds: int = 0
+    nodes: int = 0
     bits: int = 0
     gaps: list[float] = field(default_factory=list)  # one a departure
     seconds: float = 0.0
@@ -62,7 +66,8 @@ class Tally:
         gaps = sorted(self.gaps)
         tail = f", gaps median {gaps[len(gaps) // 2]:.4f}, greatest {gaps[-1]:.4f}" if gaps else ""
         return (
-            f"{self.places} places in {self.rounds} rounds and {self.seconds:.0f} s: {len(gaps)} departures "
+            f"{self.places} places in {self.rounds} rounds of {self.nodes / self.rounds:.0f} nodes and "
+            f"{self.seconds:.0f} s: {len(gaps)} departures "
             f"({share:.2e}), {self.bits} places with other bits ({self.bits / self.places:.2e}){tail}"
         )
 
@@ -123,6 +128,37 @@ class Forced:
         self._rows = [self._rows[row] for row in rows]
 
 
+class Known(Policy):
+    """Trees of `budget` nodes: some of the tokens that follow in given answers, and random ones around them."""
+
+    sources = ("root", "known")
+
+    def __init__(self, answers: dict[TokenSequence, list[int]], budget: int, vocab_size: int) -> None:
+        self._answers, self._budget, self._vocab_size = answers, budget, vocab_size
+        self._random = random.Random(0)
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+        rows = [self._tree(sequence, root) for sequence, root in zip(batch.sequences, roots.tolist(), strict=True)]
+        tokens, parents = (torch.tensor(column) for column in zip(*rows, strict=True))
+        sources, zeros = torch.ones_like(tokens), torch.zeros_like(tokens)
+        sources[:, 0] = 0
+        return Grown.without_drafts(DraftTree(self._budget, tokens, parents, sources.float(), sources, zeros))
+
+    def _tree(self, sequence: TokenSequence, root: int) -> tuple[list[int], list[int]]:
+        place = sequence.stats.tokens
+        following = self._answers[sequence][place : place + self._random.randrange(8)]
+        tokens, parents, last = [root], [0], 0
+        for node in range(1, self._budget + 1):
+            if following and self._random.random() < 0.25:
+                tokens.append(following.pop(0))
+                parents.append(last)
+                last = node
+            else:
+                tokens.append(self._random.randrange(self._vocab_size))
+                parents.append(self._random.randrange(node))
+        return tokens, parents
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -134,7 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.7, help="of the plain answers; greedy ones go in circles"
     )
-    parser.add_argument("--policy", default="graft")
+    parser.add_argument("--policy", default="known", help="whose trees; known: wide ones along the text")
     parser.add_argument("--budget", type=int, default=60)
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--dry-run", action="store_true")
@@ -188,12 +224,18 @@ def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespac
             batch = [TokenSequence(prompt, settings) for prompt in group]
             chooser = Plain(engine._sampler(batch), len(batch))
             run(engine, batch, chooser)
-            engine.policy = make_policy(options.policy, target, budget=options.budget)
             again = [TokenSequence(prompt, settings) for prompt in group]
+            answers = {new: old.new_ids for new, old in zip(again, batch, strict=True)}
+            engine.policy = (
+                Known(answers, options.budget, target.vocab_size)
+                if options.policy == "known"
+                else make_policy(options.policy, target, budget=options.budget)
+            )
             run(engine, again, Forced([s.new_ids for s in batch], chooser.rows, tally))
             engine.policy = plain
             assert [s.new_ids for s in again] == [s.new_ids for s in batch]
             tally.rounds += sum(s.stats.rounds for s in again)
+            tally.nodes += sum(s.stats.nodes for s in again)
         seed += 1
     tally.seconds = time.perf_counter() - start
     return tally
