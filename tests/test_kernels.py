@@ -156,6 +156,15 @@ def test_the_tiles_of_real_use(dtype):
     check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=kernels.tiles_for(64, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_long_path_in_the_tiles_of_large_models(dtype):
+    """Most of what a deep node sees is of its own forward, while plain decoding has it behind it, in whole blocks."""
+    chain = DraftTree.chain(torch.ones(1, 64, dtype=torch.int64))
+    nodes = [4, 27, 28, 29, 63] if DEVICE == "cpu" else list(range(64))
+    problem = Problem.make([100], chain, nodes=nodes, group=4, head_dim=128, dtype=dtype)
+    check(problem, tiles=kernels.tiles_for(128, dtype))
+
+
 def test_room_for_a_longer_context_changes_nothing():
     problem = Problem.random([3, 70])
     assert torch.equal(problem.attend(), problem.attend(max_context=200))

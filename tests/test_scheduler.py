@@ -92,6 +92,26 @@ def various_options(rng):
     return options
 
 
+@pytest.mark.parametrize("kind", ["graft", "head"])
+def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule, kind):
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
+    scheduler = schedule(drafter=drafter, chunk_size=16, prefix_cache_tokens=512)
+    lanes, most_at_once = scheduler._lanes, []
+    lanes[True].engine.policy.rests = lambda num_rows: num_rows >= 3
+    options = {"max_new_tokens": 60, "temperature": 0.8, "frequency_penalty": 0.3}
+    prompts = ["abcabc" * 15, "bcd" * 20, "abcabc" * 15 + "d", "xyz", "fed" * 30]
+    asked = [Asked(scheduler, prompt, seed=number, **options) for number, prompt in enumerate(prompts)]
+    while any(request.job.sequences[0].finish_reason is None for request in asked):
+        most_at_once.append((lanes[True].num_rows, lanes[False].num_rows))
+        time.sleep(0.001)
+    for number, (request, prompt) in enumerate(zip(asked, prompts, strict=True)):
+        assert request.wait() == alone(model, prompt, seed=number, **options)
+    assert max(plain for _, plain in most_at_once) >= 3
+    later = Asked(scheduler, prompts[0], seed=0, **options)  # alone, with a tree, over kept pages
+    assert later.wait() == alone(model, prompts[0], seed=0, **options)
+    assert later.job.sequences[0].stats.nodes > 0
+
+
 @pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
 def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kind):
     rng = random.Random(3)

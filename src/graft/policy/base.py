@@ -104,6 +104,10 @@ class Policy(ABC):
         if self.drafter is not None:
             self.drafter.foresee(batch.draft, verified, choices.there)
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether trees do not pay for so many rows, so that plain decoding may as well take them over."""
+        return False
+
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""
 

@@ -37,6 +37,7 @@ _SHOWN = 8  # pruned proposals at least, where there are as many, for those who 
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
 _MOST_OVERHEAD = 0.25  # of a plain step, that a first round with a tree counts for beside drafting and verifying
+_LARGE = 8  # rows of a batch that is left to plain decoding when trees do not pay
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 
 
@@ -166,6 +167,9 @@ class Graft(Policy):
     def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
         if self._may_look(len(batch.sequences)):
             super().foresee(batch, verified, choices)
+
+    def rests(self, num_rows: int) -> bool:
+        return self._is_timed and num_rows >= _LARGE and self._credit.is_deep_in_debt(num_rows)
 
     def catch_up(self) -> None:
         if self._uncounted is not None:

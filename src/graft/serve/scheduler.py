@@ -2,6 +2,7 @@
 
 A request's prompt is read on its own, a chunk between two rounds, and its rows then join those that are decoded.
 Requests that must not speculate are decoded in a lane of their own, which takes turns with the other by time spent.
+When trees do not pay for as many rows as there are, all are decoded there, until there are half as many.
 """
 
 from __future__ import annotations
@@ -135,10 +136,17 @@ class Scheduler:
 
     def __init__(self, engine: Engine, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
-        plain = Engine(engine.target.model, engine.tokenizer, policy="off", chunk_size=engine.target.chunk_size)
+        plain = Engine(
+            engine.target.model,
+            engine.tokenizer,
+            policy="off",
+            chunk_size=engine.target.chunk_size,
+            exact=engine.target.is_exact,
+        )
         self._lanes = {True: _Lane(engine), False: _Lane(plain)}
         self.pages = PageStore(self.settings.prefix_cache_tokens)
         self._waiting: deque[Job] = deque()
+        self._num_resting = 0  # rows for which trees did not pay, while all are decoded plainly
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
@@ -251,6 +259,8 @@ class Scheduler:
 
     def _take_in(self) -> None:
         """Reads about one chunk of waiting prompts; prompts that are read through join."""
+        if 2 * sum(lane.num_rows for lane in self._lanes.values()) <= self._num_resting:
+            self._num_resting = 0
         budget = self._lanes[True].engine.target.chunk_size
         while budget > 0:
             lane = next((lane for lane in self._lanes.values() if lane.newcomer is not None), None) or self._admit()
@@ -276,11 +286,11 @@ class Scheduler:
             if not self._waiting or not self._is_room_for(self._waiting[0]):
                 return None
             job = self._waiting.popleft()
-            lane = self._lanes[job.speculates]
+            lane = self._lane_for(job)
             try:
                 batch = lane.engine.open(job.sequences)
                 prompt = job.sequences[0].ids
-                job.num_cached_tokens = self.pages.load(prompt, _salt(job), _caches(batch), 0)
+                job.num_cached_tokens = self.pages.load(prompt, _salt(job, batch), _caches(batch), 0)
             except Exception as error:
                 self._fail(job, error)
                 return None
@@ -289,26 +299,51 @@ class Scheduler:
 
     def _is_room_for(self, job: Job) -> bool:
         num_rows = sum(lane.num_rows for lane in self._lanes.values()) + len(job.sequences)
-        own, other = self._lanes[job.speculates], self._lanes[not job.speculates]
-        num_tokens = own.num_tokens(job) + other.num_tokens()
+        own = self._lane_for(job)
+        num_tokens = sum(lane.num_tokens(job if lane is own else None) for lane in self._lanes.values())
         return num_rows <= self.settings.max_rows and num_tokens <= self.settings.max_cache_tokens
 
     def _join(self, lane: _Lane, newcomer: _Newcomer) -> None:
         """The prompt is read: its rows, one an answer, are decoded with the others from now on."""
         job, batch = newcomer.job, newcomer.batch
-        self.pages.save(batch.sequences[0].ids, _salt(job), _caches(batch), 0)
+        self.pages.save(batch.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
         for row in range(1, len(batch.sequences)):
             batch.copy_row(0, row)
         lane.newcomer = None
+        job.joined = time.monotonic()
+        for sequence in job.sequences:
+            sequence.stats.prefill_seconds = newcomer.seconds
+        own = self._lane_for(job)  # which may have changed since the prompt was begun
+        self._add(own, batch if own is lane else self._for_lane(own, batch), dict.fromkeys(job.sequences, job))
+
+    def _add(self, lane: _Lane, batch: Batch, jobs: dict[Sequence, Job]) -> None:
         if lane.batch is None:
             others = [other.seconds for other in self._lanes.values() if other.batch is not None]
             lane.batch, lane.seconds = batch, min(others, default=0.0)
         else:
             lane.batch.join(batch)
-        lane.jobs = lane.jobs | dict.fromkeys(job.sequences, job)
-        job.joined = time.monotonic()
-        for sequence in job.sequences:
-            sequence.stats.prefill_seconds = newcomer.seconds
+        lane.jobs = lane.jobs | jobs
+
+    def _lane_for(self, job: Job) -> _Lane:
+        """Where a request is decoded from now on."""
+        return self._lanes[job.speculates and not self._num_resting]
+
+    @staticmethod
+    def _for_lane(lane: _Lane, batch: Batch) -> Batch:
+        """The same rows as plain decoding has them."""
+        cache = lane.engine.target.open(len(batch.sequences), batch.cache.num_slots)
+        cache.keep([])
+        cache.join(batch.cache)
+        return Batch(batch.sequences, cache, batch.chooser)
+
+    def _rest(self, lane: _Lane) -> None:
+        """Leaves the lane's rows to plain decoding, if trees do not pay for as many as they are."""
+        if lane.batch is None or not lane.engine.policy.rests(len(lane.batch.sequences)):
+            return
+        plain, batch, jobs = self._lanes[False], lane.batch, lane.jobs
+        self._num_resting = sum(each.num_rows for each in self._lanes.values())
+        lane.batch, lane.jobs = None, {}
+        self._add(plain, self._for_lane(plain, batch), jobs)
 
     # The round
 
@@ -337,6 +372,7 @@ class Scheduler:
                 self._tell(job, _update(job, sequence))
         self._leave(lane, failed)
         self._end(lane, {sequence for sequence in lane.jobs if sequence.finish_reason is not None})
+        self._rest(lane)
 
     # Leaving
 
@@ -352,9 +388,10 @@ class Scheduler:
             return
         for row, sequence in enumerate(lane.batch.sequences):
             if sequence in gone:
-                self.pages.save(sequence.ids, _salt(lane.jobs[sequence]), _caches(lane.batch), row)
+                job = lane.jobs[sequence]
+                self.pages.save(sequence.ids, _salt(job, lane.batch), _caches(lane.batch), row)
                 if sequence.finish_reason is not None:
-                    lane.engine.policy.finish(sequence)
+                    self._lanes[job.speculates].engine.policy.finish(sequence)
         lane.jobs = {sequence: job for sequence, job in lane.jobs.items() if sequence not in gone}
         rows = _without([row for row, s in enumerate(lane.batch.sequences) if s in gone], len(lane.batch.sequences))
         if rows:
@@ -389,9 +426,9 @@ def _caches(batch: Batch) -> list[TreeCache]:
     return [batch.cache] if batch.draft is None else [batch.cache, batch.draft.cache]
 
 
-def _salt(job: Job) -> str:
-    # The lanes' pages differ: plain decoding keeps nothing for a drafter.
-    return f"{job.speculates}/{job.salt}"
+def _salt(job: Job, batch: Batch) -> str:
+    # Plain decoding keeps nothing for a drafter, so its pages are others.
+    return f"{batch.draft is not None}/{job.salt}"
 
 
 def _update(job: Job, sequence: Sequence) -> Update:

@@ -202,6 +202,7 @@ class CapturedTarget(TargetRunner):
     ) -> None:
         """exact: a token's bits depend on its own text alone, in any batch; else, for large products, in no batch."""
         super().__init__(model, hidden_layers, chunk_size)
+        self.is_exact = exact
         key = (id(model), self._hidden_layers, exact)
         self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
         _GRAPHS[key] = self._graphs

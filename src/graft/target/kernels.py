@@ -69,7 +69,6 @@ class Tiles:
 _FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
 # By bytes of an element and the head dimension's next power of two; plain `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
-    (2, 128): Tiles(rows=32, warps=2, stacked=2),
     (2, 256): Tiles(warps=8, prefix_stages=2),
     (4, 16): _FLOAT32,
     (4, 32): _FLOAT32,

@@ -28,6 +28,7 @@ class TargetRunner:
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
+        self.is_exact = False  # whether it was asked to give a token the same bits in any batch
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self._num_layers = config.num_hidden_layers

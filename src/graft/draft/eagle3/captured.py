@@ -39,7 +39,7 @@ from graft.target.arena import (
 )
 from graft.target.attention import Paths
 
-_PENDING = (4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
+_PENDING = (1, 4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
 _AHEAD = 4  # levels that are started while the host is busy with the last round, where any may be the last one wanted
 _MOST_FORESEEN = 16  # tokens of a row's round that the device takes in by itself
 
@@ -104,6 +104,7 @@ class CapturedState:
     kept: int | None = None  # how many nodes of a level were asked for last
     num_begun: int = 0  # levels of the coming round that are made or being made
     num_taken: int = 0  # levels of the last round that were asked for
+    is_counted: bool = False  # whether the device knows how many entries of each row wait
     num_foreseen: int = 0  # tokens that a row may have got in a round that the device has taken in already; 0 if none
 
     @property
@@ -115,14 +116,14 @@ class CapturedState:
         for stored in (self.arena.features, self.arena.root):
             stored[: len(rows)] = stored[list(rows)]
         self.following = [self.following[row] for row in rows]
-        self.num_begun = 0
+        self._start_anew()
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
         for stored in (self.arena.features, self.arena.root):
             stored[target] = stored[source]
         self.following[target] = list(self.following[source])
-        self.num_begun = 0
+        self._start_anew()
 
     def join(self, other: CapturedState) -> None:
         before, num_rows = self.arena, self.cache.num_rows
@@ -133,7 +134,11 @@ class CapturedState:
             own[:num_rows] = getattr(before, name)[:num_rows]
             own[num_rows:end] = new[: end - num_rows]
         self.following = self.following + other.following
-        self.num_begun = 0
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Rows are no longer those that the device knows of."""
+        self.num_begun, self.is_counted = 0, False
 
 
 class CapturedDrafter(Eagle3Drafter):
@@ -211,11 +216,13 @@ class CapturedDrafter(Eagle3Drafter):
             following.extend(new)
         state.num_begun = 0
         width = _wide_enough(max(map(len, tokens)))
-        state.arena.numbers.load(((), (), (), old), ((), [(0, *path) for path in nodes]), width)
+        if not (width == 1 and state.is_counted):  # one plain round after the other needs no word from the host
+            state.arena.numbers.load(((), (), (), old), ((), [(0, *path) for path in nodes]), width)
         if verified.step is not None:  # its hidden states are always at the same place
             self._replay(state, ("gather", width), verified.hidden)
         else:
             self._gather(state.arena, verified.hidden, width)
+        state.is_counted = width == 1
         if state.num_taken:
             self._begin(state, state.kept, self._num_ahead(state))
         state.num_taken = 0
@@ -228,6 +235,7 @@ class CapturedDrafter(Eagle3Drafter):
         arena, num_rows = state.arena, len(chosen)
         width = _wide_enough(min(chosen.shape[1], _MOST_FORESEEN))
         arena.numbers.load((state.cache.lengths,), (), width)
+        state.is_counted = False
         columns = (arena.numbers.column(column) for column in (_STARTS, _COUNTS, _LENGTHS))
         tables = (arena.numbers.table(table, num_rows, width) for table in (_FOLLOWING, _NODES))
         with torch.cuda.device_of(arena.keys):
@@ -290,6 +298,7 @@ class CapturedDrafter(Eagle3Drafter):
         starts, counts = state.cache.lengths, [len(following) for following in state.following]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         state.arena.numbers.load((starts, counts, lengths), (state.following,), _wide_enough(max(counts)))
+        state.is_counted = False
 
     def _refresh_entries(self, state: CapturedState) -> None:
         """Runs the entries whose true features came in."""
@@ -325,6 +334,8 @@ class CapturedDrafter(Eagle3Drafter):
         places = places.clamp(max=_PENDING[-1]).long()  # what is behind a row's last node is never read
         new = hidden.gather(1, nodes[:, :, None].expand(-1, -1, size))
         arena.features[:rows].scatter_(1, places[:, :, None].expand(-1, -1, size), new)
+        if width == 1:
+            arena.numbers.column(_OLD).add_(1)
 
     # Graphs
 
@@ -341,8 +352,8 @@ class CapturedDrafter(Eagle3Drafter):
             key = (*key, hidden.data_ptr(), hidden.shape, hidden.stride())
         with torch.cuda.device_of(arena.keys):
             if key not in arena.steps:
-                # Trial runs before the capture move the beams on.
-                moving = (arena.hidden, *vars(arena.beams).values())
+                # Trial runs before the capture move the beams on, and count.
+                moving = (arena.hidden, arena.numbers.column(_OLD), *vars(arena.beams).values())
                 before = [part.clone() for part in moving]
                 arena.steps[key] = self._arenas.capture(self._make_run(arena, kind, rows, context, hidden), arena.pool)
                 for part, old in zip(moving, before, strict=True):
@@ -404,7 +415,7 @@ class CapturedDrafter(Eagle3Drafter):
 
     def _try(self, state: CapturedState) -> None:
         """Captures what most rounds need, to see whether it can be done."""
-        for kind in (*(("refresh", width) for width in _PENDING[:3]), ("root", None), ("expand", None)):
+        for kind in (*(("refresh", width) for width in _PENDING[:4]), ("root", None), ("expand", None)):
             self._replay(state, kind)
 
 
