@@ -1,6 +1,7 @@
 """Target steps as they are on a GPU, without one: fused layers against transformers, kernels against plain PyTorch, and
 captured steps (here simply called) against the ordinary runner."""
 
+import queue
 import random
 import warnings
 
@@ -14,6 +15,7 @@ from graft import Engine, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
 from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
+from graft.serve.scheduler import Job, Scheduler, SchedulerSettings
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target import arena as arenas
@@ -24,7 +26,7 @@ from graft.target.product_kernels import Products
 from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
-from tiny import tiny_model
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
@@ -353,6 +355,24 @@ def test_prompts_of_first_rows_are_read_by_graphs(plain):
             assert caches[1].lengths == caches[0].lengths
     keys = {key for arena in captured_one._graphs.arenas for key in arena.steps}
     assert {key[1] for key in keys if key[0] == 1} >= {4, 8}
+
+
+def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
+    model = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB)
+    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
+    engine = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=9)
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=4, prefix_cache_tokens=0))
+    captured, done = [], queue.SimpleQueue()
+    for _ in range(3):
+        for count in (8, 14, 10, 12):
+            (sequence,) = engine.new_sequences([5, 6, 7, 8], SamplingSettings(max_new_tokens=count, ignore_eos=True))
+            scheduler.submit(Job([sequence], lambda news: done.put(news) if news.finish_reason else None))
+        for _ in range(4):
+            done.get(timeout=60)
+        captured.append(engine.target.num_setups + drafter.num_setups)
+    scheduler.close()
+    assert captured[0] > 0 and captured[1] == captured[2]
+    assert [arena.keys.shape[1] for arena in engine.target._graphs.arenas] in ([1, 4], [4, 1])
 
 
 def test_two_generations_at_once_do_not_share_an_arena(plain):

@@ -38,6 +38,12 @@ class Batch:
         if self.draft is not None:
             self.draft.copy_row(source, target)
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for so many rows that may join."""
+        self.cache.reserve(num_rows)
+        if self.draft is not None:
+            self.draft.reserve(num_rows)
+
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
         self.sequences = self.sequences + other.sequences

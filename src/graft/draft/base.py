@@ -58,6 +58,10 @@ class DraftState(Protocol):
         """Makes one row what another is."""
         ...
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for so many rows that may join."""
+        ...
+
     def join(self, other: Any) -> None:
         """Takes in the rows of another state of the same drafter, behind its own."""
         ...

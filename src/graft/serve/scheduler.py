@@ -266,19 +266,24 @@ class Scheduler:
             lane = next((lane for lane in self._lanes.values() if lane.newcomer is not None), None) or self._admit()
             if lane is None:
                 return
-            newcomer = lane.newcomer
-            assert newcomer is not None
-            start = time.perf_counter()
-            try:
-                num_read = next(newcomer.chunks, 0)
-                if num_read == 0:
-                    self._join(lane, newcomer)
-            except Exception as error:
-                lane.newcomer = None
-                self._fail(newcomer.job, error)
-                continue
-            newcomer.seconds += time.perf_counter() - start
-            budget -= max(num_read, _LEAST_CHUNK) if num_read else 0
+            budget -= self._read_on(lane)
+
+    def _read_on(self, lane: _Lane) -> int:
+        """Reads another chunk of the prompt of the lane's newcomer, who joins when there is none left. Returns what it
+        cost, in tokens. When this has ended nobody holds what a newcomer had, and the next may have it."""
+        newcomer = lane.newcomer
+        assert newcomer is not None
+        start = time.perf_counter()
+        try:
+            num_read = next(newcomer.chunks, 0)
+            if num_read == 0:
+                self._join(lane, newcomer)
+        except Exception as error:
+            lane.newcomer = None
+            self._fail(newcomer.job, error)
+            return 0
+        newcomer.seconds += time.perf_counter() - start
+        return max(num_read, _LEAST_CHUNK) if num_read else 0
 
     def _admit(self) -> _Lane | None:
         """Starts on the request that has waited longest, if there is room for it."""
@@ -319,6 +324,8 @@ class Scheduler:
     def _add(self, lane: _Lane, batch: Batch, jobs: dict[Sequence, Job]) -> None:
         if lane.batch is None:
             others = [other.seconds for other in self._lanes.values() if other.batch is not None]
+            longest = max(job.num_slots for job in jobs.values())
+            batch.reserve(min(self.settings.max_rows, self.settings.max_cache_tokens // longest))
             lane.batch, lane.seconds = batch, min(others, default=0.0)
         else:
             lane.batch.join(batch)

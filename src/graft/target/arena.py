@@ -156,6 +156,10 @@ class ArenaCache(TreeCache):
                 stored[:, : len(kept), :longest] = stored[:, kept, :longest]
         self.lengths = [self.lengths[row] for row in kept]
 
+    def reserve(self, num_rows: int) -> None:
+        if not self.arena.holds(next_power(num_rows), self.num_slots):
+            self._move(num_rows, self.num_slots)
+
     def join(self, other: TreeCache) -> None:
         """Takes in another cache's rows behind its own, in a larger arena where they do not fit."""
         first, num_rows = self.num_rows, self.num_rows + other.num_rows

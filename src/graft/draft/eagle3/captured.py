@@ -125,16 +125,25 @@ class CapturedState:
         self.following[target] = list(self.following[source])
         self._start_anew()
 
+    def reserve(self, num_rows: int) -> None:
+        before = self.arena
+        self.cache.reserve(num_rows)
+        self._take_from(before, self.cache.num_rows)
+        self._start_anew()
+
     def join(self, other: CapturedState) -> None:
         before, num_rows = self.arena, self.cache.num_rows
         self.cache.join(other.cache)
-        end = self.cache.num_rows
-        for name in ("features", "root"):
-            own, new = getattr(self.arena, name), getattr(other.arena, name)
-            own[:num_rows] = getattr(before, name)[:num_rows]
-            own[num_rows:end] = new[: end - num_rows]
+        self._take_from(before, num_rows)
+        self._take_from(other.arena, self.cache.num_rows - num_rows, num_rows)
         self.following = self.following + other.following
         self._start_anew()
+
+    def _take_from(self, arena: DraftArena, count: int, first: int = 0) -> None:
+        """Copies what is beside the cache of another arena's first rows to the rows from `first` on."""
+        if arena is not self.arena:
+            for own, new in ((self.arena.features, arena.features), (self.arena.root, arena.root)):
+                own[first : first + count] = new[:count]
 
     def _start_anew(self) -> None:
         """Rows are no longer those that the device knows of."""

@@ -42,6 +42,9 @@ class Eagle3State:
         self.cache.copy_row(source, target)
         self.hidden[target] = self.hidden[source]
 
+    def reserve(self, num_rows: int) -> None:
+        self.cache.reserve(num_rows)
+
     def join(self, other: Eagle3State) -> None:
         self.cache.join(other.cache)
         self.hidden = torch.cat([self.hidden, other.hidden])
