@@ -53,9 +53,6 @@ PIECES = (
     "stacked=2,keys=128,prefix_stages=2",
     "rows=128,warps=8",
     "stacked=2,keys=32,prefix_stages=4",
-    "rows=16,warps=1,stacked=4",
-    "rows=16,warps=1,stacked=4,keys=32",
-    "rows=32,warps=2,stacked=2",
 )
 SPLITS = (
     "short_split=512",

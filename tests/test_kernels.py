@@ -132,6 +132,8 @@ def test_tiles_of_a_program_do_not_touch_each_others_bits(stacked):
 def test_tiles_whose_warps_share_rows_are_not_stacked():
     with pytest.raises(ValueError, match="warps share rows"):
         Tiles(rows=32, warps=4, stacked=2)
+    with pytest.raises(ValueError, match="sum otherwise"):
+        Tiles(rows=32, warps=2, stacked=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -98,6 +98,7 @@ def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule,
     scheduler = schedule(drafter=drafter, chunk_size=16, prefix_cache_tokens=512)
     lanes, most_at_once = scheduler._lanes, []
     lanes[True].engine.policy.rests = lambda num_rows: num_rows >= 3
+    long = Asked(scheduler, "long " * 120, seed=9, max_new_tokens=3)  # which is read while others come and go
     options = {"max_new_tokens": 60, "temperature": 0.8, "frequency_penalty": 0.3}
     prompts = ["abcabc" * 15, "bcd" * 20, "abcabc" * 15 + "d", "xyz", "fed" * 30]
     asked = [Asked(scheduler, prompt, seed=number, **options) for number, prompt in enumerate(prompts)]
@@ -107,6 +108,7 @@ def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule,
     for number, (request, prompt) in enumerate(zip(asked, prompts, strict=True)):
         assert request.wait() == alone(model, prompt, seed=number, **options)
     assert max(plain for _, plain in most_at_once) >= 3
+    assert long.wait() == alone(model, "long " * 120, seed=9, max_new_tokens=3)
     later = Asked(scheduler, prompts[0], seed=0, **options)  # alone, with a tree, over kept pages
     assert later.wait() == alone(model, prompts[0], seed=0, **options)
     assert later.job.sequences[0].stats.nodes > 0

@@ -46,11 +46,11 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
-        self.sequences = self.sequences + other.sequences
         self.cache.join(other.cache)
-        self.chooser.join(other.chooser)
         if self.draft is not None:
             self.draft.join(other.draft)
+        self.chooser.join(other.chooser)
+        self.sequences = self.sequences + other.sequences
 
     def keep(self, rows: SequenceOf[int]) -> None:
         """Goes on with these rows alone, in this order."""

@@ -297,10 +297,14 @@ class HostPool(Pool):
 
 
 def _room_for(num_rows: int) -> _Room:
-    for room in _SPARE:
+    for _ in range(len(_SPARE)):
+        try:
+            room = _SPARE.popleft()
+        except IndexError:  # another thread was quicker
+            break
         if len(room.paths) == num_rows:
-            _SPARE.remove(room)
             return room
+        _SPARE.append(room)
     fields = torch.empty(_NUM_FIELDS, num_rows, _CAPACITY, dtype=torch.int64)
     return _Room(fields, torch.empty(num_rows, _CAPACITY))
 

@@ -193,9 +193,12 @@ class Sampler:
             return best
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
-        positions = (torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)).to(logits.device)
+        positions = torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)
+        if logits.is_cuda:
+            positions = positions.pin_memory()  # else the transfer waits for the device
         with torch.cuda.device_of(logits):
-            return choice_kernels.draw(logits, self._seeds, positions, self._temperature)
+            there = positions.to(logits.device, non_blocking=True)
+            return choice_kernels.draw(logits, self._seeds, there, self._temperature)
 
     def move_on(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from graft.errors import GraftError
 
 _TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
+_SHORT = 4  # tokens whose text is remembered
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
@@ -67,12 +68,16 @@ class TextStream:
         return 0
 
     def _decode(self, ids: list[int]) -> str:
-        return _decoded(self._tokenizer, tuple(ids))
+        if len(ids) <= _SHORT and isinstance(self._tokenizer, Hashable):
+            return _decoded_before(self._tokenizer, tuple(ids))
+        return _decoded(self._tokenizer, ids)
 
 
-@lru_cache(maxsize=1 << 14)  # of a token or two each, which come again and again
-def _decoded(tokenizer: Any, ids: tuple[int, ...]) -> str:
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+_decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # a token or two come again and again
 
 
 def _special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:

@@ -16,6 +16,7 @@ from graft.learn.cost import size_of
 _SHARE = 0.01  # of the time that may be lost
 _START = 0.5  # rounds that a size may lose at first, if all goes well
 _MOST = 2.0  # rounds that are kept of what trees have saved: a hard text after an easy one is noticed soon
+_REST = 1e-4  # of a round, that one of others pays in
 _DEEP = 1.0  # rounds of debt that take long to pay
 _BLEND = 0.05  # weight of a look in what is usual
 _HOPE, _NUM_PASSES = 0.6, 2.0  # before any look: accepted tokens for each doubling of the width, and draft passes
@@ -47,6 +48,12 @@ class Credit:
     def is_deep_in_debt(self, num_rows: int) -> bool:
         """Whether there will be no look for a hundred rounds and more."""
         return self._balances.get(size_of(num_rows), 0.0) < -_DEEP
+
+    def rest(self, num_rows: int) -> None:
+        """A round of others has gone by. To come back costs more than a look, so it pays in less."""
+        size = size_of(num_rows)
+        if size in self._balances:
+            self._balances[size] += _REST
 
     def book(self, num_rows: int, gain: float, is_plain: bool) -> None:
         """A round has gone by. gain: the plain rounds that it has saved, or lost if negative; is_plain: whether its

@@ -108,6 +108,9 @@ class Policy(ABC):
         """Whether trees do not pay for so many rows, so that plain decoding may as well take them over."""
         return False
 
+    def rested(self, num_rows: int) -> None:  # noqa: B027 - optional
+        """Is told of every round of so many rows that were taken over."""
+
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""
 

@@ -39,6 +39,7 @@ _BLEND = 0.05  # weight of a round in the usual rate
 _MOST_OVERHEAD = 0.25  # of a plain step, that a first round with a tree counts for beside drafting and verifying
 _LARGE = 8  # rows of a batch that is left to plain decoding when trees do not pay
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
+_BATCH_MARGIN = 0.1  # of each of several rows: what they take together is less certain, and there is less to gain
 
 
 class Graft(Policy):
@@ -170,6 +171,9 @@ class Graft(Policy):
 
     def rests(self, num_rows: int) -> bool:
         return self._is_timed and num_rows >= _LARGE and self._credit.is_deep_in_debt(num_rows)
+
+    def rested(self, num_rows: int) -> None:
+        self._credit.rest(num_rows)
 
     def catch_up(self) -> None:
         if self._uncounted is not None:
@@ -312,7 +316,8 @@ class Graft(Policy):
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
         worths = [plan.worth(self._current_rate) for plan in plans]
-        return max([worths[0] + _MARGIN * num_rows, *worths[1:]])
+        margin = _MARGIN if num_rows == 1 else _BATCH_MARGIN * num_rows
+        return max([worths[0] + margin, *worths[1:]])
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second of so many rows' usual round; at least what plain decoding brings."""

@@ -2,7 +2,7 @@
 
 A request's prompt is read on its own, a chunk between two rounds, and its rows then join those that are decoded.
 Requests that must not speculate are decoded in a lane of their own, which takes turns with the other by time spent.
-When trees do not pay for as many rows as there are, all are decoded there, until there are half as many.
+When trees do not pay for as many rows as there are, all are decoded there, until there are fewer for whom they may.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
 
 from graft.batch import Batch
 from graft.engine import Engine
@@ -259,7 +262,8 @@ class Scheduler:
 
     def _take_in(self) -> None:
         """Reads about one chunk of waiting prompts; prompts that are read through join."""
-        if 2 * sum(lane.num_rows for lane in self._lanes.values()) <= self._num_resting:
+        num_rows = sum(lane.num_rows for lane in self._lanes.values())
+        if num_rows <= 0.75 * self._num_resting and not self._lanes[True].engine.policy.rests(num_rows):
             self._num_resting = 0
         budget = self._lanes[True].engine.target.chunk_size
         while budget > 0:
@@ -314,18 +318,22 @@ class Scheduler:
         self.pages.save(batch.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
         for row in range(1, len(batch.sequences)):
             batch.copy_row(0, row)
-        lane.newcomer = None
         job.joined = time.monotonic()
         for sequence in job.sequences:
             sequence.stats.prefill_seconds = newcomer.seconds
-        own = self._lane_for(job)  # which may have changed since the prompt was begun
-        self._add(own, batch if own is lane else self._for_lane(own, batch), dict.fromkeys(job.sequences, job))
+        jobs = dict.fromkeys(job.sequences, job)
+        if lane is not self._lanes[False] and self._num_resting:  # since its prompt was begun
+            self._leave_to_plain(batch, jobs)
+        else:
+            self._add(lane, batch, jobs)
+        lane.newcomer = None
 
     def _add(self, lane: _Lane, batch: Batch, jobs: dict[Sequence, Job]) -> None:
         if lane.batch is None:
             others = [other.seconds for other in self._lanes.values() if other.batch is not None]
-            longest = max(job.num_slots for job in jobs.values())
-            batch.reserve(min(self.settings.max_rows, self.settings.max_cache_tokens // longest))
+            room = max(self.settings.max_cache_tokens // batch.cache.num_slots, len(batch.sequences))
+            with suppress(torch.OutOfMemoryError):  # then it moves when it must
+                batch.reserve(min(self.settings.max_rows, room))
             lane.batch, lane.seconds = batch, min(others, default=0.0)
         else:
             lane.batch.join(batch)
@@ -335,22 +343,33 @@ class Scheduler:
         """Where a request is decoded from now on."""
         return self._lanes[job.speculates and not self._num_resting]
 
-    @staticmethod
-    def _for_lane(lane: _Lane, batch: Batch) -> Batch:
-        """The same rows as plain decoding has them."""
-        cache = lane.engine.target.open(len(batch.sequences), batch.cache.num_slots)
+    def _leave_to_plain(self, batch: Batch, jobs: dict[Sequence, Job]) -> None:
+        """Adds the rows to plain decoding, which needs nothing but their cache."""
+        plain = self._lanes[False]
+        cache = plain.engine.target.open(len(batch.sequences), max(job.num_slots for job in jobs.values()))
         cache.keep([])
         cache.join(batch.cache)
-        return Batch(batch.sequences, cache, batch.chooser)
+        self._add(plain, Batch(batch.sequences, cache, batch.chooser), jobs)
 
     def _rest(self, lane: _Lane) -> None:
         """Leaves the lane's rows to plain decoding, if trees do not pay for as many as they are."""
+        plain = self._lanes[False]
+        if lane is plain:
+            if self._num_resting and lane.batch is not None:
+                self._lanes[True].engine.policy.rested(len(lane.batch.sequences))
+            return
         if lane.batch is None or not lane.engine.policy.rests(len(lane.batch.sequences)):
             return
-        plain, batch, jobs = self._lanes[False], lane.batch, lane.jobs
-        self._num_resting = sum(each.num_rows for each in self._lanes.values())
-        lane.batch, lane.jobs = None, {}
-        self._add(plain, self._for_lane(plain, batch), jobs)
+        together = plain.all_jobs | lane.all_jobs
+        num_rows = sum(len(job.sequences) for job in together)
+        if num_rows * max(job.num_slots for job in together) > self.settings.max_cache_tokens:
+            return
+        try:
+            self._leave_to_plain(lane.batch, lane.jobs)
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
+            return
+        lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
 
     # The round
 

@@ -122,6 +122,7 @@ class Graphs(Arenas):
         self._exact = exact
         self._num_hidden = num_hidden
         self.layers: FastLayers | None = None
+        self._given_up: FastLayers | None = None
         self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
         self._weights: tuple[int, ...] = ()
 
@@ -160,7 +161,8 @@ class Graphs(Arenas):
                 f"exact: {reason}",
                 stacklevel=6,
             )
-        self.failure, self.layers = reason, None
+        self._given_up, self.layers = self.layers, None  # graphs of others may use what they have
+        self.failure = reason
         for arena in self.arenas:
             arena.forget()
 

@@ -148,7 +148,7 @@ class FastLayers:
             delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
         inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
-        last = normed.unflatten(0, (batch, width))[:, -num_logits:].flatten(0, 1)
+        last = normed.unflatten(0, (batch, width))[:, -num_logits:].flatten(0, 1).contiguous()
         logits = multiply(last, self._head).unflatten(0, (batch, -1))
         return logits, [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
 

@@ -54,6 +54,8 @@ class Tiles:
             )
         if self.stacked > 1 and self.rows != _WARP_ROWS * self.warps:
             raise ValueError(f"tiles of {self.rows} rows by {self.warps} warps cannot be stacked: warps share rows")
+        if self.stacked > 1 and self.warps % 4:
+            raise ValueError(f"tiles of {self.warps} warps cannot be stacked: instructions of four sum otherwise")
 
     @property
     def splits(self) -> tuple[int, int, int]:

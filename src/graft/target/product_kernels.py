@@ -75,7 +75,8 @@ class Products:
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         rows = min(max(triton.next_power_of_2(num_tokens), 16), _MOST_ROWS)
         grid = (triton.cdiv(num_tokens, rows), num_outputs // cut.outputs, cut.parts)
-        assert x.is_contiguous() and weight.is_contiguous() and grid[0] * grid[1] <= _MAX_TILES
+        assert x.is_contiguous() and weight.is_contiguous()
+        assert cut.parts == 1 or grid[0] * grid[1] <= _MAX_TILES
         out = x.new_empty(num_tokens, num_outputs)
         parts = out if cut.parts == 1 else out.new_empty(cut.parts, num_tokens, num_outputs, dtype=torch.float32)
         stage = (rows + cut.outputs) * cut.inputs * x.element_size()

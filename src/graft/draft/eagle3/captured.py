@@ -151,7 +151,7 @@ class CapturedState:
 
 
 class CapturedDrafter(Eagle3Drafter):
-    """Starts on the next round's first levels as soon as a round is over, if it was asked for levels in that one."""
+    """Starts on the next round's first levels before anybody asks, if it was asked for levels in the last one."""
 
     contexts: tuple[int, ...] = CONTEXTS
 
