@@ -96,6 +96,9 @@ class MadeUpDrafter:
     def levels(self, state: Any, roots: Any, keep: int | None = None, stops: Any = None) -> Iterator[Level]:
         return iter(self._levels)
 
+    def num_begun(self, state: Any) -> int:
+        return 0
+
     def learn(self, *round: Any) -> None: ...
 
 

@@ -266,6 +266,20 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
     assert (True, True) in foreseen and ((True, False) in foreseen) == (most == 1)
 
 
+def test_levels_that_are_begun_are_taken_without_asking(plain):
+    model = model_of("llama", num_hidden_layers=6)
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
+    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
+    policy = make_policy("graft", TargetRunner(model), drafter)
+    costs = {"widths": torch.tensor([1, 4, 8]), "seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
+    policy.restore_costs(costs | {"pass": torch.tensor(1e-6)})
+    asked, goes_on = [], policy.goes_on
+    policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
+    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+    assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
+    assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
+
+
 def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch):
     """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
     model = model_of("llama", num_hidden_layers=6)

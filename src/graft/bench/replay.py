@@ -182,6 +182,9 @@ class ReplayedDrafter:
 
     def read(self, state: Any, row: int, verified: Verified, following: Sequence[int]) -> None: ...
 
+    def num_begun(self, state: Any) -> int:
+        return 0
+
     def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None: ...
 
     def learn(self, state: Any, verified: Verified, nodes: Any, tokens: Any) -> None: ...

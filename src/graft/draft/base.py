@@ -95,6 +95,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def num_begun(self, state: Any) -> int:
+        """Levels of the coming round that a device is at work on: to do without them would save nothing."""
+        ...
+
     def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
         """Starts on the next round on the device, where a step is judged and tokens `chosen` [B, N] after each node.
 

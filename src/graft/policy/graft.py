@@ -32,6 +32,7 @@ from graft.target import TargetRunner, Verified
 from graft.tree import DraftTree
 
 _MAX_WIDTH = 64
+_FREE = 3  # levels that are taken if they are begun: they are made by the time that the host comes to them
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that enter the pool; further ones are never among the best
 _SHOWN = 8  # pruned proposals at least, where there are as many, for those who watch a round
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
@@ -242,8 +243,11 @@ class Graft(Policy):
         reaches: list[list[float]] = [[] for _ in range(num_rows)]
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
+        num_free = min(self.drafter.num_begun(batch.draft), _FREE) if self._is_timed else 0
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
-            going = self.goes_on(pool, number, reach, [count == number for count in passes])
+            going = [count == number for count in passes]
+            if number == 0 or number >= num_free:  # the first pass stands for whether to draft at all
+                going = self.goes_on(pool, number, reach, going)
             if not any(going):
                 break
             with clock("draft"):

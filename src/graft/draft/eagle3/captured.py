@@ -236,6 +236,9 @@ class CapturedDrafter(Eagle3Drafter):
             self._begin(state, state.kept, self._num_ahead(state))
         state.num_taken = 0
 
+    def num_begun(self, state: Any) -> int:
+        return state.num_begun if isinstance(state, CapturedState) else 0
+
     @torch.no_grad()
     def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
         step = verified.step

@@ -88,6 +88,9 @@ class Eagle3Drafter:
         tokens = torch.tensor([following], device=features.device)
         state.hidden[row] = self._run_entries(state.cache, slice(row, row + 1), features, tokens, [len(following)])[0]
 
+    def num_begun(self, state: Any) -> int:
+        return 0
+
     def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None:
         """Nothing: passes are run one by one."""
 
