@@ -213,7 +213,7 @@ def main() -> None:
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy, "best_of", "- merge and best")
-    watch.watch(policy, "_best_width", "- width")
+    watch.watch(policy, "_best_of", "- width")
     watch.watch(policy, "_prospect_from", "- worth of passes")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.target.verified, "likeliest", LIKELIEST)

@@ -350,6 +350,6 @@ def test_trees_are_narrower_in_larger_batches(model):
     for num_rows in (1, 4, 8, 16, 64):
         paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
         policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
-        widths[num_rows] = policy._best_width(paths)[0]
+        widths[num_rows] = policy._best_of(policy._plans(paths[:, 1:]), num_rows).width
     assert widths[1] == 8 and widths[64] == 1
     assert list(widths.values()) == sorted(widths.values(), reverse=True)

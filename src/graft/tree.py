@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graft.kernels import kernels, plain
 
+_FEW_ROWS = 4  # that lists are as quick with as kernels
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
 
@@ -68,11 +69,10 @@ class DraftTree:
     @cached_property
     def counts_by_source(self) -> list[list[int]]:
         """By row: how many nodes each source has, the root's first."""
-        sources = plain(self.sources)
+        sources, library = plain(self.sources), kernels()
+        if library is None or len(sources) <= _FEW_ROWS:
+            return [[row.count(number) for number in range(max(row) + 1)] for row in self.source_lists]
         num_sources = int(sources.max()) + 1
-        library = kernels()
-        if library is None:
-            return [[row.count(number) for number in range(num_sources)] for row in self.source_lists]
         counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
         library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
         return counts.tolist()

@@ -141,14 +141,16 @@ class Graft(Policy):
             widest = max(self._cost.widths)
             num_shown = _SHOWN if any(sequence.is_recorded for sequence in batch.sequences) else 0
             tree, paths = self.best_of(pool, widest - 1 + num_shown, batch.max_depth)
-            width, seconds = self._best_width(paths[:, :widest])
+            plans = self._plans(paths[:, 1:widest])
+            plan = self._best_of(plans, num_rows)
+            width = min(plan.width, paths.shape[1])
             self._prospect_from(pool, passes, reaches, width)
-            self._hope_from(paths, width, max(passes))
+            self._hope_from(plans, plan, num_rows, max(passes))
         self._pool = pool
         self._look_seconds = copying_time() + grafting_time()
         if self._is_time_usual and any(passes):
             self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
-        self._planned_seconds = seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
+        self._planned_seconds = plan.seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
         if self._is_timed:
             self._cost.doubt(width, num_rows)
         return Grown(tree.first(width), passes, considered=tree)
@@ -304,14 +306,9 @@ class Graft(Policy):
 
     # The width that pays
 
-    def _best_width(self, paths: Tensor) -> tuple[int, float]:
-        """How wide a verify to run, and its seconds. paths [B, N]: best first, the root before them."""
-        num_rows, width = paths.shape
-        plans = self._plans(paths.narrow(1, 1, width - 1))
+    def _best_of(self, plans: list[Plan], num_rows: int) -> Plan:
         best = max(plans, key=lambda plan: plan.worth(self._current_rate))
-        if best.worth(self._current_rate) < self._least_worth(plans, num_rows):
-            best = plans[0]
-        return min(best.width, width), best.seconds
+        return best if best.worth(self._current_rate) >= self._least_worth(plans, num_rows) else plans[0]
 
     def _plans(self, paths: Tensor) -> list[Plan]:
         """Of rounds that verify the best nodes of every row. paths [B, N]: their probabilities."""
@@ -366,13 +363,11 @@ class Graft(Policy):
             for width, seconds in self._cost.choices(num_rows)
         )
 
-    def _hope_from(self, paths: Tensor, width: int, num_passes: int) -> None:
-        """Takes in what was found. paths [B, N]: best first, the root before them."""
+    def _hope_from(self, plans: list[Plan], chosen: Plan, num_rows: int, num_passes: int) -> None:
+        """Takes in what was found, and what becomes of it."""
         if self._is_timed:
-            expected = [0.0, *paths[:, 1:].mean(dim=0).cumsum(dim=0).tolist()]
-            by_width = {each: expected[min(each, len(expected)) - 1] for each in self._cost.widths}
-            self._hopes.observe(by_width, num_passes)
-            self._expected = expected[width - 1]
+            self._hopes.observe({plan.width: plan.tokens / num_rows - 1 for plan in plans}, num_passes)
+            self._expected = chosen.tokens / num_rows - 1
 
     def _book(self, num_rows: int, width: int, accepted: Accepted, looking: float, verifying: float) -> None:
         """Counts what a look has cost, in seconds, against what it should bring; luck evens out."""
