@@ -121,7 +121,7 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         self._pool = None
         self._setups_before = self._num_setups()
-        self._planned_seconds = self._cost.plain_seconds(num_rows)
+        self._planned_seconds = self._plain_seconds(num_rows)
         if not self._may_look(num_rows) or batch.max_depth < 1:
             return Grown.without_drafts(DraftTree.roots(roots))
         self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows))
@@ -166,7 +166,7 @@ class Graft(Policy):
         took = self._look_seconds + time.perf_counter() - start
         self._book(num_rows, tree.width, accepted, self._draft_seconds + took, seconds)
         # The first round may pay for set-up.
-        self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._cost.plain_seconds(num_rows)))
+        self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._plain_seconds(num_rows)))
 
     def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
         if self._may_look(len(batch.sequences)):
@@ -192,7 +192,7 @@ class Graft(Policy):
         num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
         # Before the first round all that is known is plain decoding.
         self._tokens.observe(len(accepted), num_tokens, estimate=1.0)
-        self._seconds.observe(len(accepted), self._planned_seconds, self._cost.plain_seconds(len(accepted)))
+        self._seconds.observe(len(accepted), self._planned_seconds, self._plain_seconds(len(accepted)))
 
     def state(self) -> dict[str, Tensor]:
         self.catch_up()
@@ -322,7 +322,7 @@ class Graft(Policy):
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second of so many rows' usual round; at least what plain decoding brings."""
-        plain_seconds = self._cost.plain_seconds(num_rows)
+        plain_seconds = self._plain_seconds(num_rows)
         usual = self._tokens.get(num_rows, 1.0) / self._seconds.get(num_rows, plain_seconds)
         return num_rows * max(usual, 1 / plain_seconds)
 

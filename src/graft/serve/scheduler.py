@@ -128,9 +128,9 @@ class _Lane:
     def num_rows(self) -> int:
         return sum(len(job.sequences) for job in self.all_jobs)
 
-    def num_tokens(self, more: Job | None = None) -> int:
-        """Tokens of cache that it takes, with one more request if given: every row is as long as the longest."""
-        jobs = self.all_jobs | ({more} if more is not None else set())
+    def num_tokens(self, *more: Job) -> int:
+        """Tokens of cache that it takes, with more requests if given: every row is as long as the longest."""
+        jobs = self.all_jobs | set(more)
         return sum(len(job.sequences) for job in jobs) * max((job.num_slots for job in jobs), default=0)
 
 
@@ -262,7 +262,7 @@ class Scheduler:
 
     def _take_in(self) -> None:
         """Reads about one chunk of waiting prompts; prompts that are read through join."""
-        num_rows = sum(lane.num_rows for lane in self._lanes.values())
+        num_rows = self._num_rows
         if num_rows <= 0.75 * self._num_resting and not self._lanes[True].engine.policy.rests(num_rows):
             self._num_resting = 0
         budget = self._lanes[True].engine.target.chunk_size
@@ -306,10 +306,14 @@ class Scheduler:
             lane.newcomer = _Newcomer(job, batch, lane.engine.prefill_row(batch, 0))
         return lane
 
+    @property
+    def _num_rows(self) -> int:
+        return sum(lane.num_rows for lane in self._lanes.values())
+
     def _is_room_for(self, job: Job) -> bool:
-        num_rows = sum(lane.num_rows for lane in self._lanes.values()) + len(job.sequences)
         own = self._lane_for(job)
-        num_tokens = sum(lane.num_tokens(job if lane is own else None) for lane in self._lanes.values())
+        num_tokens = sum(lane.num_tokens(*([job] if lane is own else [])) for lane in self._lanes.values())
+        num_rows = self._num_rows + len(job.sequences)
         return num_rows <= self.settings.max_rows and num_tokens <= self.settings.max_cache_tokens
 
     def _join(self, lane: _Lane, newcomer: _Newcomer) -> None:
@@ -360,10 +364,9 @@ class Scheduler:
             return
         if lane.batch is None or not lane.engine.policy.rests(len(lane.batch.sequences)):
             return
-        together = plain.all_jobs | lane.all_jobs
-        num_rows = sum(len(job.sequences) for job in together)
-        if num_rows * max(job.num_slots for job in together) > self.settings.max_cache_tokens:
+        if plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
             return
+        num_rows = self._num_rows
         try:
             self._leave_to_plain(lane.batch, lane.jobs)
         except torch.OutOfMemoryError:

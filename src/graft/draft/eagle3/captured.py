@@ -187,26 +187,19 @@ class CapturedDrafter(Eagle3Drafter):
         if not isinstance(state, CapturedState):
             return super().read(state, row, verified, following)
         arena, cache, width = state.arena, state.cache, len(following)
-        assert arena.rotary is not None
+        rows = slice(row, row + 1)
         if row == 0 and verified.step is not None:  # a captured step of the first row
             room = verified.step.tokens.shape[1]
             arena.chunk.load(([cache.lengths[0]], [width]), ([following],), room)
             self._replay(state, ("read", room), verified.hidden)
             cache.aim_at_first(1)
-            cache.advance([width])
-            state.num_begun = 0
-            return None
-        rows = slice(row, row + 1)
-        places = torch.arange(width, dtype=torch.int32, device=self.device)
-        length = cache.aim(rows, width, self.device).lengths.int()
-        seen = Paths(length, places[None], places.expand(1, width, width).contiguous(), cache.lengths[row])
-        tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
-        keys, values = arena.keys[0, rows], arena.values[0, rows]
-        with torch.cuda.device_of(arena.keys):
-            features = self.head.fuse(verified.hidden)
-            output = self._arenas.fast.run(tokens, features, None, seen, keys, values, arena.rotary)
+        else:
+            start = cache.aim(rows, width, self.device).lengths.int()
+            tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
+            with torch.cuda.device_of(arena.keys):
+                counts = torch.full_like(start, width)
+                self._enter(arena, rows, verified.hidden, tokens, start, counts, cache.lengths[row])
         cache.advance([width])
-        arena.root[row] = output[0, -1]
         state.num_begun = 0
 
     @torch.no_grad()
@@ -391,26 +384,15 @@ class CapturedDrafter(Eagle3Drafter):
             assert given is not None and number is not None
             self._gather(arena, given, number)
 
-        def run_entries(features: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor) -> None:
-            num_rows, width = tokens.shape
-            places = torch.arange(width, dtype=torch.int32, device=root.device)
-            paths = places.expand(num_rows, width, width).contiguous()
-            seen = Paths(starts, places.expand(num_rows, width).contiguous(), paths, context)
-            own = (keys[:num_rows], values[:num_rows])
-            outputs = fast.run(tokens, self.head.fuse(features), None, seen, *own, rotary)
-            last = (counts - 1).clamp(min=0).long()
-            newest = outputs[torch.arange(num_rows, device=last.device), last]
-            root[:num_rows] = torch.where(counts[:, None] > 0, newest, root[:num_rows])
-
         def read() -> None:
             assert given is not None and number is not None
             tokens = arena.chunk.table(0, 1, number)
-            run_entries(given, tokens, arena.chunk.column(0), arena.chunk.column(1))
+            self._enter(arena, slice(1), given, tokens, arena.chunk.column(0), arena.chunk.column(1), context)
 
         def refresh() -> None:
             assert number is not None
             tokens = arena.numbers.table(_FOLLOWING, rows, number)
-            run_entries(arena.features[:rows, :number], tokens, starts, counts)
+            self._enter(arena, slice(rows), arena.features[:rows, :number], tokens, starts, counts, context)
 
         def first() -> None:
             hidden[:, 0] = root
@@ -424,6 +406,28 @@ class CapturedDrafter(Eagle3Drafter):
 
         work: Run = {"read": read, "gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
         return torch.no_grad()(work)
+
+    def _enter(
+        self,
+        arena: DraftArena,
+        rows: slice,
+        features: Tensor,  # [B, W, layers * H_t]
+        tokens: Tensor,  # [B, W] int32 the token after each entry's own
+        starts: Tensor,  # [B] int32 entries before these
+        counts: Tensor,  # [B] int32 those of the W that are real
+        context: int,
+    ) -> None:
+        """Runs entries whose features are the target's own, and keeps the output at each row's last, if it has any."""
+        assert arena.rotary is not None
+        num_rows, width = tokens.shape
+        places = torch.arange(width, dtype=torch.int32, device=tokens.device)
+        paths = places.expand(num_rows, width, width).contiguous()
+        seen = Paths(starts, places.expand(num_rows, width).contiguous(), paths, context)
+        keys, values, root = arena.keys[0, rows], arena.values[0, rows], arena.root[rows]
+        outputs = self._arenas.fast.run(tokens, self.head.fuse(features), None, seen, keys, values, arena.rotary)
+        last = (counts - 1).clamp(min=0).long()
+        newest = outputs[torch.arange(num_rows, device=last.device), last]
+        root.copy_(torch.where(counts[:, None] > 0, newest, root))
 
     def _try(self, state: CapturedState) -> None:
         """Captures what most rounds need, to see whether it can be done."""
