@@ -389,6 +389,17 @@ def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
     assert [arena.keys.shape[1] for arena in engine.target._graphs.arenas] in ([1, 4], [4, 1])
 
 
+def test_the_smallest_and_the_largest_arena_stay_for_who_comes_next(plain, monkeypatch):
+    monkeypatch.setattr(arenas, "CONTEXTS", (32,))
+    graphs = Engine(model_of("llama"), policy=RandomTrees(6)).target.open(1, 30)._owner
+    opened = [graphs.lease(rows, 30, None) for rows in (1, 2, 4)]  # beside the first, which is gone
+    smallest, _, largest = (cache.arena for cache in opened)
+    del opened
+    assert graphs.lease(4, 30, None).arena is largest
+    assert graphs.arenas == [smallest, largest]
+    assert graphs.lease(1, 30, None).arena is smallest
+
+
 def test_two_generations_at_once_do_not_share_an_arena(plain):
     model = model_of("llama")
     engine = Engine(model, policy="off")

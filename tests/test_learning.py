@@ -820,6 +820,21 @@ def test_batches_make_a_plain_round_first_and_then_now_and_then(gain):
     assert num_plain * gain <= 0.01 * 1000 * (1 + gain), "they cost a hundredth of the time"
 
 
+def test_a_plain_round_is_known_a_round_before():
+    credit = Credit()
+    credit.open(4)
+    announced = []
+    for _ in range(200):
+        is_plain = not credit.allows(4)
+        if announced and not is_plain:
+            assert not announced[-1], "the last round said that this one would be plain"
+        if is_plain and announced:
+            assert announced[-1], "or it did not"
+        announced.append(credit.is_plain_next(4))
+        credit.book(4, 0.0 if is_plain else 0.3, is_plain)
+    assert any(announced)
+
+
 def test_a_row_alone_need_not_prove_what_plain_rounds_take():
     credit = Credit()
     credit.open(1)

@@ -12,6 +12,7 @@ from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.policy import make_policy
 from graft.sampling import SamplingSettings
+from graft.serve.pace import Pace
 from graft.serve.pages import PAGE, PageStore
 from graft.serve.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
 from graft.target import TargetRunner, TreeCache
@@ -97,7 +98,8 @@ def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule,
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
     scheduler = schedule(drafter=drafter, chunk_size=16, prefix_cache_tokens=512)
     lanes, most_at_once = scheduler._lanes, []
-    lanes[True].engine.policy.rests = lambda num_rows: num_rows >= 3
+    scheduler._pace = Pace()
+    scheduler._pace.pays = lambda num_rows: num_rows < 3
     long = Asked(scheduler, "long " * 120, seed=9, max_new_tokens=3)  # which is read while others come and go
     options = {"max_new_tokens": 60, "temperature": 0.8, "frequency_penalty": 0.3}
     prompts = ["abcabc" * 15, "bcd" * 20, "abcabc" * 15 + "d", "xyz", "fed" * 30]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -69,6 +69,13 @@ class Generation:
     @property
     def stats(self) -> Stats:
         return self.choices[0].stats
+
+
+class Round(NamedTuple):
+    """What a round came to."""
+
+    width: int  # of its trees, the root included
+    num_tokens: int  # of all rows together
 
 
 class Engine:
@@ -167,7 +174,7 @@ class Engine:
                 batch.keep(unfinished)
 
     @torch.no_grad()
-    def run_round(self, batch: Batch, clock: Clock) -> None:
+    def run_round(self, batch: Batch, clock: Clock) -> Round:
         """Grows a tree for every row, verifies all in one forward, and gives each sequence its new tokens."""
         grown = self.policy.grow(batch, batch.roots(), clock)
         tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
@@ -189,6 +196,7 @@ class Engine:
             seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
+        return Round(tree.width, sum(map(len, accepted.tokens)))
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences, nothing of them read yet. chooser: who chooses in place of their settings."""
@@ -216,6 +224,11 @@ class Engine:
         for verified in self.target.prefill(batch.cache, row, prompt[start:-1]):
             self.policy.read(batch, row, verified, list(islice(following, verified.tokens.shape[1])))
             yield verified.tokens.shape[1]
+
+    @property
+    def num_setups(self) -> int:
+        """Things done so far that are done once, such as captures: a round that did one is no measure of others."""
+        return self.target.num_setups + (self.drafter.num_setups if self.drafter is not None else 0)
 
     # Small parts
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import Enum
 
 from graft.learn.cost import size_of
 
 _SHARE = 0.01  # of the time that may be lost
 _START = 0.5  # rounds that a size may lose at first, if all goes well
 _MOST = 2.0  # rounds that are kept of what trees have saved: a hard text after an easy one is noticed soon
-_REST = 1e-4  # of a round, that one of others pays in
-_DEEP = 1.0  # rounds of debt that take long to pay
 _BLEND = 0.05  # weight of a look in what is usual
 _HOPE, _NUM_PASSES = 0.6, 2.0  # before any look: accepted tokens for each doubling of the width, and draft passes
 _PRIOR = 10.0  # tokens that are taken to have come true as expected before any was tried
+
+
+class _Due(Enum):
+    """When the next plain round is to be."""
+
+    NO, NEXT, NOW = range(3)
 
 
 class Credit:
@@ -29,7 +34,7 @@ class Credit:
     def __init__(self) -> None:
         self._balances: dict[int, float] = {}
         self._unproven: dict[int, float] = {}  # a small share of the time since the last plain round
-        self._is_plain_due: dict[int, bool] = {}
+        self._due: dict[int, _Due] = {}
 
     def knows(self, num_rows: int) -> bool:
         return size_of(num_rows) in self._balances
@@ -38,22 +43,17 @@ class Credit:
         """Starts the account of a size. prospect: the rounds that one look should bring there, or cost if negative."""
         size = size_of(num_rows)
         self._balances[size], self._unproven[size] = min(prospect, _START), 0.0
-        self._is_plain_due[size] = num_rows > 1  # what a row alone takes was measured
+        self._due[size] = _Due.NOW if num_rows > 1 else _Due.NO  # what a row alone takes was measured
 
     def allows(self, num_rows: int) -> bool:
         """Whether there may be a look."""
         size = size_of(num_rows)
-        return self._balances[size] >= 0 and not self._is_plain_due[size]
+        return self._balances[size] >= 0 and self._due[size] is not _Due.NOW
 
-    def is_deep_in_debt(self, num_rows: int) -> bool:
-        """Whether there will be no look for a hundred rounds and more."""
-        return self._balances.get(size_of(num_rows), 0.0) < -_DEEP
-
-    def rest(self, num_rows: int) -> None:
-        """A round of others has gone by. To come back costs more than a look, so it pays in less."""
-        size = size_of(num_rows)
-        if size in self._balances:
-            self._balances[size] += _REST
+    def is_plain_next(self, num_rows: int) -> bool:
+        """Whether the round after this one is to be plain, whatever comes of this one: nothing is to be done for it
+        beforehand, or it takes longer than a plain one."""
+        return self._due.get(size_of(num_rows)) is _Due.NEXT
 
     def book(self, num_rows: int, gain: float, is_plain: bool) -> None:
         """A round has gone by. gain: the plain rounds that it has saved, or lost if negative; is_plain: whether its
@@ -62,7 +62,12 @@ class Credit:
         self._balances[size] = min(self._balances[size] + _SHARE + gain, _MOST)
         # A plain round costs what a tree would have saved: that too is to be a small share.
         self._unproven[size] = 0.0 if is_plain else self._unproven[size] + _SHARE * (1 + gain)
-        self._is_plain_due[size] = not is_plain and num_rows > 1 and self._unproven[size] >= gain
+        if is_plain:
+            self._due[size] = _Due.NO
+        elif self._due[size] is _Due.NEXT:
+            self._due[size] = _Due.NOW
+        elif num_rows > 1 and self._unproven[size] >= gain:
+            self._due[size] = _Due.NEXT
 
 
 class Hopes:

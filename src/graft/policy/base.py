@@ -66,6 +66,11 @@ class Policy(ABC):
     retrievers: Sequence[Learner] = ()
     isolated = False
 
+    @property
+    def adapts(self) -> bool:
+        """Whether it is to find out by itself what pays; then a server may do without it where nothing does."""
+        return False
+
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
@@ -103,13 +108,6 @@ class Policy(ABC):
         """Has a device go on to the next round, as far as it can, before the host knows of this one."""
         if self.drafter is not None:
             self.drafter.foresee(batch.draft, verified, choices.there)
-
-    def rests(self, num_rows: int) -> bool:
-        """Whether trees do not pay for so many rows, so that plain decoding may as well take them over."""
-        return False
-
-    def rested(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Is told of every round of so many rows that were taken over."""
 
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""

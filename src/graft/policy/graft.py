@@ -38,7 +38,6 @@ _SHOWN = 8  # pruned proposals at least, where there are as many, for those who 
 _OBSERVE_EVERY = 4  # rounds between two lessons of what passes bring: they change slowly, and looking costs time
 _BLEND = 0.05  # weight of a round in the usual rate
 _MOST_OVERHEAD = 0.25  # of a plain step, that a first round with a tree counts for beside drafting and verifying
-_LARGE = 8  # rows of a batch that is left to plain decoding when trees do not pay
 _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
 _BATCH_MARGIN = 0.1  # of each of several rows: what they take together is less certain, and there is less to gain
 
@@ -151,14 +150,14 @@ class Graft(Policy):
         if self._is_time_usual and any(passes):
             self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
         self._planned_seconds = plan.seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
-        if self._is_timed:
+        if self.adapts:
             self._cost.doubt(width, num_rows)
         return Grown(tree.first(width), passes, considered=tree)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         start, num_rows = time.perf_counter(), len(accepted)
         super().learn(batch, tree, verified, accepted, seconds)
-        if not self._is_timed:
+        if not self.adapts:
             return
         if self._pool is None or not self._is_time_usual:
             self._credit.book(num_rows, 0.0, is_plain=tree.width == 1)
@@ -169,14 +168,8 @@ class Graft(Policy):
         self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._plain_seconds(num_rows)))
 
     def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
-        if self._may_look(len(batch.sequences)):
+        if self._may_look(len(batch.sequences)) and not self._credit.is_plain_next(len(batch.sequences)):
             super().foresee(batch, verified, choices)
-
-    def rests(self, num_rows: int) -> bool:
-        return self._is_timed and num_rows >= _LARGE and self._credit.is_deep_in_debt(num_rows)
-
-    def rested(self, num_rows: int) -> None:
-        self._credit.rest(num_rows)
 
     def catch_up(self) -> None:
         if self._uncounted is not None:
@@ -208,7 +201,6 @@ class Graft(Policy):
         self._tokens.restart()
         self._seconds.restart()
         self._num_looks = 0
-        self._credit, self._hopes = Credit(), Hopes()
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Source by source: who learned it may have had others beside, with more buckets."""
@@ -245,7 +237,7 @@ class Graft(Policy):
         reaches: list[list[float]] = [[] for _ in range(num_rows)]
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = pool.width - 1  # levels count from the root on; what was retrieved before stands between
-        num_free = min(self.drafter.num_begun(batch.draft), _FREE) if self._is_timed else 0
+        num_free = min(self.drafter.num_begun(batch.draft), _FREE) if self.adapts else 0
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = [count == number for count in passes]
             if number == 0 or number >= num_free:  # the first pass stands for whether to draft at all
@@ -331,14 +323,14 @@ class Graft(Policy):
         return self._pass_seconds.get(num_rows)
 
     @property
-    def _is_timed(self) -> bool:
-        """Whether a round's time tells what its width costs; else no estimate is doubted either."""
+    def adapts(self) -> bool:
+        """Then a round's time tells what its width costs; else no estimate is doubted either."""
         return self._settings.budget is None
 
     @property
     def _is_time_usual(self) -> bool:
         """Whether the round's time counts: not if something was captured in it that later rounds use again."""
-        return self._is_timed and self._num_setups() == self._setups_before
+        return self.adapts and self._num_setups() == self._setups_before
 
     def _num_setups(self) -> int:
         return self._target.num_setups + (self.drafter.num_setups if self.drafter is not None else 0)
@@ -347,7 +339,7 @@ class Graft(Policy):
 
     def _may_look(self, num_rows: int) -> bool:
         """Whether what looks have cost so far, beyond what they brought, allows another."""
-        if not self._is_timed:
+        if not self.adapts:
             return True
         if not self._credit.knows(num_rows):
             self._credit.open(num_rows, self._gain_of_look(num_rows))
@@ -365,7 +357,7 @@ class Graft(Policy):
 
     def _hope_from(self, plans: list[Plan], chosen: Plan, num_rows: int, num_passes: int) -> None:
         """Takes in what was found, and what becomes of it."""
-        if self._is_timed:
+        if self.adapts:
             self._hopes.observe({plan.width: plan.tokens / num_rows - 1 for plan in plans}, num_passes)
             self._expected = chosen.tokens / num_rows - 1
 

@@ -2,7 +2,7 @@
 
 A request's prompt is read on its own, a chunk between two rounds, and its rows then join those that are decoded.
 Requests that must not speculate are decoded in a lane of their own, which takes turns with the other by time spent.
-When trees do not pay for as many rows as there are, all are decoded there, until there are fewer for whom they may.
+When trees do not pay for as many rows as there are, all are decoded there, until there are fewer for whom they do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from graft.errors import GraftError
 from graft.policy import MAX_BUDGET
 from graft.record import RoundRecord
 from graft.sequence import FinishReason, Sequence, TokenLogprob
+from graft.serve.pace import Pace
 from graft.serve.pages import PageStore
 from graft.settings import Settings, require
 from graft.stats import Clock
@@ -149,7 +150,8 @@ class Scheduler:
         self._lanes = {True: _Lane(engine), False: _Lane(plain)}
         self.pages = PageStore(self.settings.prefix_cache_tokens)
         self._waiting: deque[Job] = deque()
-        self._num_resting = 0  # rows for which trees did not pay, while all are decoded plainly
+        self._pace = Pace() if engine.policy.adapts else None  # none: there are to be trees whatever they cost
+        self._num_resting = 0  # rows for which trees do not pay, while all are decoded plainly
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
@@ -262,9 +264,7 @@ class Scheduler:
 
     def _take_in(self) -> None:
         """Reads about one chunk of waiting prompts; prompts that are read through join."""
-        num_rows = self._num_rows
-        if num_rows <= 0.75 * self._num_resting and not self._lanes[True].engine.policy.rests(num_rows):
-            self._num_resting = 0
+        self._rest_or_wake()
         budget = self._lanes[True].engine.target.chunk_size
         while budget > 0:
             lane = next((lane for lane in self._lanes.values() if lane.newcomer is not None), None) or self._admit()
@@ -355,32 +355,36 @@ class Scheduler:
         cache.join(batch.cache)
         self._add(plain, Batch(batch.sequences, cache, batch.chooser), jobs)
 
-    def _rest(self, lane: _Lane) -> None:
-        """Leaves the lane's rows to plain decoding, if trees do not pay for as many as they are."""
-        plain = self._lanes[False]
-        if lane is plain:
-            if self._num_resting and lane.batch is not None:
-                self._lanes[True].engine.policy.rested(len(lane.batch.sequences))
+    def _rest_or_wake(self) -> None:
+        """Leaves all rows to plain decoding when trees do not pay for as many as there will be, and new ones no longer
+        when they are fewer by a good part."""
+        lane, plain, pace = self._lanes[True], self._lanes[False], self._pace
+        if pace is None:
             return
-        if lane.batch is None or not lane.engine.policy.rests(len(lane.batch.sequences)):
+        with self._changed:
+            jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.all_jobs)]
+        num_rows = min(sum(len(job.sequences) for job in jobs if job.speculates), self.settings.max_rows)
+        if self._num_resting or pace.pays(num_rows):
+            if num_rows <= 0.75 * self._num_resting and pace.pays(num_rows):
+                self._num_resting = 0
             return
-        if plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
-            return
-        num_rows = self._num_rows
-        try:
-            self._leave_to_plain(lane.batch, lane.jobs)
-        except torch.OutOfMemoryError:
-            log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
-            return
+        if lane.batch is not None:
+            if plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
+                return
+            try:
+                self._leave_to_plain(lane.batch, lane.jobs)
+            except torch.OutOfMemoryError:
+                log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
+                return
         lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
 
     # The round
 
     def _round(self, lane: _Lane) -> None:
         assert lane.batch is not None
-        start = time.perf_counter()
+        start, num_setups, num_rows = time.perf_counter(), lane.engine.num_setups, len(lane.batch.sequences)
         try:
-            lane.engine.run_round(lane.batch, lane.clock)
+            round = lane.engine.run_round(lane.batch, lane.clock)
         except Exception as error:
             # Whose fault it was cannot be told, and their caches are no longer what they should be.
             jobs = set(lane.jobs.values())
@@ -390,6 +394,11 @@ class Scheduler:
             return
         seconds = time.perf_counter() - start
         lane.seconds += seconds
+        if self._pace is not None and lane.engine.num_setups == num_setups:  # else later rounds will not take as long
+            if lane is self._lanes[True]:
+                self._pace.observe(num_rows, seconds, round.num_tokens, is_plain=round.width == 1)
+            elif self._num_resting:
+                self._pace.rested(num_rows)
         failed = set[Job]()
         for sequence in lane.batch.sequences:
             sequence.stats.decode_seconds += seconds
@@ -401,7 +410,6 @@ class Scheduler:
                 self._tell(job, _update(job, sequence))
         self._leave(lane, failed)
         self._end(lane, {sequence for sequence in lane.jobs if sequence.finish_reason is not None})
-        self._rest(lane)
 
     # Leaving
 

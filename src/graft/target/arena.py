@@ -200,13 +200,13 @@ class Arenas:
     def lease(self, num_rows: int, num_slots: int, max_positions: int | None) -> ArenaCache:
         """A cache of at least that size, in the smallest arena that has it.
 
-        Of those that nobody has, the largest stays for who needs it next; the others go, and all of them before a
-        new one is made.
+        Of those that nobody has, the smallest and the largest stay for who needs them next; the others go, and all of
+        them before a new one is made.
         """
         rows, slots = next_power(num_rows), _slots(num_slots)
         free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
         arena = next((arena for arena in free if arena.holds(rows, slots)), None)
-        kept = [] if arena is None else [arena, free[-1]]
+        kept = [] if arena is None else [arena, free[0], free[-1]]
         self.arenas = [other for other in self.arenas if other in kept or other not in free]
         free.clear()
         if arena is None:

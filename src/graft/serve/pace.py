@@ -1,0 +1,69 @@
+"""Pace: whether trees pay for as many rows as there are, by what whole rounds have brought.
+
+A batch's tokens a second, with all that the host does, are set against those of its rounds without a tree, by the size
+of the batch. Where that is not clearly more, the rows are better off with plain decoding, which keeps nothing up to
+date for trees. After long, when texts may be others, trees get another trial.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from graft.learn.cost import size_of
+
+_TRIAL = 48  # rounds that a size is tried for
+_LEAST = 1.1  # times plain: prompts cost more where a drafter reads them too
+_REST = 20_000  # plain rounds until the next trial
+_BLEND = 0.05  # weight of a round at least
+_HICCUP = 3.0  # times the mean: the most that a round counts for
+
+
+@dataclass
+class _Mean:
+    """A running mean: of all that was seen at first, then of the latest."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def observe(self, value: float) -> None:
+        self.count += 1
+        self.value += (value - self.value) * max(1 / self.count, _BLEND)
+
+
+@dataclass
+class _Tally:
+    """Of one size, in its trial and since."""
+
+    tokens: _Mean = field(default_factory=_Mean)  # of a row's round
+    seconds: _Mean = field(default_factory=_Mean)  # of a round
+    plain_seconds: _Mean = field(default_factory=_Mean)  # of a round without a tree
+    num_rested: int = 0
+
+
+class Pace:
+    """Of batches of two rows and more; a row alone never rests."""
+
+    def __init__(self) -> None:
+        self._tallies = defaultdict[int, _Tally](_Tally)
+
+    def pays(self, num_rows: int) -> bool:
+        """Whether so many rows should go on with trees; so they do while it is not known."""
+        tally = self._tallies[size_of(num_rows)]
+        if num_rows == 1 or tally.seconds.count < _TRIAL or not tally.plain_seconds.count:
+            return True
+        return tally.tokens.value * tally.plain_seconds.value / tally.seconds.value >= _LEAST
+
+    def observe(self, num_rows: int, seconds: float, num_tokens: int, is_plain: bool) -> None:
+        """Takes in a round. num_tokens: of all rows together; is_plain: whether it had no tree."""
+        tally = self._tallies[size_of(num_rows)]
+        tally.tokens.observe(num_tokens / num_rows)
+        for mean in (tally.seconds, tally.plain_seconds) if is_plain else (tally.seconds,):
+            mean.observe(min(seconds, _HICCUP * mean.value) if mean.count else seconds)
+
+    def rested(self, num_rows: int) -> None:
+        """A round has gone by of rows that were left to plain decoding."""
+        tally = self._tallies[size_of(num_rows)]
+        tally.num_rested += 1
+        if tally.num_rested >= _REST:
+            del self._tallies[size_of(num_rows)]
