@@ -4,7 +4,8 @@
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
-Nothing is kept from turn to turn: no pages of prompts, and Graft starts each with what the warm-up taught it.
+No text is kept from turn to turn: no pages of prompts, and Graft's tables start each with what the warm-up taught them.
+What steps cost, and for how many rows trees pay, it goes on to learn, as a server does.
 `--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
 On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
@@ -95,8 +96,9 @@ def main() -> None:
     results = []
     knowing = engine.policy.state()
     for concurrency in arguments.concurrency:
-        engine.policy.restore(knowing)
-        for method in (PLAIN, GRAFT):  # learns what the machine's steps cost, too, and captures those of a GPU
+        # Learns what the machine's steps cost, too, and for how many rows trees pay, and captures those of a GPU.
+        for method in (PLAIN, GRAFT, GRAFT):
+            engine.policy.restore(knowing)
             take_turn(scheduler, engine, lessons or asked[:concurrency], concurrency, method, arguments)
         learned = engine.policy.state() if lessons else knowing
         turns: dict[str, list[Turn]] = {PLAIN: [], GRAFT: []}

@@ -72,11 +72,14 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interp
 class Case:
     """A tree of one row over random layers."""
 
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles, is_chain: bool = False
+    ) -> None:
         self.context, self.tiles = context, tiles
-        self.tree = random_tree(width).to(DEVICE)
+        self.tree = (DraftTree.chain(torch.zeros(1, width).long()) if is_chain else random_tree(width)).to(DEVICE)
         layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
         num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
+        num_layers = 1 if is_chain else num_layers
         shape = (num_layers, 1, context + width, kv_heads, head_dim)
         self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
         self.query = torch.randn(1, heads, width, head_dim, dtype=DTYPE, device=DEVICE)
@@ -133,7 +136,14 @@ class Case:
         return run
 
     def nodes_that_differ(self) -> int:
-        """Of a few nodes, how many get other bits than the same token decoded plainly."""
+        """Of a few nodes, and of a chain that ends a block and a split later, how many get other bits than the same
+        token decoded plainly."""
+        _, heads, width, head_dim = self.query.shape
+        kv_heads, end_of_split = self.keys.shape[3], self.context // 1024 * 1024
+        chain = Case(heads, kv_heads, head_dim, width, max(end_of_split - 8, 56), self.tiles, is_chain=True)
+        return sum(case.count_differences() for case in (self, chain))
+
+    def count_differences(self) -> int:
         out = self.by_kernels(0)
         nodes = random.Random(1).sample(range(self.tree.width), min(NUM_CHECKED, self.tree.width))
         return sum(not torch.equal(out[:, node], self.decoded_plainly(node)) for node in nodes)
