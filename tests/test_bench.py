@@ -89,6 +89,24 @@ def test_methods_take_turns_prompt_by_prompt_and_each_begins_in_its_turn():
     assert [prompt for _, prompt in log] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_is_set_up_for_longer_texts_is_set_up_before_the_clock_runs(captures: bool):
+    class Capturing(Learner):
+        num_setups = int(captures)
+
+    method = Capturing()
+    field = contestants([method], ["persistent"], [], Question("trial", [0]), BenchSettings())
+    method.log.clear()
+    tasks = {
+        "long": [Question("a", [1]), Question("b", [2, 2, 2])],
+        "short": [Question("c", [3, 3])],
+        "longer": [Question("d", [4] * 4)],
+    }
+    known = [s.answer.ids[0] for task in run(field, tasks, BenchSettings()) for result in task for s in result.samples]
+    assert [prompt for _, prompt in method.log] == ([2, 1, 2, 3, 4, 4] if captures else [1, 2, 3, 4])
+    assert known == [0, 1, 2, 3], "nothing was learned from what did not count"
+
+
 def test_rotation_begins_with_another_each_turn_and_leaves_nobody_out():
     assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 

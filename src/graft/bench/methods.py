@@ -44,6 +44,11 @@ class Method(ABC):
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         """Decodes the prompts together."""
 
+    @property
+    def num_setups(self) -> int:
+        """Things done so far that are done once, such as captures for texts of some length."""
+        return 0
+
     def is_exact(self, settings: SamplingSettings) -> bool:
         """Whether it must give the text of plain decoding under these settings."""
         return True
@@ -85,6 +90,10 @@ class PolicyMethod(Method):
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         generations = self._engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
         return [Answer(generation.ids, generation.stats) for generation in generations]
+
+    @property
+    def num_setups(self) -> int:
+        return self._engine.num_setups
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
         """Gates are calibrated too; and where texts are isolated, it is one whose texts are not that learns for all."""

@@ -70,6 +70,12 @@ class Contestant:
     def name(self) -> str:
         return self.method.name
 
+    def rehearse(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
+        """Answers, if there is anything to set up for texts as long, and learns nothing from it."""
+        if self.method.num_setups:
+            self.method.restore(self.memory)
+            self.method.answer([question.ids for question in questions], settings)
+
     def answer(self, questions: Sequence[Question], settings: SamplingSettings) -> list[Sample]:
         self.method.restore(self.memory)
         answers = self.method.answer([question.ids for question in questions], settings)
@@ -128,9 +134,19 @@ def run(
     eos_token_ids: Sequence[int] = (),
     watch: Watcher = lambda task, done, total: None,
 ) -> Iterator[list[Samples]]:
-    """Gives, task by task, what each contestant did. The order of contestants rotates from prompt to prompt."""
+    """Gives, task by task, what each contestant did. The order of contestants rotates from prompt to prompt.
+
+    Before prompts longer than any so far, the longest is answered once without being counted: what is captured for
+    texts of that length is captured then.
+    """
     sampling = settings.sampling(eos_token_ids)
+    longest = 0
     for task, questions in tasks.items():
+        hardest = max(questions, key=lambda question: len(question.ids))
+        if len(hardest.ids) > longest:
+            longest = len(hardest.ids)
+            for contestant in contestants:
+                contestant.rehearse([hardest] * min(settings.rows, len(questions)), sampling)
         results = [Samples(task, contestant) for contestant in contestants]
         memories = [contestant.memory for contestant in contestants]
         done, total = 0, len(questions) * settings.repeat
