@@ -451,6 +451,21 @@ def test_every_pass_that_is_timed_is_made(plain, monkeypatch):
     assert made == [("root", None), ("expand", None)] * 3
 
 
+def test_a_device_is_one_level_ahead_of_who_may_stop_after_any(plain, monkeypatch):
+    drafter = SmallDrafter(make_head(model_of("llama", num_hidden_layers=6)).to(DEVICE), SMALL_TREE)
+    state, made, replay = drafter.open(1, 8), [], drafter._replay
+    monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
+    taken, num_made = [], []
+    for level in drafter.levels(state, torch.zeros(1, dtype=torch.int64)):
+        taken.append(level)
+        num_made.append(len(made))
+    depth = SMALL_TREE.depth
+    assert num_made == [*range(2, depth + 2), depth + 1]
+    again = drafter.levels(drafter.open(1, 8), torch.zeros(1, dtype=torch.int64), stops=range(depth))
+    for level, same in zip(taken, again, strict=True):
+        assert torch.equal(level.tokens, same.tokens) and torch.equal(level.probabilities, same.probabilities)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
 def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
     target = Small(model_of("llama"))

@@ -259,11 +259,11 @@ class HostPool(Pool):
         probabilities, paths = shares.unbind()
         return DraftTree(max_depth, tokens, parents, probabilities, sources, evidence), paths
 
-    def best_paths(self, count: int) -> Tensor:
+    def best_gains(self, count: int) -> list[float]:
         count = min(count, self.width - 1)
-        paths = torch.empty(self._struct.num_rows, count)
-        self._kernels.graft_best_paths(self._ref, count, paths.data_ptr())
-        return paths
+        gains = (ctypes.c_double * count)()
+        self._kernels.graft_best_gains(self._ref, count, gains)
+        return gains[:]
 
     def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
         num_rows, count = self._struct.num_rows, max_passes + 1

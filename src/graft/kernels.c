@@ -289,15 +289,18 @@ int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares)
 }
 
 /* paths: [num_rows][count] of the likeliest nodes below the root, best first */
-int graft_best_paths(const Pool *pool, int64_t count, float *paths) {
+/* What the 1, 2, 3 ... likeliest nodes of each row come to in all rows. */
+int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
     if (count > pool->width - 1) return OUT_OF_RANGE;
     int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (chosen == NULL) return NO_MEMORY;
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
     for (int64_t r = 0; r < pool->num_rows; r++) {
         const float *below = pool->paths + r * pool->capacity + 1;
         highest(below, pool->width - 1, count, chosen);
-        for (int64_t i = 0; i < count; i++) paths[r * count + i] = below[chosen[i]];
+        for (int64_t i = 0; i < count; i++) gains[i] += below[chosen[i]];
     }
+    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
     free(chosen);
     return OK;
 }

@@ -95,7 +95,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_void_p, c_int64, c_void_p],
     "graft_merge": [c_void_p, c_int64, c_void_p],
     "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
-    "graft_best_paths": [c_void_p, c_int64, c_void_p],
+    "graft_best_gains": [c_void_p, c_int64, c_void_p],
     "graft_gains": [*[c_int64] * 2, *[c_void_p] * 2],
     "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],

@@ -280,9 +280,10 @@ class Pool:
         )
         return tree, paths
 
-    def best_paths(self, count: int) -> Tensor:
-        """[B, n] by row the path probabilities of the `count` likeliest nodes below the root, best first."""
-        return self.nodes.paths[:, 1:].topk(min(count, self.width - 1), dim=1).values
+    def best_gains(self, count: int) -> list[float]:
+        """Expected accepted tokens of the 1, 2, 3 ... `count` likeliest nodes of each row, in all rows together."""
+        paths = self.nodes.paths[:, 1:].topk(min(count, self.width - 1), dim=1).values
+        return paths.double().sum(dim=0).cumsum(dim=0).tolist()
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
         """Where to look up what is likely to come, by row.

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ _MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimat
 _BATCH_MARGIN = 0.1  # of each of several rows: what they take together is less certain, and there is less to gain
 
 
+class _Found(NamedTuple):
+    """What a look came to, by row where it is a list."""
+
+    pool: Pool
+    passes: list[int]
+    reaches: list[list[float]]  # how likely the target was to come as far as each pass
+    plans: list[Plan]
+    plan: Plan  # the one that is followed
+
+
 class Graft(Policy):
     """Pools what the drafter and every retriever propose, and keeps the nodes worth their verification."""
 
@@ -68,6 +79,7 @@ class Graft(Policy):
         self._calibration = Calibration(priors)
         self._pool: Pool | None = None  # this round's proposals, judged when the round is over
         self._uncounted: tuple[Pool, Accepted] | None = None  # of the last round, until there is time
+        self._found: _Found | None = None  # of this round, likewise
         self._choices: list[tuple[int, float]] = []  # this round's widths, and what each takes
         self._current_rate = 0.0  # tokens per second that a round's time is worth
         self._planned_seconds = 0.0
@@ -140,12 +152,10 @@ class Graft(Policy):
             widest = max(self._cost.widths)
             num_shown = _SHOWN if any(sequence.is_recorded for sequence in batch.sequences) else 0
             tree, paths = self.best_of(pool, widest - 1 + num_shown, batch.max_depth)
-            plans = self._plans(paths[:, 1:widest])
+            plans = self._plans(total_gains(paths[:, 1:widest]), num_rows)
             plan = self._best_of(plans, num_rows)
             width = min(plan.width, paths.shape[1])
-            self._prospect_from(pool, passes, reaches, width)
-            self._hope_from(plans, plan, num_rows, max(passes))
-        self._pool = pool
+        self._pool, self._found = pool, _Found(pool, passes, reaches, plans, plan)
         self._look_seconds = copying_time() + grafting_time()
         if self._is_time_usual and any(passes):
             self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
@@ -175,6 +185,10 @@ class Graft(Policy):
         if self._uncounted is not None:
             self.calibrate(*self._uncounted)
             self._uncounted = None
+        if self._found is not None:
+            self._prospect_from(self._found)
+            self._hope_from(self._found)
+            self._found = None
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         self.catch_up()
@@ -195,7 +209,7 @@ class Graft(Policy):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._uncounted = None
+        self._uncounted = self._found = None
         self._restore_calibration(part_of(state, "calibration"))
         self._prospect.restore(part_of(state, "prospect"))
         self._tokens.restart()
@@ -268,7 +282,7 @@ class Graft(Policy):
                 for own, is_going in zip(gains, going, strict=True)
             ]
         # Else rows share a width, and all of them wait for a pass: it is worth what it brings them together.
-        plans = self._plans(pool.best_paths(_MAX_WIDTH))
+        plans = self._plans(pool.best_gains(_MAX_WIDTH), num_rows)
         further = self._prospect.gains(num_done, sum(compress(reach, going)))
         now = self._least_worth(plans, num_rows)
         priced = [(plan.tokens - rate * plan.seconds, num_rows * plan.width - plan.tokens) for plan in plans]
@@ -279,15 +293,14 @@ class Graft(Policy):
         )
         return [is_going and pays for is_going in going]
 
-    def _prospect_from(self, pool: Pool, passes: list[int], reaches: list[list[float]], width: int) -> None:
+    def _prospect_from(self, found: _Found) -> None:
         """Tells the prospect what the pool would have been worth with fewer passes."""
         self._num_looks += 1
-        if not any(passes) or self._num_looks % _OBSERVE_EVERY:
+        if not any(found.passes) or self._num_looks % _OBSERVE_EVERY:
             return
-        budget = max(width, min(self._cost.widths)) - 1 or _MAX_WIDTH
-        values = pool.values_by_need(max(passes), budget)
-        for row, count in enumerate(passes):
-            self._prospect.observe(reaches[row], values[row][: count + 1])
+        values = found.pool.values_by_need(max(found.passes), found.plan.width - 1 or _MAX_WIDTH)
+        for row, count in enumerate(found.passes):
+            self._prospect.observe(found.reaches[row], values[row][: count + 1])
 
     # Graft
 
@@ -302,9 +315,9 @@ class Graft(Policy):
         best = max(plans, key=lambda plan: plan.worth(self._current_rate))
         return best if best.worth(self._current_rate) >= self._least_worth(plans, num_rows) else plans[0]
 
-    def _plans(self, paths: Tensor) -> list[Plan]:
-        """Of rounds that verify the best nodes of every row. paths [B, N]: their probabilities."""
-        return plans(self._choices, total_gains(paths), paths.shape[0])
+    def _plans(self, gains: Sequence[float], num_rows: int) -> list[Plan]:
+        """Of rounds that verify the best nodes of every row. gains: see `plans`."""
+        return plans(self._choices, gains, num_rows)
 
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
@@ -355,11 +368,13 @@ class Graft(Policy):
             for width, seconds in self._cost.choices(num_rows)
         )
 
-    def _hope_from(self, plans: list[Plan], chosen: Plan, num_rows: int, num_passes: int) -> None:
+    def _hope_from(self, found: _Found) -> None:
         """Takes in what was found, and what becomes of it."""
         if self.adapts:
-            self._hopes.observe({plan.width: plan.tokens / num_rows - 1 for plan in plans}, num_passes)
-            self._expected = chosen.tokens / num_rows - 1
+            num_rows = len(found.passes)
+            expected = {plan.width: plan.tokens / num_rows - 1 for plan in found.plans}
+            self._hopes.observe(expected, max(found.passes))
+            self._expected = expected[found.plan.width]
 
     def _book(self, num_rows: int, width: int, accepted: Accepted, looking: float, verifying: float) -> None:
         """Counts what a look has cost, in seconds, against what it should bring; luck evens out."""

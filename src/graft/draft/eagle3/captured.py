@@ -260,7 +260,9 @@ class CapturedDrafter(Eagle3Drafter):
         self._stops = stops
         last = self.settings.depth
         for number in range(last + 1):
-            ahead = number if stops is None else next((stop for stop in stops if stop >= number), last)
+            # The device makes the next one while the host looks at this one: should it not be wanted, it is done by the
+            # time that the tree is.
+            ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
             self._begin(state, keep, ahead + 1)
             state.num_taken += 1
             yield self._sent(state, number, keep)
