@@ -48,6 +48,16 @@ def test_check_of_equal_texts_exits_with_0(graft_tiny: Run, data: str) -> None:
     assert result.err == ""
 
 
+def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(
+    graft_tiny: Run, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(data, "a") as file:
+        file.write(json.dumps({"id": "long", "prompt": "word " * 400}) + "\n")
+    monkeypatch.setattr(checking, "compare", lambda *arguments: pytest.fail("a prompt was decoded"))
+    result = graft_tiny("check", "--data", data)
+    assert result.status == 2 and f"{data}, prompt 3 (id long): the prompt has" in result.err
+
+
 def test_check_exits_1_and_names_the_first_difference_when_texts_differ(
     graft_tiny: Run, data: str, wrong_reference: None
 ) -> None:

@@ -69,15 +69,24 @@ def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: Sampling
 
     from graft.checking import compare, plain_twin
 
+    asked = {path: _encoded(engine, path, prompts, settings) for path, prompts in files.items()}
     plain, console = plain_twin(engine), notes()
     for path, prompts in files.items():
-        shown = track(prompts, escape(path.name), console=console, disable=not console.is_terminal)
-        for number, prompt in enumerate(shown, start=1):
-            try:
-                message = user_message(prompt.text, engine.tokenizer)
-                yield Row(path, number, prompt, compare(engine, plain, message, settings))
-            except GraftError as error:
-                raise GraftError(f"{path}, prompt {number} (id {prompt.id}): {error}") from error
+        shown = track(asked[path], escape(path.name), console=console, disable=not console.is_terminal)
+        for number, (prompt, ids) in enumerate(zip(prompts, shown, strict=True), start=1):
+            yield Row(path, number, prompt, compare(engine, plain, ids, settings))
+
+
+def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: SamplingSettings) -> list[list[int]]:
+    """Every prompt's token ids, checked before any is decoded."""
+    encoded = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            encoded.append(engine.encode(user_message(prompt.text, engine.tokenizer)))
+            engine.new_sequences(encoded[-1], settings)
+        except GraftError as error:
+            raise GraftError(f"{path}, prompt {number} (id {prompt.id}): {error}") from error
+    return encoded
 
 
 def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
