@@ -41,7 +41,7 @@ def test_nothing_is_decided_before_the_trial_is_over():
 def test_a_row_alone_never_rests():
     pace = Pace()
     run(pace, 1, 200, 1.0, 5.0)
-    assert pace.pays(1)
+    assert pace.pays(1) and pace.pays(0)
 
 
 def test_after_long_there_is_another_trial(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from graft import Engine, GraftError
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.learn.cost import total_gains
 from graft.policy import make_policy
 from graft.sampling import SamplingSettings
 from graft.serve.pace import Pace
@@ -114,6 +115,22 @@ def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule,
     later = Asked(scheduler, prompts[0], seed=0, **options)  # alone, with a tree, over kept pages
     assert later.wait() == alone(model, prompts[0], seed=0, **options)
     assert later.job.sequences[0].stats.nodes > 0
+
+
+def test_trees_get_another_trial_while_as_many_rows_are_decoded(model, schedule):
+    scheduler = schedule()
+    scheduler._pace, pays = Pace(), [False]
+    scheduler._pace.pays = lambda num_rows: num_rows <= 1 or pays[0]
+    options = {"max_new_tokens": 150, "ignore_eos": True}
+    first = [Asked(scheduler, "abc" * 9, seed=number, **options) for number in range(3)]
+    for request in first:
+        request.next()
+    assert scheduler._num_resting == 3
+    pays[0] = True
+    later = Asked(scheduler, "abc" * 9, seed=3, **options)
+    assert later.wait() == alone(model, "abc" * 9, seed=3, **options)
+    assert later.job.sequences[0].stats.nodes > 0 and scheduler._num_resting == 0
+    assert [request.wait() for request in first] == [alone(model, "abc" * 9, **options)] * 3
 
 
 @pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
@@ -352,6 +369,6 @@ def test_trees_are_narrower_in_larger_batches(model):
     for num_rows in (1, 4, 8, 16, 64):
         paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
         policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
-        widths[num_rows] = policy._best_of(policy._plans(paths[:, 1:]), num_rows).width
+        widths[num_rows] = policy._best_of(policy._plans(total_gains(paths[:, 1:]), num_rows), num_rows).width
     assert widths[1] == 8 and widths[64] == 1
     assert list(widths.values()) == sorted(widths.values(), reverse=True)

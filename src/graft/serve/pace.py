@@ -50,7 +50,7 @@ class Pace:
     def pays(self, num_rows: int) -> bool:
         """Whether so many rows should go on with trees; so they do while it is not known."""
         tally = self._tallies[size_of(num_rows)]
-        if num_rows == 1 or tally.seconds.count < _TRIAL or not tally.plain_seconds.count:
+        if num_rows <= 1 or tally.seconds.count < _TRIAL or not tally.plain_seconds.count:
             return True
         return tally.tokens.value * tally.plain_seconds.value / tally.seconds.value >= _LEAST
 

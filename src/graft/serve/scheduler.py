@@ -357,7 +357,7 @@ class Scheduler:
 
     def _rest_or_wake(self) -> None:
         """Leaves all rows to plain decoding when trees do not pay for as many as there will be, and new ones no longer
-        when they are fewer by a good part."""
+        when they are fewer by a good part, or trees get another trial."""
         lane, plain, pace = self._lanes[True], self._lanes[False], self._pace
         if pace is None:
             return
@@ -365,7 +365,7 @@ class Scheduler:
             jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.all_jobs)]
         num_rows = min(sum(len(job.sequences) for job in jobs if job.speculates), self.settings.max_rows)
         if self._num_resting or pace.pays(num_rows):
-            if num_rows <= 0.75 * self._num_resting and pace.pays(num_rows):
+            if pace.pays(num_rows) and (num_rows <= 0.75 * self._num_resting or pace.pays(self._num_resting)):
                 self._num_resting = 0
             return
         if lane.batch is not None:
