@@ -382,7 +382,9 @@ class Graft(Policy):
         if width > 1:
             took = verifying
             self._hopes.judge(num_rows * self._expected, sum(map(len, accepted.nodes)))
-        planned = self._planned_seconds + self._overheads.get(num_rows, looking)
+        planned = self._planned_seconds
+        if width == 1:  # the plan of a tree has it already
+            planned += self._overheads.get(num_rows, looking)
         gain = 1 + self._hopes.true_of(self._expected) - min(looking + took, HICCUP * planned) / plain
         self._credit.book(num_rows, gain, is_plain=width == 1)
 
