@@ -22,9 +22,11 @@ def test_trees_pay_where_they_bring_clearly_more_than_plain_rounds(tokens, secon
     assert pace.pays(8) and pace.pays(32), "of other sizes nothing is known"
 
 
-def test_rounds_that_are_all_plain_do_not_pay():
+def test_rounds_that_are_all_plain_do_not_pay_but_there_is_time_to_try_a_tree():
     pace = Pace()
-    run(pace, 4, 100, 1.0, 1.0)
+    run(pace, 4, 100, 1.0, 1.0, plain_every=1)
+    assert pace.pays(4)
+    run(pace, 4, 100, 1.0, 1.0, plain_every=1)
     assert not pace.pays(4)
 
 

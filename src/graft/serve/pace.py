@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from graft.learn.cost import size_of
 
 _TRIAL = 48  # rounds that a size is tried for
+_TREES = 8  # of them with trees at least; where there are fewer
+_LONG_TRIAL = 200  # it takes as many rounds as this
 _LEAST = 1.1  # times plain: prompts cost more where a drafter reads them too
 _REST = 20_000  # plain rounds until the next trial
 _BLEND = 0.05  # weight of a round at least
@@ -40,6 +42,12 @@ class _Tally:
     plain_seconds: _Mean = field(default_factory=_Mean)  # of a round without a tree
     num_rested: int = 0
 
+    @property
+    def is_tried(self) -> bool:
+        """Whether enough was seen to judge by."""
+        num_rounds, num_plain = self.seconds.count, self.plain_seconds.count
+        return num_plain > 0 and num_rounds >= (_TRIAL if num_rounds - num_plain >= _TREES else _LONG_TRIAL)
+
 
 class Pace:
     """Of batches of two rows and more; a row alone never rests."""
@@ -50,7 +58,7 @@ class Pace:
     def pays(self, num_rows: int) -> bool:
         """Whether so many rows should go on with trees; so they do while it is not known."""
         tally = self._tallies[size_of(num_rows)]
-        if num_rows <= 1 or tally.seconds.count < _TRIAL or not tally.plain_seconds.count:
+        if num_rows <= 1 or not tally.is_tried:
             return True
         return tally.tokens.value * tally.plain_seconds.value / tally.seconds.value >= _LEAST
 
