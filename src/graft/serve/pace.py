@@ -15,7 +15,8 @@ from graft.learn.cost import size_of
 _TRIAL = 48  # rounds that a size is tried for
 _LEAST = 1.1  # times plain: prompts cost more where a drafter reads them too
 _REST = 20_000  # plain rounds until the next trial
-_BLEND = 0.05  # weight of a round at least
+_BLEND = 0.005  # weight of a round at least: what is decided stays for long, so a hard stretch must not decide it
+_PLAIN_BLEND = 0.05  # likewise of a plain round, of which there are far fewer
 _HICCUP = 3.0  # times the mean: the most that a round counts for
 
 
@@ -23,12 +24,13 @@ _HICCUP = 3.0  # times the mean: the most that a round counts for
 class _Mean:
     """A running mean: of all that was seen at first, then of the latest."""
 
+    blend: float = _BLEND
     value: float = 0.0
     count: int = 0
 
     def observe(self, value: float) -> None:
         self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, _BLEND)
+        self.value += (value - self.value) * max(1 / self.count, self.blend)
 
 
 @dataclass
@@ -37,7 +39,7 @@ class _Tally:
 
     tokens: _Mean = field(default_factory=_Mean)  # of a row's round
     seconds: _Mean = field(default_factory=_Mean)  # of a round
-    plain_seconds: _Mean = field(default_factory=_Mean)  # of a round without a tree
+    plain_seconds: _Mean = field(default_factory=lambda: _Mean(_PLAIN_BLEND))  # of a round without a tree
     num_rested: int = 0
 
 
@@ -66,4 +68,8 @@ class Pace:
         tally = self._tallies[size_of(num_rows)]
         tally.num_rested += 1
         if tally.num_rested >= _REST:
-            del self._tallies[size_of(num_rows)]
+            self.restart(num_rows)
+
+    def restart(self, num_rows: int) -> None:
+        """Forgets what is known of so many rows: they get another trial."""
+        self._tallies.pop(size_of(num_rows), None)
