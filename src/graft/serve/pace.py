@@ -1,8 +1,8 @@
 """Pace: whether trees pay for as many rows as there are, by what whole rounds have brought.
 
-A batch's tokens a second, with all that the host does, are set against those of its rounds without a tree, by the size
-of the batch. Where that is not clearly more, the rows are better off with plain decoding, which keeps nothing up to
-date for trees. After long, when texts may be others, trees get another trial.
+A batch's tokens a second, with all that the host does, are set against those of its rounds in which nothing was looked
+for, by the size of the batch. Where that is not clearly more, the rows are better off with plain decoding, which keeps
+nothing up to date for trees. After long, when texts may be others, trees get another trial.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Tally:
 
     tokens: _Mean = field(default_factory=_Mean)  # of a row's round
     seconds: _Mean = field(default_factory=_Mean)  # of a round
-    plain_seconds: _Mean = field(default_factory=lambda: _Mean(_PLAIN_BLEND))  # of a round without a tree
+    plain_seconds: _Mean = field(default_factory=lambda: _Mean(_PLAIN_BLEND))  # of a round without a look
     num_rested: int = 0
 
 
@@ -57,7 +57,7 @@ class Pace:
         return tally.tokens.value * tally.plain_seconds.value / tally.seconds.value >= _LEAST
 
     def observe(self, num_rows: int, seconds: float, num_tokens: int, is_plain: bool) -> None:
-        """Takes in a round. num_tokens: of all rows together; is_plain: whether it had no tree."""
+        """Takes in a round. num_tokens: of all rows together; is_plain: whether nothing was looked for in it."""
         tally = self._tallies[size_of(num_rows)]
         tally.tokens.observe(num_tokens / num_rows)
         for mean in (tally.seconds, tally.plain_seconds) if is_plain else (tally.seconds,):

@@ -409,7 +409,7 @@ class Scheduler:
         lane.seconds += seconds
         if self._pace is not None and lane.engine.num_setups == num_setups:  # else later rounds will not take as long
             if lane is self._lanes[True]:
-                self._pace.observe(num_rows, seconds, round.num_tokens, is_plain=round.width == 1)
+                self._pace.observe(num_rows, seconds, round.num_tokens, round.is_plain)
             elif self._num_resting:
                 self._pace.rested(min(num_rows, self._num_resting))
         failed = set[Job]()
