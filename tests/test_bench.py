@@ -107,6 +107,18 @@ def test_what_is_set_up_for_longer_texts_is_set_up_before_the_clock_runs(capture
     assert known == [0, 1, 2, 3], "nothing was learned from what did not count"
 
 
+def test_rows_that_end_at_different_times_are_rehearsed_too():
+    class Capturing(Learner):
+        num_setups = 1
+
+    method, settings = Capturing(), BenchSettings(rows=2)
+    field = contestants([method], ["cold"], [], Question("trial", [0]), settings)
+    method.log.clear()
+    tasks = {"task": [Question("a", [1]), Question("b", [2, 2, 2]), Question("c", [3, 3])]}
+    list(run(field, tasks, settings))
+    assert [prompt for _, prompt in method.log] == [2, 3, 1, 2, 3], "different texts, for equal ones end together"
+
+
 def test_rotation_begins_with_another_each_turn_and_leaves_nobody_out():
     assert [rotated("abc", turn) for turn in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 

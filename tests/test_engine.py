@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from graft import Engine, GraftError, load
+from graft import Engine, GraftError, SamplingSettings, load
+from graft.policy import Grown
+from graft.policy.base import Policy
+from graft.stats import Clock
 from graft.text import TextStream
+from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -274,3 +278,23 @@ def test_the_context_can_be_filled_to_its_last_token(byte_model):
 def test_load_says_what_is_wrong(options, words):
     with pytest.raises(GraftError, match=words):
         load(**{"model": tiny_model(), **options})
+
+
+class LooksInVain(Policy):
+    """Finds nothing worth verifying; every other round it does not look."""
+
+    def __init__(self):
+        self._looks = False
+
+    def grow(self, batch, roots, clock):
+        self._looks = not self._looks
+        tree = DraftTree.roots(roots)
+        return Grown(tree, [0], considered=tree if self._looks else None)
+
+
+def test_a_round_that_looked_in_vain_is_not_a_plain_one(byte_model):
+    engine = Engine(byte_model, byte_tokenizer(), policy=LooksInVain())
+    batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=9)))
+    list(engine.prefill_row(batch, 0))
+    rounds = [engine.run_round(batch, Clock()) for _ in range(4)]
+    assert rounds == [(False, 1), (True, 1), (False, 1), (True, 1)]

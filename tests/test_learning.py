@@ -820,6 +820,18 @@ def test_batches_make_a_plain_round_first_and_then_now_and_then(gain):
     assert num_plain * gain <= 0.01 * 1000 * (1 + gain), "they cost a hundredth of the time"
 
 
+def test_debts_are_forgiven_when_trees_are_tried_again():
+    policy = make_policy("graft", TargetRunner(tiny_model()), None)
+    policy.restore_costs({"widths": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 1.1]), "pass": torch.tensor(0)})
+    assert not policy._may_look(4), "the first round is plain"
+    policy._credit.book(4, -5.0, is_plain=True)
+    assert not policy._may_look(4)
+    policy.reconsider(4)
+    assert not policy._may_look(4), "the first again"
+    policy._credit.book(4, 0.0, is_plain=True)
+    assert policy._may_look(4)
+
+
 def test_a_plain_round_is_known_a_round_before():
     credit = Credit()
     credit.open(4)

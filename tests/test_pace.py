@@ -64,3 +64,12 @@ def test_one_hiccup_does_not_decide():
     run(pace, 8, 200, 3.0, 2.0)
     pace.observe(8, 500.0, 8, is_plain=False)
     assert pace.pays(8)
+
+
+def test_a_hard_stretch_does_not_decide_for_long():
+    pace = Pace()
+    run(pace, 2, 200, 3.0, 2.0)
+    run(pace, 2, 48, 2.0, 2.0)
+    assert pace.pays(2)
+    run(pace, 2, 1000, 2.0, 2.0)
+    assert not pace.pays(2)

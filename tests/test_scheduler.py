@@ -13,6 +13,7 @@ from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.learn.cost import total_gains
 from graft.policy import make_policy
 from graft.sampling import SamplingSettings
+from graft.serve import pace as paces
 from graft.serve.pace import Pace
 from graft.serve.pages import PAGE, PageStore
 from graft.serve.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
@@ -117,20 +118,65 @@ def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule,
     assert later.job.sequences[0].stats.nodes > 0
 
 
-def test_trees_get_another_trial_while_as_many_rows_are_decoded(model, schedule):
-    scheduler = schedule()
-    scheduler._pace, pays = Pace(), [False]
-    scheduler._pace.pays = lambda num_rows: pays[0]
-    options = {"max_new_tokens": 200, "ignore_eos": True}
-    first = [Asked(scheduler, "abc" * 9, seed=number, **options) for number in range(3)]
-    for request in first:
+def slow_with_trees(num_rows):
+    """A pace by which trees do not pay for so many rows."""
+    pace = Pace()
+    for number in range(100):
+        pace.observe(num_rows, 1.0 + number % 2, num_rows, is_plain=number % 2 == 0)
+    assert not pace.pays(num_rows)
+    return pace
+
+
+def test_under_steady_load_trees_get_another_trial_too(schedule, monkeypatch):
+    monkeypatch.setattr(paces, "_REST", 20)
+    scheduler = schedule(max_rows=4)
+    scheduler._pace, tried = slow_with_trees(4), []
+    monkeypatch.setattr(scheduler._lanes[True].engine.policy, "reconsider", tried.append)
+    with scheduler._changed:  # all of them before the first is taken in
+        asked = [Asked(scheduler, f"abab {number}", max_new_tokens=40, ignore_eos=True) for number in range(16)]
+    for request in asked:
+        request.wait()
+    assert asked[0].job.sequences[0].stats.nodes == 0 < asked[-1].job.sequences[0].stats.nodes
+    assert tried[0] == 4
+
+
+def test_rows_are_not_left_to_plain_decoding_where_the_cache_has_no_room_for_them(model, schedule):
+    scheduler = schedule(chunk_size=16, max_cache_tokens=2000, prefix_cache_tokens=0)
+    scheduler._pace, uses = Pace(), []
+    scheduler._pace.pays = lambda num_rows: scheduler._lanes[True].newcomer is None
+    short = [Asked(scheduler, "abc", speculates=False, max_new_tokens=200, ignore_eos=True) for _ in range(3)]
+    for request in short:
         request.next()
-    assert scheduler._num_resting > 0 and scheduler._lanes[False].num_rows == 3
-    pays[0] = True
-    later = Asked(scheduler, "abc" * 9, seed=3, **options)
-    assert later.wait() == alone(model, "abc" * 9, seed=3, **options)
-    assert later.job.sequences[0].stats.nodes > 0 and scheduler._num_resting == 0
-    assert [request.wait() for request in first] == [alone(model, "abc" * 9, **options)] * 3
+    short[0].job.listener = lambda news: (uses.append(scheduler.cache_use), short[0].news.put(news))
+    long = Asked(scheduler, "x" * 600, max_new_tokens=3)  # beside it every short row would be as long
+    assert long.wait() == alone(model, "x" * 600, max_new_tokens=3)
+    for request in short:
+        request.wait()
+    assert max(uses) <= 1
+
+
+def test_trees_are_to_pay_for_the_rows_that_the_cache_has_room_for(schedule):
+    scheduler = schedule(max_cache_tokens=1000)  # for three of them
+    scheduler._pace, counts = Pace(), []
+    scheduler._pace.pays = lambda num_rows: counts.append(num_rows) or True
+    asked = [Asked(scheduler, "abc", max_new_tokens=200, ignore_eos=True) for _ in range(6)]
+    for request in asked:
+        request.wait()
+    assert max(counts) == 3
+
+
+def test_rows_for_which_there_is_no_memory_elsewhere_stay_for_another_trial(model, schedule, monkeypatch, caplog):
+    def has_none(batch, jobs):
+        raise torch.OutOfMemoryError
+
+    scheduler = schedule()
+    monkeypatch.setattr(scheduler, "_leave_to_plain", has_none)
+    asked = [Asked(scheduler, f"abab {i}", max_new_tokens=40, ignore_eos=True) for i in range(2)]
+    asked[0].next()
+    scheduler._pace = slow_with_trees(2)
+    expected = [alone(model, f"abab {i}", max_new_tokens=40, ignore_eos=True) for i in range(2)]
+    assert [request.wait() for request in asked] == expected
+    assert caplog.text.count("there is no memory to leave 2 rows to plain decoding") == 1
 
 
 @pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
@@ -232,6 +278,18 @@ def test_rows_of_joined_caches_stay_what_they_were():
         assert cache.lengths == [len(text) for text in texts]
         for row, text in enumerate(texts):
             assert cache.read(row, 0, len(text))[0, 1, :, 0, 1].tolist() == pytest.approx(text)
+
+
+def test_a_cache_that_has_no_memory_for_others_stays_what_it_was(monkeypatch):
+    def has_none(*_):
+        raise torch.OutOfMemoryError
+
+    cache, other = filled_cache([1, 2, 3]), filled_cache([4] * 400)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", has_none)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.join(other)
+    assert cache.lengths == [3] and cache.num_slots == 3
+    assert cache.read(0, 0, 3)[0, 0, :, 0, 0].tolist() == [1, 2, 3]
 
 
 def test_a_cancelled_request_frees_its_row_at_once(model, schedule):

@@ -266,6 +266,11 @@ def test_bodies_that_are_no_requests(url, content, status):
     assert chunked.status_code == status and "error" in chunked.json()
 
 
+def test_a_body_without_its_content_type_is_refused_with_the_reason(url):
+    answer = httpx.post(f"{url}/v1/completions", content=b'{"prompt": "x"}')
+    assert answer.status_code == 400 and "Content-Type is not application/json" in answer.json()["error"]["message"]
+
+
 def test_a_page_elsewhere_cannot_reach_a_local_server(url):
     assert httpx.get(f"{url}/version", headers={"host": "evil.example"}).status_code == 400
 

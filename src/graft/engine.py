@@ -74,7 +74,7 @@ class Generation:
 class Round(NamedTuple):
     """What a round came to."""
 
-    width: int  # of its trees, the root included
+    is_plain: bool  # nothing was looked for, nor verified but the roots
     num_tokens: int  # of all rows together
 
 
@@ -196,7 +196,8 @@ class Engine:
             seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
-        return Round(tree.width, sum(map(len, accepted.tokens)))
+        is_plain = tree.width == 1 and grown.considered is None
+        return Round(is_plain, sum(map(len, accepted.tokens)))
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences, nothing of them read yet. chooser: who chooses in place of their settings."""

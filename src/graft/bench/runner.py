@@ -136,17 +136,17 @@ def run(
 ) -> Iterator[list[Samples]]:
     """Gives, task by task, what each contestant did. The order of contestants rotates from prompt to prompt.
 
-    Before prompts longer than any so far, the longest is answered once without being counted: what is captured for
-    texts of that length is captured then.
+    Before prompts longer than any so far, the longest, as many as are decoded together, are answered once without being
+    counted: what is captured for texts of that length is captured then, and for the rows left when some have ended.
     """
     sampling = settings.sampling(eos_token_ids)
     longest = 0
     for task, questions in tasks.items():
-        hardest = max(questions, key=lambda question: len(question.ids))
-        if len(hardest.ids) > longest:
-            longest = len(hardest.ids)
+        hardest = sorted(questions, key=lambda question: len(question.ids), reverse=True)[: settings.rows]
+        if hardest and len(hardest[0].ids) > longest:
+            longest = len(hardest[0].ids)
             for contestant in contestants:
-                contestant.rehearse([hardest] * min(settings.rows, len(questions)), sampling)
+                contestant.rehearse(hardest, sampling)
         results = [Samples(task, contestant) for contestant in contestants]
         memories = [contestant.memory for contestant in contestants]
         done, total = 0, len(questions) * settings.repeat

@@ -45,6 +45,10 @@ class Credit:
         self._balances[size], self._unproven[size] = min(prospect, _START), 0.0
         self._due[size] = _Due.NOW if num_rows > 1 else _Due.NO  # what a row alone takes was measured
 
+    def close(self, num_rows: int) -> None:
+        """Forgives the debts of a size, to be opened anew."""
+        self._balances.pop(size_of(num_rows), None)
+
     def allows(self, num_rows: int) -> bool:
         """Whether there may be a look."""
         size = size_of(num_rows)

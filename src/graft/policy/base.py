@@ -109,6 +109,9 @@ class Policy(ABC):
         if self.drafter is not None:
             self.drafter.foresee(batch.draft, verified, choices.there)
 
+    def reconsider(self, num_rows: int) -> None:  # noqa: B027 - optional
+        """Tries again what did not pay for so many rows."""
+
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""
 

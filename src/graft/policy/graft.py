@@ -181,6 +181,9 @@ class Graft(Policy):
         if self._may_look(len(batch.sequences)) and not self._credit.is_plain_next(len(batch.sequences)):
             super().foresee(batch, verified, choices)
 
+    def reconsider(self, num_rows: int) -> None:
+        self._credit.close(num_rows)
+
     def catch_up(self) -> None:
         if self._uncounted is not None:
             self.calibrate(*self._uncounted)

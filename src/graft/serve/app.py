@@ -456,6 +456,8 @@ def _named(error: RequestValidationError) -> RefusedError:
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}")
+    if found["type"] == "model_attributes_type" and not name:
+        return RefusedError(400, "the body is not a JSON object, or its Content-Type is not application/json")
     message = str(found["msg"]).removeprefix("Value error, ")
     return RefusedError(400, f"{name}: {message}" if name else message, name or None)
 

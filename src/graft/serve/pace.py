@@ -1,8 +1,8 @@
 """Pace: whether trees pay for as many rows as there are, by what whole rounds have brought.
 
-A batch's tokens a second, with all that the host does, are set against those of its rounds without a tree, by the size
-of the batch. Where that is not clearly more, the rows are better off with plain decoding, which keeps nothing up to
-date for trees. After long, when texts may be others, trees get another trial.
+A batch's tokens a second, with all that the host does, are set against those of its rounds in which nothing was looked
+for, by the size of the batch. Where that is not clearly more, the rows are better off with plain decoding, which keeps
+nothing up to date for trees. After long, when texts may be others, trees get another trial.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _TREES = 8  # of them with trees at least; where there are fewer
 _LONG_TRIAL = 200  # it takes as many rounds as this
 _LEAST = 1.1  # times plain: prompts cost more where a drafter reads them too
 _REST = 20_000  # plain rounds until the next trial
-_BLEND = 0.05  # weight of a round at least
+_BLEND = 0.005  # weight of a round at least: what is decided stays for long, so a hard stretch must not decide it
+_PLAIN_BLEND = 0.05  # likewise of a plain round, of which there are far fewer
 _HICCUP = 3.0  # times the mean: the most that a round counts for
 
 
@@ -25,12 +26,13 @@ _HICCUP = 3.0  # times the mean: the most that a round counts for
 class _Mean:
     """A running mean: of all that was seen at first, then of the latest."""
 
+    blend: float = _BLEND
     value: float = 0.0
     count: int = 0
 
     def observe(self, value: float) -> None:
         self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, _BLEND)
+        self.value += (value - self.value) * max(1 / self.count, self.blend)
 
 
 @dataclass
@@ -39,7 +41,7 @@ class _Tally:
 
     tokens: _Mean = field(default_factory=_Mean)  # of a row's round
     seconds: _Mean = field(default_factory=_Mean)  # of a round
-    plain_seconds: _Mean = field(default_factory=_Mean)  # of a round without a tree
+    plain_seconds: _Mean = field(default_factory=lambda: _Mean(_PLAIN_BLEND))  # of a round without a look
     num_rested: int = 0
 
     @property
@@ -63,7 +65,7 @@ class Pace:
         return tally.tokens.value * tally.plain_seconds.value / tally.seconds.value >= _LEAST
 
     def observe(self, num_rows: int, seconds: float, num_tokens: int, is_plain: bool) -> None:
-        """Takes in a round. num_tokens: of all rows together; is_plain: whether it had no tree."""
+        """Takes in a round. num_tokens: of all rows together; is_plain: whether nothing was looked for in it."""
         tally = self._tallies[size_of(num_rows)]
         tally.tokens.observe(num_tokens / num_rows)
         for mean in (tally.seconds, tally.plain_seconds) if is_plain else (tally.seconds,):
@@ -74,4 +76,8 @@ class Pace:
         tally = self._tallies[size_of(num_rows)]
         tally.num_rested += 1
         if tally.num_rested >= _REST:
-            del self._tallies[size_of(num_rows)]
+            self.restart(num_rows)
+
+    def restart(self, num_rows: int) -> None:
+        """Forgets what is known of so many rows: they get another trial."""
+        self._tallies.pop(size_of(num_rows), None)

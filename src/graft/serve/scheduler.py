@@ -357,26 +357,40 @@ class Scheduler:
 
     def _rest_or_wake(self) -> None:
         """Leaves all rows to plain decoding when trees do not pay for as many as there will be, and new ones no longer
-        when they are fewer by a good part, or trees get another trial."""
+        when they are fewer by a good part, or after long."""
         lane, plain, pace = self._lanes[True], self._lanes[False], self._pace
-        if pace is None:
+        if pace is None or not (self._waiting or lane.all_jobs):
             return
-        with self._changed:
-            jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.all_jobs)]
-        num_rows = min(sum(len(job.sequences) for job in jobs if job.speculates), self.settings.max_rows)
-        if self._num_resting or pace.pays(num_rows):
-            if pace.pays(num_rows) and (num_rows <= 0.75 * self._num_resting or pace.pays(self._num_resting)):
+        num_rows = self._num_speculating()
+        if self._num_resting:
+            # Fewer by a good part: at the edge of two sizes it would go back and forth. As many: for another trial.
+            is_time = num_rows <= 0.75 * self._num_resting or pace.pays(self._num_resting)
+            if is_time and pace.pays(num_rows):
                 self._num_resting = 0
+                lane.engine.policy.reconsider(num_rows)
+            return
+        if pace.pays(num_rows) or plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
             return
         if lane.batch is not None:
-            if plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
-                return
             try:
                 self._leave_to_plain(lane.batch, lane.jobs)
             except torch.OutOfMemoryError:
                 log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
+                pace.restart(num_rows)
                 return
         lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
+
+    def _num_speculating(self) -> int:
+        """Rows that may speculate: of requests that are there, and of those that wait as far as there is room."""
+        jobs = {job for lane in self._lanes.values() for job in lane.all_jobs}
+        num_rows, longest = sum(len(job.sequences) for job in jobs), max((job.num_slots for job in jobs), default=0)
+        with self._changed:
+            for job in self._waiting:
+                num_rows, longest = num_rows + len(job.sequences), max(longest, job.num_slots)
+                if num_rows > self.settings.max_rows or num_rows * longest > self.settings.max_cache_tokens:
+                    break
+                jobs.add(job)
+        return sum(len(job.sequences) for job in jobs if job.speculates)
 
     # The round
 
@@ -396,9 +410,9 @@ class Scheduler:
         lane.seconds += seconds
         if self._pace is not None and lane.engine.num_setups == num_setups:  # else later rounds will not take as long
             if lane is self._lanes[True]:
-                self._pace.observe(num_rows, seconds, round.num_tokens, is_plain=round.width == 1)
+                self._pace.observe(num_rows, seconds, round.num_tokens, round.is_plain)
             elif self._num_resting:
-                self._pace.rested(num_rows)
+                self._pace.rested(min(num_rows, self._num_resting))
         failed = set[Job]()
         for sequence in lane.batch.sequences:
             sequence.stats.decode_seconds += seconds

@@ -132,11 +132,12 @@ class TreeCache(Cache):
 
     def join(self, other: TreeCache) -> None:
         """Takes in another cache's rows behind its own; grows in steps, so that not every join moves everything."""
-        first = self.num_rows
-        self.lengths = self.lengths + other.lengths
-        self.num_slots = max(self.num_slots, other.num_slots)
+        first, lengths = self.num_rows, self.lengths + other.lengths
+        size = (len(lengths), max(self.num_slots, other.num_slots))
         if (like := other._keys if self._keys is None else self._keys) is not None:
-            self._keys, self._values = self._with_room(self._keys, like), self._with_room(self._values, like)
+            # There may be no memory for it: until there is, nothing else changes.
+            self._keys, self._values = (_with_room(stored, like, *size) for stored in (self._keys, self._values))
+        self.lengths, (_, self.num_slots) = lengths, size
         for own, new in ((self._keys, other._keys), (self._values, other._values)):
             if own is not None and new is not None:
                 for row, length in enumerate(other.lengths):
@@ -152,7 +153,7 @@ class TreeCache(Cache):
         if self._keys is None or self._values is None:
             _, layers, _, heads, head_dim = pieces[0].shape
             like = pieces[0].new_empty(layers, 0, 0, heads, head_dim)
-            self._keys, self._values = self._with_room(None, like), self._with_room(None, like)
+            self._keys, self._values = (_with_room(None, like, self.num_rows, self.num_slots) for _ in range(2))
         for piece in pieces:
             start, end = self.lengths[row], self.lengths[row] + piece.shape[2]
             self._keys[:, row, start:end], self._values[:, row, start:end] = piece
@@ -167,23 +168,6 @@ class TreeCache(Cache):
         # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
         return states.new_zeros(self._num_layers, self.num_rows, self.num_slots, heads, head_dim)
 
-    def _with_room(self, stored: Tensor | None, like: Tensor) -> Tensor:
-        """`stored`, or a larger copy of it where the rows or slots have become too many."""
-        num_rows, num_slots = stored.shape[1:3] if stored is not None else (0, 0)
-        if stored is not None and num_rows >= self.num_rows and num_slots >= self.num_slots:
-            return stored
-        layers, _, _, heads, head_dim = like.shape
-        larger = like.new_zeros(
-            layers,
-            max(num_rows, 1 << (self.num_rows - 1).bit_length()),
-            max(num_slots, -(-self.num_slots // _SLOT_STEP) * _SLOT_STEP),
-            heads,
-            head_dim,
-        )
-        if stored is not None:
-            larger[:, :num_rows, :num_slots] = stored
-        return larger
-
     def _write(self, stored: Tensor, layer: int, states: Tensor) -> Tensor:
         if stored.shape[3:] != (states.shape[1], states.shape[3]):
             raise GraftError(
@@ -194,3 +178,21 @@ class TreeCache(Cache):
         index = self._slots[:, :, None, None].expand(-1, -1, *rows.shape[2:])  # type: ignore[index]
         rows.scatter_(1, index, states.transpose(1, 2))
         return rows[:, : self._end].transpose(1, 2)
+
+
+def _with_room(stored: Tensor | None, like: Tensor, num_rows: int, num_slots: int) -> Tensor:
+    """`stored`, or a larger copy of it where it has fewer rows or slots than that."""
+    old_rows, old_slots = stored.shape[1:3] if stored is not None else (0, 0)
+    if stored is not None and old_rows >= num_rows and old_slots >= num_slots:
+        return stored
+    layers, _, _, heads, head_dim = like.shape
+    larger = like.new_zeros(
+        layers,
+        max(old_rows, 1 << (num_rows - 1).bit_length()),
+        max(old_slots, -(-num_slots // _SLOT_STEP) * _SLOT_STEP),
+        heads,
+        head_dim,
+    )
+    if stored is not None:
+        larger[:, :old_rows, :old_slots] = stored
+    return larger
