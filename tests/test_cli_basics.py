@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"graft {__version__}\n"
+
+
+def test_python_runs_the_module_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["graft", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("graft", run_name="__main__")
     assert capsys.readouterr().out == f"graft {__version__}\n"
 
 

@@ -201,7 +201,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.all_jobs) for lane in self._lanes.values())
+        return len({job for lane in self._lanes.values() for job in lane.all_jobs})  # one may be in both as it moves
 
     @property
     def num_waiting(self) -> int:
