@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
