@@ -245,7 +245,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-prompt-tokens", type=int, help="cut longer prompts in the middle")
     parser.add_argument("--warmup", type=Path, help="prompts to learn from that do not count")
     parser.add_argument("--warmup-limit", type=int, default=16, help="best as many as the most requests at once")
-    parser.add_argument("--warmup-turns", type=int, default=4, help="as it takes to find out for how many trees pay")
+    parser.add_argument("--warmup-turns", type=int, default=5, help="as it takes to find out for how many trees pay")
     parser.add_argument("--concurrency", default="1,4,16", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=64)
