@@ -5,6 +5,7 @@
 The scheduler of `graft serve` runs in this process. Requests differ in prompt, length, temperature, seed, penalties,
 number of answers and whether they speculate; they join at random times, and every eighth is cancelled on its way.
 Then each is asked again with nobody beside it. In fp32 all tokens must be equal, of a cancelled one all it had.
+Large batches are decoded plainly where trees do not pay; with `--budget` they have trees all the same.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Request:
 
 def main() -> None:
     arguments = parsed()
-    engine = load(arguments.model, device=arguments.device, dtype="fp32")
+    engine = load(arguments.model, device=arguments.device, dtype="fp32", budget=arguments.budget)
     requests = made(engine, arguments.requests, arguments.data, random.Random(arguments.seed))
     settings = SchedulerSettings(arguments.max_rows, len(requests), arguments.max_rows * 4096)
     scheduler = Scheduler(engine, settings)
@@ -131,6 +132,7 @@ def made(engine: Engine, count: int, data: list[Path] | None, chance: random.Ran
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--budget", type=int, help="nodes of every tree, whatever they cost; else as many as pay")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data", type=Path, action="append", help="prompts; else those that come with the package")
     parser.add_argument("--requests", type=int, default=64)
