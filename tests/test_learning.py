@@ -13,7 +13,7 @@ from graft import Engine
 from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS, probability_bucket
 from graft.host_pool import make_pool
 from graft.learn.calibration import Calibration
-from graft.learn.cost import MeansBySize, VerifyCost, plans
+from graft.learn.cost import MeansBySize, VerifyCost, plans_for
 from graft.learn.credit import Credit, Hopes
 from graft.learn.prospect import Prospect
 from graft.policy import make_policy
@@ -630,18 +630,20 @@ def cost_of(seconds):
 
 
 def best_width(cost, gains, rate=1.0):
-    return max(plans(cost.choices(), torch.tensor(gains).cumsum(0).tolist()), key=lambda plan: plan.worth(rate)).width
+    return max(
+        plans_for(cost.choices(), torch.tensor(gains).cumsum(0).tolist()), key=lambda plan: plan.worth(rate)
+    ).width
 
 
 def test_plans_say_what_each_width_brings_and_takes():
-    made = plans(cost_of({1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0}).choices(), [0.5, 0.75, 0.8, 0.81])
+    made = plans_for(cost_of({1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0}).choices(), [0.5, 0.75, 0.8, 0.81])
     assert [(plan.width, plan.seconds) for plan in made] == [(1, 1.0), (2, 1.5), (4, 2.0), (8, 3.0)]
     assert [plan.tokens for plan in made] == pytest.approx([1.0, 1.5, 1.8, 1.81])
     assert made[1].worth(rate=2.0) == pytest.approx(1.5 - 2.0 * 1.5)
 
 
 def test_plans_of_several_rows_share_one_verify():
-    made = plans(cost_of({1: 1.0, 2: 1.5, 4: 2.0}).choices(num_rows=3), [1.5, 2.0, 2.1], num_rows=3)
+    made = plans_for(cost_of({1: 1.0, 2: 1.5, 4: 2.0}).choices(num_rows=3), [1.5, 2.0, 2.1], num_rows=3)
     assert [plan.tokens for plan in made] == pytest.approx([3.0, 4.5, 5.1])
     # 3, 6 and 12 tokens: on straight lines between what was measured, and on from there
     assert [plan.seconds for plan in made] == pytest.approx([1.75, 2.5, 4.0])
@@ -651,9 +653,9 @@ def test_a_fixed_width_is_the_unit_whatever_the_rows():
     cost = VerifyCost.fixed(21)
     assert cost.measured and cost.widths == [21]
     for num_rows in (1, 5):
-        (plan,) = plans(cost.choices(num_rows), [0.5] * 4, num_rows)
+        (plan,) = plans_for(cost.choices(num_rows), [0.5] * 4, num_rows)
         assert (plan.width, plan.seconds, plan.tokens) == (21, 1.0, num_rows + 0.5)
-    assert plans(cost.choices(), [])[0].tokens == 1
+    assert plans_for(cost.choices(), [])[0].tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -698,7 +700,7 @@ def test_costs_that_no_round_puts_to_the_test_are_not_doubted():
     engine = Engine(model, policy=budgeted)
     for _ in range(3):
         engine.generate([3, 4, 5], max_new_tokens=2)  # two tokens left: fewer nodes than the budget
-    assert plans(budgeted._cost.choices(), [])[0].seconds == 1.0
+    assert plans_for(budgeted._cost.choices(), [])[0].seconds == 1.0
 
     engine = Engine(model)
     engine.policy.prepare()

@@ -10,7 +10,7 @@ import torch
 from graft import Engine, GraftError
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.learn.cost import total_gains
+from graft.learn.cost import plans_for, total_gains
 from graft.policy import make_policy
 from graft.sampling import SamplingSettings
 from graft.serve import pace as paces
@@ -427,6 +427,8 @@ def test_trees_are_narrower_in_larger_batches(model):
     for num_rows in (1, 4, 8, 16, 64):
         paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
         policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
-        widths[num_rows] = policy._best_of(policy._plans(total_gains(paths[:, 1:]), num_rows), num_rows).width
+        widths[num_rows] = policy._best_of(
+            plans_for(policy._choices, total_gains(paths[:, 1:]), num_rows), num_rows
+        ).width
     assert widths[1] == 8 and widths[64] == 1
     assert list(widths.values()) == sorted(widths.values(), reverse=True)

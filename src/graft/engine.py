@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from graft.accept import Chooser, choose_ahead, walk
 from graft.batch import Batch
 from graft.constraint import pruned
-from graft.draft.base import Drafter
+from graft.draft.base import Drafter, num_setups_of
 from graft.errors import ContextError, GraftError
 from graft.index.store import Datastore
 from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
@@ -228,8 +228,7 @@ class Engine:
 
     @property
     def num_setups(self) -> int:
-        """Things done so far that are done once, such as captures: a round that did one is no measure of others."""
-        return self.target.num_setups + (self.drafter.num_setups if self.drafter is not None else 0)
+        return num_setups_of(self.target, self.drafter)
 
     # Small parts
 

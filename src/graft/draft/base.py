@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from graft.settings import Settings, require
-from graft.target import TreeCache, Verified
+from graft.target import TargetRunner, TreeCache, Verified
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
     @property
     def num_setups(self) -> int:
-        """As a target's."""
+        """As a target's; see `num_setups_of`."""
         ...
 
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
@@ -111,3 +111,9 @@ class Drafter(Protocol):
     ) -> None:
         """Takes in a finished round: the accepted nodes and the new tokens of each row."""
         ...
+
+
+def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:
+    """Things that a target and its drafter have done that are done once, such as captures: a round that did one is no
+    measure of others."""
+    return target.num_setups + (drafter.num_setups if drafter is not None else 0)

@@ -85,7 +85,7 @@ def total_gains(paths: Tensor) -> list[float]:
     return gains.tolist()
 
 
-def plans(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
+def plans_for(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
     """A plan for every choice of width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes of all rows."""
     most = len(gains)
     return [

@@ -18,9 +18,9 @@ from torch import Tensor
 from graft.accept import Accepted, Choices
 from graft.batch import Batch
 from graft.buckets import BUCKET_PROBABILITIES
-from graft.draft.base import Drafter
+from graft.draft.base import Drafter, num_setups_of
 from graft.learn.calibration import Calibration
-from graft.learn.cost import HICCUP, WIDTHS, MeansBySize, Plan, VerifyCost, plans, total_gains
+from graft.learn.cost import HICCUP, WIDTHS, MeansBySize, Plan, VerifyCost, plans_for, total_gains
 from graft.learn.credit import Credit, Hopes
 from graft.learn.prospect import Prospect
 from graft.policy.base import Grown, Policy, PolicySettings
@@ -131,7 +131,7 @@ class Graft(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         num_rows = len(batch.sequences)
         self._pool = None
-        self._setups_before = self._num_setups()
+        self._setups_before = num_setups_of(self._target, self.drafter)
         self._planned_seconds = self._plain_seconds(num_rows)
         if not self._may_look(num_rows) or batch.max_depth < 1:
             return Grown.without_drafts(DraftTree.roots(roots))
@@ -152,7 +152,7 @@ class Graft(Policy):
             widest = max(self._cost.widths)
             num_shown = _SHOWN if any(sequence.is_recorded for sequence in batch.sequences) else 0
             tree, paths = self.best_of(pool, widest - 1 + num_shown, batch.max_depth)
-            plans = self._plans(total_gains(paths[:, 1:widest]), num_rows)
+            plans = plans_for(self._choices, total_gains(paths[:, 1:widest]), num_rows)
             plan = self._best_of(plans, num_rows)
             width = min(plan.width, paths.shape[1])
         self._pool, self._found = pool, _Found(pool, passes, reaches, plans, plan)
@@ -285,7 +285,7 @@ class Graft(Policy):
                 for own, is_going in zip(gains, going, strict=True)
             ]
         # Else rows share a width, and all of them wait for a pass: it is worth what it brings them together.
-        plans = self._plans(pool.best_gains(_MAX_WIDTH), num_rows)
+        plans = plans_for(self._choices, pool.best_gains(_MAX_WIDTH), num_rows)
         further = self._prospect.gains(num_done, sum(compress(reach, going)))
         now = self._least_worth(plans, num_rows)
         priced = [(plan.tokens - rate * plan.seconds, num_rows * plan.width - plan.tokens) for plan in plans]
@@ -318,10 +318,6 @@ class Graft(Policy):
         best = max(plans, key=lambda plan: plan.worth(self._current_rate))
         return best if best.worth(self._current_rate) >= self._least_worth(plans, num_rows) else plans[0]
 
-    def _plans(self, gains: Sequence[float], num_rows: int) -> list[Plan]:
-        """Of rounds that verify the best nodes of every row. gains: see `plans`."""
-        return plans(self._choices, gains, num_rows)
-
     def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
         """What a plan must be worth to be followed: more than the others, and than plain decoding by a margin."""
         worths = [plan.worth(self._current_rate) for plan in plans]
@@ -346,10 +342,7 @@ class Graft(Policy):
     @property
     def _is_time_usual(self) -> bool:
         """Whether the round's time counts: not if something was captured in it that later rounds use again."""
-        return self.adapts and self._num_setups() == self._setups_before
-
-    def _num_setups(self) -> int:
-        return self._target.num_setups + (self.drafter.num_setups if self.drafter is not None else 0)
+        return self.adapts and num_setups_of(self._target, self.drafter) == self._setups_before
 
     # Looking costs time too
 

@@ -194,14 +194,13 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify()
-            jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.all_jobs)]
-            for job in jobs:
+            for job in [*self._waiting, *self._running]:
                 job.deadline = end if job.deadline is None else min(end, job.deadline)
         self._thread.join()
 
     @property
     def num_running(self) -> int:
-        return len({job for lane in self._lanes.values() for job in lane.all_jobs})  # one may be in both as it moves
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -230,7 +229,7 @@ class Scheduler:
         except Exception as error:
             with self._changed:
                 self._closing = True
-                for job in [*self._waiting, *(job for lane in self._lanes.values() for job in lane.all_jobs)]:
+                for job in [*self._waiting, *self._running]:
                     self._fail(job, error)
 
     def _wait_for_work(self) -> bool:
@@ -305,6 +304,11 @@ class Scheduler:
                 return None
             lane.newcomer = _Newcomer(job, batch, lane.engine.prefill_row(batch, 0))
         return lane
+
+    @property
+    def _running(self) -> set[Job]:
+        """Requests that are read or decoded; one that moves may be in both lanes for a moment."""
+        return {job for lane in self._lanes.values() for job in lane.all_jobs}
 
     @property
     def _num_rows(self) -> int:
@@ -382,7 +386,7 @@ class Scheduler:
 
     def _num_speculating(self) -> int:
         """Rows that may speculate: of requests that are there, and of those that wait as far as there is room."""
-        jobs = {job for lane in self._lanes.values() for job in lane.all_jobs}
+        jobs = self._running
         num_rows, longest = sum(len(job.sequences) for job in jobs), max((job.num_slots for job in jobs), default=0)
         with self._changed:
             for job in self._waiting:
