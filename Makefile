@@ -4,7 +4,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := .venv/.installed-$(shell uname -m)
+SOURCES := setup.py pyproject.toml constraints.txt src/graft/kernels.c src/graft/target/cpu_linear.c
 
 .PHONY: help demo test lint model setup clean
 
@@ -27,7 +28,7 @@ model: $(INSTALLED)  ## Fetch the default model
 
 setup: $(INSTALLED)  ## Make .venv with the tested versions; PYTHON=python3.12 chooses another Python
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Graft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up .venv, once; this takes a few minutes"

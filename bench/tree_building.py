@@ -5,8 +5,7 @@
 Nothing is drafted or verified in earnest. Texts are made of phrases that come again, levels (9 of them, top-k 10) and
 judgements are made up beforehand around what really follows, and every pass is made, so that all sources are at work.
 Of each phase the median over the rounds is printed, in processor time, so that other work beside does not count.
-Between rounds logits are made up, which leaves as little in the processor's caches as a verify does. `--torch` does
-without the kernels.
+Between rounds logits are made up, which leaves as little in the processor's caches as a verify does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 import graft.target.verified
-from graft import kernels
 from graft.accept import Accepted
 from graft.batch import Batch
 from graft.draft.base import Level, TreeSettings
@@ -193,11 +191,8 @@ def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=10, help="of 400 tokens each, the second half decoded")
-    parser.add_argument("--torch", action="store_true", help="without the kernels")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.torch:
-        kernels.kernels = lambda: None  # type: ignore[assignment]
 
     phrases, judge, watch = Phrases(0), Judge(), Stopwatch()
     drafter = MadeUpDrafter(random.Random(1))

@@ -61,12 +61,10 @@ def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size
 
 def each_path_once(tree: DraftTree) -> DraftTree:
     """The tree as a pool makes it of the same proposals."""
-    nothing = torch.zeros_like(tree.tokens[:, 0])
-    pool = Pool(tree.tokens[:, 0], nothing, nothing)
+    pool = Pool(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
     if tree.width > 1:
-        columns = (tree.tokens, tree.parents, tree.depths(), tree.probabilities * tree.valid)
-        tokens, parents, depths, chances = (column[:, 1:] for column in columns)
-        pool.add_chains(tokens, parents, depths, tree.max_depth, chances, tree.sources[:, 1:], tree.evidence[:, 1:])
+        columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.evidence)
+        pool.add(*(column[:, 1:] for column in columns))
     return pool.best(tree.width - 1, tree.max_depth)[0]
 
 

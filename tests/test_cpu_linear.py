@@ -1,18 +1,17 @@
 """The CPU kernel for few tokens: torch's results, the model's own parameters, and no harm where it cannot be had."""
 
 import copy
-import subprocess
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from graft import native
+from graft import kernels
 from graft.target import cpu
 from tiny import tiny_model
 
-needs_kernel = pytest.mark.skipif(cpu._kernel() is None, reason="no C compiler that can build the kernel")
+needs_kernel = pytest.mark.skipif(cpu._kernel() is None, reason="the kernel was not built")
 
 
 @pytest.fixture
@@ -118,22 +117,34 @@ def test_layer_works_where_there_is_no_kernel(no_kernel):
         torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize("trouble", ["no compiler", "compiler fails", "no place"])
-def test_no_kernel_is_no_error(monkeypatch, tmp_path, trouble):
-    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    if trouble == "no compiler":
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    elif trouble == "compiler fails":
-        monkeypatch.setattr(cpu, "_FLAGS", ("--no-such-flag",))
-    else:
-        (tmp_path / "home").write_text("a file where the folder should be")
+def test_no_kernel_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "_HERE", tmp_path)
     assert cpu._kernel.__wrapped__() is None
 
 
 @needs_kernel
-def test_kernel_is_compiled_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
-    library = native.compiled(cpu._SOURCE, cpu._FLAGS, ["-fopenmp"])
-    monkeypatch.setattr(subprocess, "run", None)
-    assert native.compiled(cpu._SOURCE, cpu._FLAGS, ["-fopenmp"]) == library
-    assert [path.name for path in library.parent.iterdir()] == [library.name]
+@pytest.mark.parametrize("capability", ["DEFAULT", torch.backends.cpu.get_cpu_capability()])
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_every_kernel_that_this_processor_can_run_gives_torchs_results(monkeypatch, capability, has_threads):
+    """Also the one that older processors run."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    kernel = cpu._kernel.__wrapped__()
+    monkeypatch.setattr(cpu, "_kernel", lambda: kernel)
+    if not has_threads:
+        monkeypatch.setattr(cpu, "_threads", lambda: None)
+    x, weight = torch.randn(11, 577), torch.randn(67, 577)
+    torch.testing.assert_close(cpu.few_tokens_linear(x, weight), linear(x, weight), rtol=1e-4, atol=1e-3)
+
+
+@needs_kernel
+def test_threads_are_those_of_torch():
+    assert cpu._threads() is not None
+    x, weight = torch.randn(9, 64), torch.randn(1000, 64)
+    expected = cpu.few_tokens_linear(x, weight)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(cpu.few_tokens_linear(x, weight), expected)
+    finally:
+        torch.set_num_threads(before)

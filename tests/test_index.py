@@ -25,7 +25,7 @@ from graft.index.build import build_index
 from graft.index.corpus import Corpus
 from graft.index.layout import HEADER, PARTS, part_path
 from graft.index.store import MAX_MATCH, NO_MATCH, Continuation, Datastore
-from graft.pool import Pool, before_roots
+from graft.pool import Pool
 from graft.retrieve import DatastoreLookup
 from tiny import byte_tokenizer
 
@@ -449,7 +449,7 @@ def history(text: str) -> Any:
 
 def pool_for(*texts: str) -> Pool:
     histories = [history(text).ids for text in texts]
-    return Pool(torch.tensor([each[-1] for each in histories]), *before_roots(histories))
+    return Pool(torch.tensor([each[-1] for each in histories]), histories)
 
 
 def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, first: int = 1) -> None:

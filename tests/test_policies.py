@@ -111,12 +111,14 @@ def test_pruned_policies_draft_less_than_dense():
 def test_templates_have_the_published_widths_and_their_greedy_chain_goes_all_the_way_down():
     for widths, kept in zip(_WIDTHS, _KEPT, strict=False):
         template = make_template(widths)
-        assert tuple(map(len, template.ranks)) == widths
-        assert sum(map(len, template.ranks)) == 60 - kept
-        assert all(
-            0 in ranks and parents[ranks.index(0)] == 0
-            for ranks, parents in zip(template.ranks, template.parents, strict=True)
+        parents, ranks, depths = (
+            column[: template.count] for column in (template.parents, template.ranks, template.depths)
         )
+        assert tuple(map(depths.count, range(1, max(depths) + 1))) == widths
+        assert template.count == 60 - kept
+        node = 0
+        for depth in range(1, len(widths) + 1):
+            node = 1 + list(zip(parents, ranks, depths, strict=True)).index((node, 0, depth))
     assert sum(ENVELOPE) == 80 and sum(scaled(ENVELOPE, 60)) == 60
 
 

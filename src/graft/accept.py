@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graft.kernels import available, kernels, plain
+from graft.kernels import kernels, plain
 from graft.target import Verified
 from graft.tree import ROOT, DraftTree
 
@@ -89,7 +89,7 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices
     """Walks every row's tree from the root to the first token that the tree does not hold."""
     logits, num_rows = verified.logits, len(tree.tokens)
     if choices is not None:
-        accepted = (paths if available() else paths_in_python)(tree, choices.here)
+        accepted = paths(tree, choices.here)
         chooser.move_on([len(tokens) for tokens in accepted.tokens])
         return accepted
     children = _children(tree)
@@ -110,7 +110,7 @@ def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices
 
 
 def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
-    """The walk when the token after every node is known, [B, N]; by the kernels."""
+    """The walk when the token after every node is known, [B, N]."""
     library: Any = kernels()
     num_rows, width = tree.tokens.shape
     columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, chosen)]
@@ -125,19 +125,6 @@ def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
         first += num_rows * width
         tokens.append(numbers[first : first + count])
     return Accepted(nodes, tokens)
-
-
-def paths_in_python(tree: DraftTree, chosen: Tensor) -> Accepted:
-    accepted = Accepted([], [])
-    for children, choices in zip(_children(tree), chosen.tolist(), strict=True):
-        nodes, tokens = [], [choices[0]]
-        node = 0
-        while (node := children.get((node, tokens[-1]), 0)) > 0:
-            nodes.append(node)
-            tokens.append(choices[node])
-        accepted.nodes.append(nodes)
-        accepted.tokens.append(tokens)
-    return accepted
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:

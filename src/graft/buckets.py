@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
 
-NUM_BUCKETS = 16  # a power of two: tables pack a bucket beside a token
-BUCKET_PROBABILITIES = 2.0 ** (-torch.arange(NUM_BUCKETS) / 2)  # two buckets per halving
-
-
-def probability_bucket(probabilities: Tensor) -> Tensor:
-    """The evidence that a probability is."""
-    return (-2 * probabilities.float().log2()).clamp(0, NUM_BUCKETS - 1).long()
+NUM_BUCKETS = 16  # as in `kernels.c`, which finds a probability's bucket
+# Two buckets per halving; by square roots, which are the same on every machine, and not by powers.
+BUCKET_PROBABILITIES = torch.tensor([math.sqrt(0.5**bucket) for bucket in range(NUM_BUCKETS)])

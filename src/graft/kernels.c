@@ -1,10 +1,13 @@
-/* What a round does beside the model, on a CPU: the pool, the tables and the copies, each as the torch or Python code
-   of the same name does it. A round is a thousand small steps, and a tensor operation costs more than such a step.
+/* What a round does beside the models, always on the host: the pool, the tables, the copies and the walk. A round is a
+   thousand small steps, and a tensor operation costs more than such a step.
+
+   The same proposals give the same tree on every machine. Sums and products are taken in the order that stands here,
+   none is followed by another operation that a compiler could contract with it, and nothing is asked of a machine's
+   mathematical library: logarithms are comparisons, exponentials whole numbers.
 
    Functions return 0, or what went wrong. Nothing is kept between calls but in a `SuffixIndex`, whose memory the caller
    gives back by `graft_index_free`. */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,10 +71,14 @@ static float path_of(float above, float chance) {
     return path < LEAST ? 0.0f : path;
 }
 
-static int64_t bucket_of(float probability, int64_t num_buckets) {
-    float place = -2.0f * log2f(probability);
-    if (!(place > 0)) return 0;
-    return place < (float)(num_buckets - 1) ? (int64_t)place : num_buckets - 1;
+/* Of probabilities, two a halving: bucket b begins at 2^(-b/2) and goes down to the next. */
+enum { NUM_BUCKETS = 16 };
+
+static int64_t bucket_of(double probability) {
+    static const double HALF_POWERS[2] = {1.0, 0.70710678118654752440};
+    for (int64_t bucket = 1; bucket < NUM_BUCKETS; bucket++)
+        if (!(probability <= HALF_POWERS[bucket & 1] / (double)(1 << (bucket >> 1)))) return bucket - 1;
+    return NUM_BUCKETS - 1;
 }
 
 /* The `count` places with the highest values, best first, of equals the first. */
@@ -168,15 +175,15 @@ int graft_add_rows(
    `first` places further on in the pool. reached: P(one of the first num_beams of them comes true), by row. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
-    const Chances *chances, int64_t num_buckets, int64_t source, int64_t needs, int64_t first, const uint8_t *going,
-    int64_t num_beams, double *reached) {
+    const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
+    double *reached) {
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
         float sum = 0.0f;
         for (int64_t i = 0; i < count; i++) {
             int64_t at = r * count + i, node = pool->width + i;
             int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
-            int64_t evidence = bucket_of(probabilities[at], num_buckets);
+            int64_t evidence = bucket_of(probabilities[at]);
             float chance;
             int failed = chance_of(chances, ALONE, source, evidence, &chance);
             if (!failed)
@@ -260,6 +267,24 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
     return failed;
 }
 
+/* Of each row only the root and its counts[row] likeliest nodes stay, equal paths counted apart. */
+int graft_keep_best(Pool *pool, const int64_t *counts) {
+    int64_t *memory = malloc((size_t)(2 * pool->width) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    int64_t *chosen = memory, *stays = memory + pool->width;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        float *paths = row_of(pool, r).paths;
+        int64_t count = least(counts[r] + 1, pool->width);
+        memset(stays, 0, (size_t)pool->width * sizeof(int64_t));
+        highest(paths, pool->width, count, chosen);
+        for (int64_t i = 0; i < count; i++) stays[chosen[i]] = 1;
+        for (int64_t i = 0; i < pool->width; i++)
+            if (!stays[i]) paths[i] = 0.0f;
+    }
+    free(memory);
+    return OK;
+}
+
 /* numbers: [4][num_rows][count] of tokens, parents, sources, evidence; shares: [2][num_rows][count] of probabilities
    after the parent, and paths. */
 int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares) {
@@ -288,7 +313,6 @@ int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares)
     return OK;
 }
 
-/* paths: [num_rows][count] of the likeliest nodes below the root, best first */
 /* What the 1, 2, 3 ... likeliest nodes of each row come to in all rows. */
 int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
     if (count > pool->width - 1) return OUT_OF_RANGE;
@@ -469,14 +493,17 @@ int graft_count_sources(
 /* The tables */
 
 typedef struct {
-    int32_t *entries; /* [num_rows][num_successors]: token and bucket in one, or -1 */
+    int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its bucket, or -1 */
     int64_t *tags;    /* [num_rows] if hashed, else NULL and a row is a token */
     int64_t num_rows, num_successors, order;
     int64_t row_bits;       /* of a hash that name the row */
-    int64_t num_buckets;    /* an entry is its token times this, plus its bucket */
     const int64_t *factors; /* of the last token, the one before, the one before that and the salt */
     int64_t isolated;       /* whether texts have rows of their own, under their salts, before those of all */
 } Table;
+
+static int64_t row_of_key(const Table *table, uint64_t key) {
+    return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
+}
 
 /* The row of an n-gram, or -1 where there is none; the tag is 0 if rows have none. */
 static int64_t table_row(
@@ -488,7 +515,7 @@ static int64_t table_row(
     if (table->order > 1) key += (uint64_t)before * (uint64_t)factors[1];
     if (table->order > 2) key += (uint64_t)earlier * (uint64_t)factors[2];
     *tag = (int64_t)key;
-    return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
+    return row_of_key(table, key);
 }
 
 /* Of place i of a row of a tree: the node it stands for, the root where it is padding, and the two tokens before it. */
@@ -500,32 +527,6 @@ static int context_of(
     if (parent < 0 || parent >= width || parents[parent] < 0 || parents[parent] >= width) return OUT_OF_RANGE;
     *last = *node ? tokens[parent] : before;
     *second = parent ? tokens[parents[parent]] : *node ? before : earlier;
-    return OK;
-}
-
-/* The nodes of trees [num_rows][width], from the last to the root, which stands for padding too, with what was said of
-   each [num_rows * width][num_successors]. salts may be NULL. nodes: [4][num_rows * width] of tokens, the two before
-   each and salts. */
-int graft_nodes_in_context(
-    int64_t num_rows, int64_t width, int64_t num_successors, const int64_t *tokens, const int64_t *parents,
-    const int64_t *sources, const int64_t *successors, const float *shares, const int64_t *before,
-    const int64_t *earlier, const int64_t *salts, int64_t *nodes, int64_t *said, float *said_shares) {
-    int64_t size = num_rows * width;
-    for (int64_t r = 0; r < num_rows; r++) {
-        for (int64_t i = 0; i < width; i++) {
-            int64_t first = r * width, to = first + width - 1 - i, node;
-            if (context_of(
-                    i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node,
-                    nodes + size + to, nodes + 2 * size + to))
-                return OUT_OF_RANGE;
-            nodes[to] = tokens[first + node];
-            nodes[3 * size + to] = salts == NULL ? 0 : salts[r];
-            for (int64_t s = 0; s < num_successors; s++) {
-                said[to * num_successors + s] = successors[(first + i) * num_successors + s];
-                said_shares[to * num_successors + s] = shares[(first + i) * num_successors + s];
-            }
-        }
-    }
     return OK;
 }
 
@@ -542,54 +543,70 @@ static int write_entries(
     return OK;
 }
 
-/* All but successors and shares [count][num_successors] are [count]. Of several judgements of a row the last stays. */
-int graft_learn(
-    const Table *tables, int64_t num_tables, int64_t count, int64_t num_successors, const int64_t *tokens,
-    const int64_t *before, const int64_t *earlier, const int64_t *salts, const int64_t *successors,
-    const float *shares) {
-    if (num_successors > tables[0].num_successors) return OUT_OF_RANGE;
-    int32_t *entries = malloc((size_t)(num_successors + 1) * sizeof(int32_t)); /* of one judgement */
-    if (entries == NULL) return NO_MEMORY;
-    int failed = OK;
-    for (int64_t i = 0; i < count && !failed; i++) {
-        for (int64_t s = 0; s < num_successors; s++) {
-            int64_t at = i * num_successors + s, buckets = tables[0].num_buckets;
-            entries[s] = (int32_t)(successors[at] * buckets + bucket_of(shares[at], buckets));
-        }
-        failed = write_entries(
-            tables, num_tables, tokens[i], before[i], earlier[i], salts[i], entries, num_successors);
-    }
-    free(entries);
-    return failed;
+/* exp(x) for x <= 0 as a whole number, in parts of 2^30. */
+static int64_t exp_of(float x) {
+    /* 2^-f for f from 0 to 1 is their sum, each times -f to its place. */
+    static const int64_t COEFFICIENTS[] = {
+        1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8};
+    if (!(x > -20.0f)) return 0;
+    int64_t halvings = x < 0.0f ? (int64_t)((double)x * -1549082004.679870) : 0; /* 2^30 / log(2) */
+    int64_t fraction = halvings & 0x3FFFFFFF, sum = 0;
+    for (int place = 10; place >= 0; place--) sum = COEFFICIENTS[place] - ((sum * fraction) >> 30);
+    return sum >> (halvings >> 30);
 }
 
-/* `graft_nodes_in_context` and `graft_learn` in one, from the likeliest tokens after each node and their logits, best
-   first, [num_rows][row_stride] of [width][num_successors] each. */
-int graft_learn_trees(
+/* The entries of the likeliest tokens after a node, whose logits come best first. */
+static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
+    int64_t total = 0;
+    for (int64_t s = 0; s < num_successors; s++) total += exp_of(logits[s] - logits[0]);
+    for (int64_t s = 0; s < num_successors; s++) {
+        double share = (double)exp_of(logits[s] - logits[0]) / (double)total;
+        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of(share));
+    }
+}
+
+/* Learns what the target found likeliest after every node of trees [num_rows][width]: tokens and their logits, best
+   first, [num_rows][row_stride] of [width][num_successors] each. before, earlier, salts: [num_rows], of the roots.
+   Of several judgements of an n-gram the last stays, which is that of the node likeliest to be reached; or, of chunks of
+   a text, that of the place furthest on. */
+int graft_learn(
     const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
     int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
     const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
-    const int64_t *salts) {
+    const int64_t *salts, int64_t is_text) {
     int32_t entries[64];
-    int64_t buckets = tables[0].num_buckets;
     if (num_successors > tables[0].num_successors || num_successors > 64) return OUT_OF_RANGE;
     for (int64_t r = 0; r < num_rows; r++) {
-        for (int64_t i = width - 1; i >= 0; i--) {
-            int64_t first = r * width, node, last, second;
+        for (int64_t n = 0; n < width; n++) {
+            int64_t i = is_text ? n : width - 1 - n, first = r * width, node, last, second;
             if (context_of(
                     i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node, &last,
                     &second))
                 return OUT_OF_RANGE;
-            const int32_t *said = successors + r * row_stride + i * num_successors;
-            const float *own = logits + r * row_stride + i * num_successors;
-            float total = 0.0f;
-            for (int64_t s = 0; s < num_successors; s++) total += expf(own[s] - own[0]);
-            for (int64_t s = 0; s < num_successors; s++)
-                entries[s] = (int32_t)(said[s] * buckets + bucket_of(expf(own[s] - own[0]) / total, buckets));
-            int64_t salt = salts == NULL ? 0 : salts[r];
-            if (write_entries(tables, num_tables, tokens[first + node], last, second, salt, entries, num_successors))
+            int64_t at = r * row_stride + i * num_successors;
+            entries_of(num_successors, successors + at, logits + at, entries);
+            if (write_entries(
+                    tables, num_tables, tokens[first + node], last, second, salts[r], entries, num_successors))
                 return OUT_OF_RANGE;
         }
+    }
+    return OK;
+}
+
+/* Fills a table with rows that were kept, [count][num_successors], each named by its tag; or, where tags is NULL, by its
+   token in a table of order 1 that was not hashed. */
+int graft_restore(
+    const Table *table, int64_t count, int64_t num_successors, const int64_t *tokens, const int64_t *tags,
+    const int32_t *entries) {
+    if (num_successors > table->num_successors) return OUT_OF_RANGE;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t tag, row = table_row(table, tokens[i], 0, 0, 0, &tag);
+        if (table->tags != NULL && tags != NULL) row = row_of_key(table, (uint64_t)(tag = tags[i]));
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(
+            table->entries + row * table->num_successors, entries + i * num_successors,
+            (size_t)num_successors * sizeof(int32_t));
+        if (table->tags != NULL) table->tags[row] = tag;
     }
     return OK;
 }
@@ -615,11 +632,88 @@ static const int32_t *longest_known(
     return NULL;
 }
 
+/* Adds the successor of a rank of what follows a node, or padding where it is not known. */
+static int add_successor(
+    Pool *pool, const Row *row, const Table *table, int64_t node, int64_t parent, int64_t rank, int64_t salt,
+    float chance, int64_t source) {
+    int64_t number;
+    const int32_t *entries = row->paths[parent] > 0 ? longest_known(table, 1, row, parent, salt, &number) : NULL;
+    int32_t entry = entries != NULL ? entries[rank] : -1;
+    return entry < 0 ? add_node(pool, row, node, 0, parent, 0.0f, source, 0, INHERITED)
+                     : add_node(pool, row, node, entry / NUM_BUCKETS, parent, chance, source, 0, INHERITED);
+}
+
+/* A tree of ranks: each node is a successor, of its rank, of its parent's token. 0 is the root, and nodes come by depth;
+   what is to be added of them has a depth of its own in `depths`. */
+typedef struct {
+    int64_t count;
+    const int64_t *parents, *ranks, *depths; /* [count] */
+} Template;
+
+/* Hangs a template below the root of each row, as deep as may be; each node has the same chance. */
+int graft_fill(
+    Pool *pool, const Table *table, const Template *const *templates, float chance, int64_t source,
+    int64_t max_depth) {
+    int64_t widest = 0;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const Template *template = templates[r];
+        int64_t count = 0;
+        while (count < template->count && template->depths[count] <= max_depth) count++;
+        if (count > widest) widest = count;
+    }
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        const Template *template = templates[r];
+        for (int64_t i = 0; i < widest; i++) {
+            int is_real = i < template->count && template->depths[i] <= max_depth, failed;
+            int64_t above = is_real ? template->parents[i] : 0, parent = above ? pool->width + above - 1 : 0;
+            if (is_real && (template->ranks[i] < 0 || template->ranks[i] >= table->num_successors))
+                return OUT_OF_RANGE;
+            failed = is_real ? add_successor(
+                                   pool, &row, table, pool->width + i, parent, template->ranks[i], pool->salts[r],
+                                   chance, source)
+                             : add_node(pool, &row, pool->width + i, 0, 0, 0.0f, source, 0, INHERITED);
+            if (failed) return failed;
+        }
+    }
+    pool->width += widest;
+    return OK;
+}
+
+/* The `count` likeliest leaves of each row go on by their first num_children successors. */
+int graft_extend_leaves(
+    Pool *pool, const Table *table, int64_t count, int64_t num_children, float chance, int64_t source,
+    int64_t max_depth) {
+    int64_t width = pool->width, failed = OK;
+    if (num_children > table->num_successors) return OUT_OF_RANGE;
+    count = least(count, width);
+    float *reached = malloc((size_t)width * sizeof(float)); /* paths of leaves */
+    int64_t *leaves = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (reached == NULL || leaves == NULL) failed = NO_MEMORY;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < width; i++) reached[i] = row.fields[DEPTH][i] < max_depth ? row.paths[i] : 0.0f;
+        for (int64_t i = 0; i < width; i++)
+            if (row.paths[i] > 0) reached[row.fields[PARENT][i]] = 0.0f;
+        highest(reached, width, count, leaves);
+        for (int64_t i = 0; i < count * num_children && !failed; i++) {
+            int64_t leaf = leaves[i / num_children];
+            failed = add_successor(
+                pool, &row, table, width + i, reached[leaf] > 0 ? leaf : 0, i % num_children, pool->salts[r],
+                reached[leaf] > 0 ? chance : 0.0f, source);
+        }
+    }
+    free(reached);
+    free(leaves);
+    if (!failed) pool->width += count * num_children;
+    return (int)failed;
+}
+
 /* Wave by wave the likeliest nodes not looked up yet get the successors of the longest n-gram that is known. */
 int graft_follow(
     Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
-    int64_t width = pool->width, num_buckets = tables[0].num_buckets;
+    int64_t width = pool->width;
     int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
     float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of the nodes that may be looked up */
     int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
@@ -638,11 +732,11 @@ int graft_follow(
                 if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
                 for (int64_t s = 0; s < tables[0].num_successors && !failed; s++, width++) {
                     int32_t entry = entries != NULL ? entries[s] : -1;
-                    int64_t token = 0, evidence = num_buckets - 1;
+                    int64_t token = 0, evidence = NUM_BUCKETS - 1;
                     float chance = 0.0f;
                     if (entry >= 0) {
-                        token = entry / num_buckets;
-                        evidence = entry % num_buckets;
+                        token = entry / NUM_BUCKETS;
+                        evidence = entry % NUM_BUCKETS;
                         failed = chance_of(chances, ALONE, number + first, evidence, &chance);
                     }
                     if (!failed)
@@ -817,15 +911,6 @@ static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t t
     }
 }
 
-/* spans: [MAX_OCCURRENCES][3] */
-int graft_index_find(const SuffixIndex *index, int32_t before, int32_t token, int64_t *spans, int64_t *num_spans) {
-    Occurrences found;
-    find_occurrences(index, before, token, &found);
-    *num_spans = found.num_spans;
-    memcpy(spans, found.spans, (size_t)found.num_spans * sizeof found.spans[0]);
-    return OK;
-}
-
 typedef struct {
     int64_t *tokens, *parents, *sources, *evidence;
     int64_t count;
@@ -953,11 +1038,11 @@ static int hang_copies(
     return failed;
 }
 
-/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts at up to
-   num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
+/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts, past[row], at up
+   to num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
    for as many. */
 int graft_hang_copies(
-    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *past, int64_t first, const Chances *chances,
+    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t room = 2 * num_nodes, end = scale->max_match;
     int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
@@ -979,7 +1064,7 @@ int graft_hang_copies(
                 text[--d] = (int32_t)row.fields[TOKEN][at];
             if (size < 2) continue;
             find_occurrences(own[r], text[size - 2], text[size - 1], found);
-            find_occurrences(past, text[size - 2], text[size - 1], found + 1);
+            find_occurrences(past[r], text[size - 2], text[size - 1], found + 1);
             failed = hang_copies(
                 pool, &row, places[i], pool->width + counts[r], found, text, size, least(length, max_depth - depth),
                 num_nodes, scale, first, chances, &twig);

@@ -1,23 +1,24 @@
 """The kernels of `kernels.c` as Python calls them: what goes in, and what it means when one fails.
 
-They hold the interpreter's lock: they take microseconds, and read lists' memory that must not move meanwhile.
+They are compiled when the package is installed, into a shared library beside this file, and called through ctypes. They
+hold the interpreter's lock: they take microseconds, and read lists' memory that must not move meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft import native
+from graft.errors import GraftError
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-std=c99", "-O2")
+_HERE = Path(__file__).parent
 
 
 class PoolStruct(ctypes.Structure):
@@ -54,7 +55,6 @@ class TableStruct(ctypes.Structure):
         ("num_successors", c_int64),
         ("order", c_int64),
         ("row_bits", c_int64),
-        ("num_buckets", c_int64),
         ("factors", c_void_p),
         ("isolated", c_int64),
     )
@@ -88,12 +88,22 @@ class ScaleStruct(ctypes.Structure):
     )
 
 
+class TemplateStruct(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("parents", POINTER(c_int64)),
+        ("ranks", POINTER(c_int64)),
+        ("depths", POINTER(c_int64)),
+    )
+
+
 _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passed by reference
     "graft_begin": [c_void_p] * 4,
     "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
-    "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_void_p, c_int64, c_void_p],
+    "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "graft_merge": [c_void_p, c_int64, c_void_p],
+    "graft_keep_best": [c_void_p] * 2,
     "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
     "graft_best_gains": [c_void_p, c_int64, c_void_p],
     "graft_gains": [*[c_int64] * 2, *[c_void_p] * 2],
@@ -103,31 +113,39 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
     "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
-    "graft_nodes_in_context": [*[c_int64] * 3, *[c_void_p] * 11],
-    "graft_learn": [c_void_p, *[c_int64] * 3, *[c_void_p] * 6],
-    "graft_learn_trees": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8],
+    "graft_fill": [*[c_void_p] * 3, c_float, *[c_int64] * 2],
+    "graft_extend_leaves": [*[c_void_p] * 2, *[c_int64] * 2, c_float, *[c_int64] * 2],
+    "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],
+    "graft_restore": [c_void_p, *[c_int64] * 2, *[c_void_p] * 3],
     "graft_index_free": [c_void_p],
     "graft_index_begin": [c_void_p],
     "graft_index_extend": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
-    "graft_index_find": [c_void_p, c_int32, c_int32, c_void_p, c_void_p],
     "graft_hang_copies": [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
 }
 
 
 @cache
-def kernels() -> Any | None:
-    """The library, or None where it cannot be had."""
-    library: Any = native.load(_SOURCE, _FLAGS, ["-lm"], ctypes.PyDLL)
-    if library is not None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
+def kernels() -> Any:
+    """The library."""
+    library: Any = compiled("_kernels", ctypes.PyDLL)
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
     return library
 
 
-def available() -> bool:
-    """Whether there is a library: else torch does its work."""
-    return kernels() is not None
+def compiled(name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """A library that was built with the package. What it is called behind the name differs between machines."""
+    built = [path for suffix in EXTENSION_SUFFIXES if (path := _HERE / (name + suffix)).exists()]
+    try:
+        if not built:
+            raise OSError("it was not built")
+        return loader(str(built[0]))
+    except OSError as error:
+        raise GraftError(
+            f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
+            "source tree, by `make setup` or `pip install -e .`"
+        ) from error
 
 
 def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

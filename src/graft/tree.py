@@ -15,7 +15,6 @@ from torch import Tensor
 
 from graft.kernels import kernels, plain
 
-_FEW_ROWS = 4  # that lists are as quick with as kernels
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
 
@@ -70,8 +69,6 @@ class DraftTree:
     def counts_by_source(self) -> list[list[int]]:
         """By row: how many nodes each source has, the root's first."""
         sources, library = plain(self.sources), kernels()
-        if library is None or len(sources) <= _FEW_ROWS:
-            return [[row.count(number) for number in range(max(row) + 1)] for row in self.source_lists]
         num_sources = int(sources.max()) + 1
         counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
         library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())

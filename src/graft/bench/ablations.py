@@ -74,7 +74,7 @@ class WithoutMerging(Graft):
     """A path that several proposed takes a place of the budget for each of them."""
 
     def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        pool.keep_best([budget] * len(pool.nodes.tokens))
+        pool.keep_best([budget] * pool.num_rows)
         return super().best_of(pool, budget, max_depth)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.policy.base import Grown, Policy
 from graft.policy.graft import KEPT_OF_A_LEVEL
-from graft.pool import NO_TOKEN
 from graft.retrieve.base import Judged
 from graft.sampling import SamplingSettings
 from graft.sequence import Sequence as TokenSequence
@@ -39,7 +38,7 @@ from graft.target import TargetRunner, Verified
 from graft.target.verified import NUM_SUCCESSORS
 from graft.tree import ROOT, DraftTree
 
-FORMAT = "graft-trace-1"
+FORMAT = "graft-trace-2"
 _JUDGED = 60  # nodes of the recorded dense tree
 
 
@@ -50,14 +49,14 @@ class Trace:
     prompt: Tensor  # [P]
     answer: Tensor  # [A]
     prompt_successors: Tensor  # [P - 1, k] after every prompt token but the last
-    prompt_shares: Tensor  # [P - 1, k]
+    prompt_logits: Tensor  # [P - 1, k] of each, less that of the first
     drafted: Tensor  # [A, D] tokens, level by level, before each answer token
     parents: Tensor  # [A, D]
     q: Tensor  # [A, D]
     judged: Tensor  # [A, J] tokens of the recorded tree
     judged_parents: Tensor  # [A, J]
     successors: Tensor  # [A, J, k]
-    shares: Tensor  # [A, J, k]
+    logits: Tensor  # [A, J, k] likewise
 
 
 class Recorder(Policy):
@@ -73,8 +72,8 @@ class Recorder(Policy):
 
     def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
         super().read(batch, row, verified, following)
-        successors, shares = verified.likeliest()
-        self.prompts[batch.sequences[row]].append((successors[0], shares[0]))
+        successors, logits = _likeliest(verified)
+        self.prompts[batch.sequences[row]].append((successors[0], logits[0]))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         assert self.drafter is not None
@@ -94,7 +93,7 @@ class Recorder(Policy):
 
     def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
-        successors, shares = verified.likeliest()
+        successors, logits = _likeliest(verified)
         fields = {
             "drafted": torch.cat([level.tokens for level in self._levels], dim=1),
             "parents": torch.cat([level.parents for level in self._levels], dim=1),
@@ -102,7 +101,7 @@ class Recorder(Policy):
             "judged": tree.tokens,
             "judged_parents": tree.parents,
             "successors": successors,
-            "shares": shares,
+            "logits": logits,
         }
         for row, sequence in enumerate(batch.sequences):
             self.rounds[sequence].append({name: value[row] for name, value in fields.items()})
@@ -125,13 +124,13 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
         columns = {name: torch.stack([r[name] for r in rounds]) for name in rounds[0]}
         k = NUM_SUCCESSORS
         successors = torch.cat([c[0] for c in chunks]) if chunks else torch.zeros(0, k, dtype=torch.int64)
-        shares = torch.cat([c[1] for c in chunks]) if chunks else torch.zeros(0, k)
+        logits = torch.cat([c[1] for c in chunks]) if chunks else torch.zeros(0, k)
         traces.append(
             Trace(
                 prompt=torch.tensor(prompt),
                 answer=torch.tensor(sequence.new_ids),
                 prompt_successors=successors,
-                prompt_shares=shares,
+                prompt_logits=logits,
                 **columns,
             )
         )
@@ -216,10 +215,8 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
     state = SimpleNamespace(trace=trace, place=0)
     batch = Batch([sequence], cast(Any, None), cast(Any, None), state)
     if len(trace.prompt) > 1:
-        text = torch.cat([torch.full((2,), NO_TOKEN), trace.prompt])
-        said = (trace.prompt_successors, trace.prompt_shares)
-        salts = torch.full_like(trace.prompt[:-1], policy.salt_of(sequence))
-        policy.learn_judged(Judged(trace.prompt[:-1], text[1:-2], text[:-3], *said, salts))
+        read = _verified(trace.prompt[None, :-1], trace.prompt_successors, trace.prompt_logits)
+        policy.learn_judged(Judged.of_chunk(read, [], policy.salt_of(sequence)))
     answer, clock = trace.answer.tolist(), Clock()
     with torch.no_grad():
         while sequence.finish_reason is None:
@@ -258,14 +255,23 @@ def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> Judg
     tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
     zeros = torch.zeros_like(tokens)
     tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
-    logits = torch.zeros(1, tokens.shape[1], NUM_SUCCESSORS)
-    empty = Verified(tokens, logits, logits)
-    judged = Judged.of_trees(empty, tree, [history], torch.tensor([salt]))
-    return replace(judged, successors=trace.successors[place].flip(0), shares=trace.shares[place].flip(0))
+    return Judged.of_trees(_verified(tokens, trace.successors[place], trace.logits[place]), tree, [history], [salt])
+
+
+def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> Verified:
+    """As a step gave it that told the host no more than this, of one row."""
+    nothing = torch.empty(*tokens.shape, 0)
+    return Verified(tokens, nothing, nothing, highest=(successors[None].int(), logits[None].contiguous()))
+
+
+def _likeliest(verified: Verified) -> tuple[Tensor, Tensor]:
+    """The likeliest successors, and their logits less that of the first: small numbers, for which two bytes do."""
+    successors, logits = verified.likeliest()
+    return successors.long(), logits - logits[:, :, :1]
 
 
 def _small(values: Tensor) -> Tensor:
-    """Token ids and places in two bytes, where they fit, and shares in two."""
+    """Token ids and places in two bytes, where they fit, and logits in two."""
     if values.dtype.is_floating_point:
         return values.half()
     fits = values.numel() == 0 or int(values.max()) < 2**16

@@ -7,7 +7,6 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -77,11 +76,8 @@ def between(seen: Mapping[int, float], size: int) -> float:
 
 def total_gains(paths: Tensor) -> list[float]:
     """Expected accepted tokens of the 1, 2, 3 ... best nodes of all rows. paths [B, n]: of each its own, best first."""
-    library = kernels()
-    if library is None:
-        return list(accumulate(map(sum, zip(*paths.tolist(), strict=True))))
     paths, gains = plain(paths, torch.float32), array("d", bytes(8 * paths.shape[1]))
-    library.graft_gains(*paths.shape, paths.data_ptr(), gains.buffer_info()[0])
+    kernels().graft_gains(*paths.shape, paths.data_ptr(), gains.buffer_info()[0])
     return gains.tolist()
 
 

@@ -9,16 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from graft.accept import Accepted, Choices
 from graft.batch import Batch
 from graft.draft.base import Drafter, DraftState
-from graft.host_pool import make_pool
 from graft.index.store import Datastore
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, JudgedTrees, Learner
+from graft.retrieve.base import History, Judged, Learner
 from graft.settings import Settings, require
 from graft.stats import Clock
 from graft.target import TargetRunner, Verified
@@ -101,7 +99,7 @@ class Policy(ABC):
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            self.learn_judged(JudgedTrees(verified, tree, histories, self._salts(batch)))
+            self.learn_judged(Judged.of_trees(verified, tree, histories, self._salts(batch)))
         self.learn_accepted(tree, accepted, seconds)
 
     def foresee(self, batch: Batch, verified: Verified, choices: Choices) -> None:
@@ -115,7 +113,7 @@ class Policy(ABC):
     def catch_up(self) -> None:  # noqa: B027 - optional
         """Does what could wait, while a device verifies."""
 
-    def learn_judged(self, judged: Judged | JudgedTrees) -> None:
+    def learn_judged(self, judged: Judged) -> None:
         """Learns what the target thinks follows each of some tokens."""
         for retriever in self.retrievers:
             retriever.learn(judged)
@@ -146,13 +144,11 @@ class Policy(ABC):
 
     def new_pool(self, batch: Batch, roots: Tensor) -> Pool:
         """A pool with the batch's roots and nothing else."""
-        return make_pool(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
+        return Pool(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
 
-    def _salts(self, batch: Batch) -> Tensor | None:
-        """[B] whose tables each row uses; None if all share them."""
-        if not self.isolated:
-            return None
-        return torch.tensor([self.salt_of(sequence) for sequence in batch.sequences])
+    def _salts(self, batch: Batch) -> list[int]:
+        """Whose tables each row uses."""
+        return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:
         """Whose tables a text uses: its own, or everybody's."""

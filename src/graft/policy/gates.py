@@ -51,7 +51,7 @@ def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: 
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
         gates = () if thresholds is None else GATES
-        levels = drafter.levels(batch.draft, pool.nodes.tokens[:, 0], stops=gates)
+        levels = drafter.levels(batch.draft, batch.roots(), stops=gates)
         for number in range(most):
             level = next(levels)
             going = torch.tensor([[stop == NEVER] for stop in stops])

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from graft.batch import Batch
 from graft.draft.base import Drafter
 from graft.policy.base import USUAL_BUDGET, Grown, Policy, PolicySettings
 from graft.policy.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
-from graft.policy.template import ENVELOPE, LIKELY, Template, fill, make_template, scaled
+from graft.policy.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
 from graft.pool import Pool
 from graft.retrieve.matrix import AdjacencyMatrix
-from graft.retrieve.table import COLD, unpack
 from graft.stats import Clock
 from graft.target import TargetRunner
 
@@ -47,13 +45,8 @@ class Recycle(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
         with clock("graft"):
             pool = self.new_pool(batch, roots)
-            fill(
-                pool,
-                [self._template] * len(roots),
-                self._matrix.table,
-                self.sources.index("adjacency"),
-                batch.max_depth,
-            )
+            source = self.sources.index("adjacency")
+            pool.fill(self._matrix.tables, [self._template] * len(roots), LIKELY, source, batch.max_depth)
             pool.merge()
             return Grown.without_drafts(pool.best(self._budget, batch.max_depth)[0].trimmed())
 
@@ -72,11 +65,11 @@ class Paper(Policy):
         self.isolated = settings.isolated
         self._budget = settings.budget or USUAL_BUDGET
         self._kept = [round(kept * self._budget / 60) for kept in _KEPT]
-        self._templates: list[Template | None] = [
+        self._templates = [
             make_template(scaled(widths, self._budget - kept))
             for widths, kept in zip(_WIDTHS, self._kept, strict=False)
         ]
-        self._templates.append(None)
+        self._templates.append(NOTHING)
         self.gates = Gates()
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
@@ -98,7 +91,8 @@ class Paper(Policy):
         return drafted.stops
 
     def _retrieve(self, pool: Pool, stops: list[int], max_depth: int) -> None:
-        fill(pool, [self._templates[stop] for stop in stops], self._matrix.table, _ADJACENCY, max_depth)
+        templates = [self._templates[stop] for stop in stops]
+        pool.fill(self._matrix.tables, templates, LIKELY, _ADJACENCY, max_depth)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | self.gates.state()
@@ -122,14 +116,5 @@ class Tail(Root):
     """Retrieval at the other end: the likeliest leaves of the drafted tree go on by their first two successors."""
 
     def _retrieve(self, pool: Pool, stops: list[int], max_depth: int) -> None:
-        nodes = pool.nodes
-        is_leaf = torch.ones_like(nodes.paths).scatter_reduce_(1, nodes.parents, (nodes.paths <= 0).float(), "amin")
         count = (self._budget - self._kept[NEVER - 1]) // 2
-        reachable = nodes.paths * is_leaf * (nodes.depths < max_depth)
-        paths, leaves = reachable.topk(min(count, pool.width), dim=1)
-        entries = self._matrix.table.lookup(*(nodes.tokens.gather(1, leaves),) * 3, pool.salts[:, None])
-        tokens = unpack(entries[:, :, :2])[0].long()
-        known = (tokens != COLD) & (paths > 0)[:, :, None]
-        tokens = tokens.clamp(min=0).flatten(1)
-        sources, zeros = torch.full_like(tokens, _ADJACENCY), torch.zeros_like(tokens)
-        pool.add(tokens, leaves.repeat_interleave(2, dim=1), LIKELY * known.flatten(1), sources, zeros)
+        pool.extend_leaves(self._matrix.tables, count, 2, LIKELY, _ADJACENCY, max_depth)

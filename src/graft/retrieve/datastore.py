@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graft.index.store import MAX_MATCH, Continuation, Datastore
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, JudgedTrees
+from graft.retrieve.base import History, Judged
 from graft.retrieve.rows import Row, Twig
 
 _NUM_LENGTHS = 5  # classes of the match length: from 2, 4, 8, 16, 32 tokens
@@ -55,7 +55,7 @@ class DatastoreLookup:
             rows.append(row.columns)
         pool.add_rows(rows, chances)
 
-    def learn(self, judged: Judged | JudgedTrees) -> None:
+    def learn(self, judged: Judged) -> None:
         """Nothing to do: the index is read-only."""
 
     def finish(self, history: History) -> None:

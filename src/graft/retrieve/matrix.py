@@ -6,27 +6,26 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
-from graft.retrieve.table import adjacency_table, make_tables
+from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.table import SuccessorTables, adjacency_table
 
 
 class AdjacencyMatrix:
-    """M[vocab, k]; `table` is what a template is filled from."""
+    """M[vocab, k]; `tables`, which is this one, is what a template is filled from."""
 
     names: tuple[str, ...] = ("adjacency",)
 
     def __init__(self, vocab_size: int, isolated: bool = False) -> None:
-        self.table = adjacency_table(vocab_size, isolated)
-        self._tables = make_tables([self.table])
+        self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
 
-    def learn(self, judged: Judged | JudgedTrees) -> None:
-        self._tables.learn(judged)
+    def learn(self, judged: Judged) -> None:
+        self.tables.learn(judged)
 
     def finish(self, history: History) -> None:
         """Nothing to do: every token was learned when it was judged."""
 
     def state(self) -> dict[str, Tensor]:
-        return named(self.names[0], self.table.state())
+        return named(self.names[0], self.tables.tables[0].state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.table.restore(part_of(state, self.names[0]))
+        self.tables.tables[0].restore(part_of(state, self.names[0]))

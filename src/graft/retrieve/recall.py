@@ -13,8 +13,8 @@ from torch import Tensor
 
 from graft.buckets import BUCKET_PROBABILITIES
 from graft.pool import Pool
-from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
-from graft.retrieve.table import ISOLATED_ROWS, SuccessorTable, adjacency_table, make_tables
+from graft.retrieve.base import History, Judged, named, part_of
+from graft.retrieve.table import ISOLATED_ROWS, SuccessorTable, SuccessorTables, adjacency_table
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
 # What an old opinion, in a context that is now another, is worth of its face: the more of the context is the same,
@@ -41,7 +41,7 @@ class Recall:
             else adjacency_table(vocab_size, isolated)
             for order in orders
         ]
-        self._tables = make_tables(tables)
+        self._tables = SuccessorTables(tables)
         self.names = tuple(_NAMES[order] for order in orders)
         self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
         self._waves = waves
@@ -50,7 +50,7 @@ class Recall:
     def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
         pool.follow(self._tables, chances, first, self._waves, self._beam, max_depth)
 
-    def learn(self, judged: Judged | JudgedTrees) -> None:
+    def learn(self, judged: Judged) -> None:
         self._tables.learn(judged)
 
     def finish(self, history: History) -> None:

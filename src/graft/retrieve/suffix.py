@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from ctypes import byref
 from itertools import islice, pairwise
@@ -19,80 +17,24 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from graft.host_pool import HostPool
-from graft.kernels import IndexStruct, available, kernels
-from graft.pool import Pool
-from graft.retrieve.base import History, Judged, JudgedTrees, named, part_of
-from graft.retrieve.copies import MATCHES, MAX_MATCH, SCALE, Occurrences, copies
-from graft.retrieve.rows import Row
+from graft.kernels import IndexStruct, ScaleStruct, kernels
+from graft.pool import Pool, address_of
+from graft.retrieve.base import History, Judged, named, part_of
 
-_MIN_MATCH = 2
-_MAX_OCCURRENCES = 12  # the most recent ones of a pair of tokens are looked at, in `kernels.c` as well
+_MAX_MATCH = 24
+_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # least lengths of the evidence buckets
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
+_SCALE = ScaleStruct(
+    _MAX_MATCH,
+    len(_MATCHES),
+    len(_SHARES),
+    (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
+    (ctypes.c_double * len(_SHARES))(*_SHARES),
+)
 
 
 class SuffixIndex:
     """Texts one behind the other, indexed by pairs of tokens; the oldest go when there are too many tokens."""
-
-    def __init__(self, max_tokens: int | None = None) -> None:
-        self._max_tokens = max_tokens
-        self._tokens = array("i")
-        self._starts: list[int] = []  # of each text, as places count since the first ever
-        self._dropped = 0  # tokens that are gone
-        self._ends: dict[tuple[int, int], deque[int]] = {}  # pair -> places just behind its occurrences
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def texts(self) -> list[list[int]]:
-        places = [start - self._dropped for start in self._starts] + [len(self._tokens)]
-        return [self._tokens[a:b].tolist() for a, b in pairwise(places)]
-
-    def begin(self) -> None:
-        """What comes from here on is another text: no match and no continuation reaches over its start."""
-        self._starts.append(self._dropped + len(self._tokens))
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        start = self._starts[-1] - self._dropped
-        for token in tokens:
-            self._tokens.append(token)
-            if len(self._tokens) - start >= _MIN_MATCH:
-                pair = (self._tokens[-2], token)
-                ends = self._ends.get(pair)
-                if ends is None:
-                    ends = self._ends[pair] = deque(maxlen=_MAX_OCCURRENCES)
-                ends.append(self._dropped + len(self._tokens))
-        while self._max_tokens is not None and len(self._tokens) > self._max_tokens and len(self._starts) > 1:
-            self._drop_oldest()
-
-    def occurrences(self, pair: tuple[int, int]) -> Occurrences:
-        """Those of a pair of tokens that are not at their text's end."""
-        spans: list[int] = []
-        ends = self._ends.get(pair, ())
-        starts, dropped = self._starts, self._dropped
-        for absolute in ends:
-            following = bisect_left(starts, absolute)  # the text behind the occurrence's
-            end = absolute - dropped
-            stop = starts[following] - dropped if following < len(starts) else len(self._tokens)
-            if end < stop:
-                spans += (starts[following - 1] - dropped, end, stop)
-        return Occurrences(self._tokens, spans)
-
-    def _drop_oldest(self) -> None:
-        del self._starts[0]
-        count = self._starts[0] - self._dropped
-        for pair in pairwise(self._tokens[:count]):
-            ends = self._ends.get(pair)
-            while ends and ends[0] <= self._dropped + count:
-                ends.popleft()
-            if ends is not None and not ends:
-                del self._ends[pair]
-        del self._tokens[:count]
-        self._dropped += count
-
-
-class HostIndex(SuffixIndex):
-    """Does what `SuffixIndex` does, in memory of `kernels.c`."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         library: Any = kernels()
@@ -108,29 +50,21 @@ class HostIndex(SuffixIndex):
     @property
     def texts(self) -> list[list[int]]:
         struct = self._struct
-        tokens, starts = self._tokens_so_far(), array("q")
+        tokens, starts = array("i"), array("q")
+        tokens.frombytes(ctypes.string_at(struct.tokens, 4 * len(self)) if len(self) else b"")
         starts.frombytes(ctypes.string_at(struct.starts, 8 * struct.num_texts) if struct.num_texts else b"")
         places = [start - struct.dropped for start in starts] + [len(tokens)]
         return [tokens[a:b].tolist() for a, b in pairwise(places)]
 
     def begin(self) -> None:
+        """What comes from here on is another text: no match and no continuation reaches over its start."""
         self._kernels.graft_index_begin(self.address)
 
     def extend(self, tokens: Sequence[int]) -> None:
         extend_all([self], [tokens], self._most)
 
-    def occurrences(self, pair: tuple[int, int]) -> Occurrences:
-        spans, count = (ctypes.c_int64 * (3 * _MAX_OCCURRENCES))(), ctypes.c_int64()
-        self._kernels.graft_index_find(self.address, *pair, spans, byref(count))
-        return Occurrences(self._tokens_so_far(), spans[: 3 * count.value])
 
-    def _tokens_so_far(self) -> array[int]:
-        tokens = array("i")
-        tokens.frombytes(ctypes.string_at(self._struct.tokens, 4 * len(self)) if len(self) else b"")
-        return tokens
-
-
-def extend_all(indices: Sequence[HostIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
+def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
     """Adds to the last text of each index its own tokens, in one call."""
     library: Any = kernels()
     counts, tokens = array("q", map(len, texts)), array("i")
@@ -138,13 +72,8 @@ def extend_all(indices: Sequence[HostIndex], texts: Sequence[Sequence[int]], max
         tokens.extend(text)
     addresses = array("q", [index.address for index in indices])
     library.graft_index_extend(
-        addresses.buffer_info()[0], len(addresses), counts.buffer_info()[0], tokens.buffer_info()[0], max_tokens
+        address_of(addresses), len(addresses), address_of(counts), address_of(tokens), max_tokens
     )
-
-
-def make_index(max_tokens: int | None = None) -> SuffixIndex:
-    """An index of no text."""
-    return HostIndex(max_tokens) if available() else SuffixIndex(max_tokens)
 
 
 class SuffixLookup:
@@ -152,11 +81,8 @@ class SuffixLookup:
 
     names: tuple[str, ...] = ("suffix", "past")
     # Longer matches are surer, and so are tokens that all occurrences agree on.
-    prior = (
-        (torch.linspace(0.35, 0.95, len(MATCHES))[:, None] * torch.tensor([0.25, 0.5, 0.75, 1.0]))
-        .flatten()
-        .expand(2, -1)
-        .clone()
+    prior = torch.tensor(
+        [[(0.35 + 0.6 * i / 7) * agreed for i in range(len(_MATCHES)) for agreed in (0.25, 0.5, 0.75, 1.0)]] * 2
     )
 
     def __init__(
@@ -170,34 +96,17 @@ class SuffixLookup:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._max_past_tokens = max_past_tokens
-        self._past = make_index(max_past_tokens)
+        self._past = SuffixIndex(max_past_tokens)
         self._keeps_past = keep_past
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
-        own: list[Any] = [self._index(history) for history in histories]
-        if isinstance(pool, HostPool):  # then all indices are the kernels' too
-            past: Any = self._past
-            extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
-            addresses = [index.address for index in own]
-            limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
-            pool.hang_copies(addresses, past.address, SCALE, first, chances, *limits)
-            return
-        rows = []
-        for history, index, places in zip(histories, own, pool.places(self._num_drafted, max_depth), strict=True):
-            index.extend(history.ids[len(index) :])
-            row = Row(pool, first)
-            end = history.ids[-MAX_MATCH:]
-            for place in places:
-                suffix = end + place.path
-                if len(suffix) < _MIN_MATCH:
-                    continue
-                found = [each.occurrences((suffix[-2], suffix[-1])) for each in (index, self._past)]
-                if any(each.spans for each in found):
-                    row.hang(place, copies(found, suffix, min(self._depth, max_depth - place.depth), self._num_nodes))
-            rows.append(row.columns)
-        pool.add_rows(rows, chances)
+        own = [self._index(history) for history in histories]
+        extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
+        limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
+        past = [self._past.address] * len(own)
+        pool.hang_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
 
-    def learn(self, judged: Judged | JudgedTrees) -> None:
+    def learn(self, judged: Judged) -> None:
         """Nothing to do: texts are taken from their histories."""
 
     def finish(self, history: History) -> None:
@@ -212,7 +121,7 @@ class SuffixLookup:
         return named("past", {"tokens": tokens, "lengths": lengths})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._past = make_index(self._max_past_tokens)
+        self._past = SuffixIndex(self._max_past_tokens)
         if past := part_of(state, "past"):
             tokens = iter(past["tokens"].tolist())
             for length in past["lengths"].tolist():
@@ -223,6 +132,6 @@ class SuffixLookup:
         """Of a text's own tokens, as far as they were looked up."""
         index = self._own.get(history)
         if index is None:
-            index = self._own[history] = make_index()
+            index = self._own[history] = SuffixIndex()
             index.begin()
         return index

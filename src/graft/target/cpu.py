@@ -1,8 +1,8 @@
 """Linear layers that cost a CPU little more for 16 tokens than for one.
 
 For more than one row the BLAS behind torch copies the weights into its own order in every call, which takes three
-times as long as reading them. The kernel in `cpu_linear.c` reads them once. It is compiled on first use; without a
-compiler, or where it is not faster, a model stays as it is.
+times as long as reading them. The kernel in `cpu_linear.c` reads them once. Where it is not faster, or was not built, a
+model stays as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from graft import native
+from graft.errors import GraftError
+from graft.kernels import compiled
 
-_SOURCE = Path(__file__).with_name("cpu_linear.c")
-# GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
-_FLAGS = ("-O2", "-fno-schedule-insns", "-fopenmp")
 _MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight
 _WORTH_IT = 0.9  # of torch's time
 
@@ -52,7 +50,8 @@ def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     num_outputs, num_inputs = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     num_tokens = x.numel() // num_inputs
-    if kernel(weight.data_ptr(), x.data_ptr(), out.data_ptr(), num_outputs, num_inputs, num_tokens):
+    addresses = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
+    if kernel(*addresses, num_outputs, num_inputs, num_tokens, _threads()):
         raise MemoryError(f"no memory for {num_tokens} tokens of {num_inputs} numbers")
     return out if bias is None else out.add_(bias)
 
@@ -111,19 +110,36 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
 
 @cache
 def _kernel() -> Callable[..., int] | None:
-    """The compiled kernel, or None where it cannot be had."""
-    # Torch's own OpenMP, so that one set of threads does both kinds of work and not two against each other.
-    openmp = sorted(Path(torch.__file__).parent.glob("lib/lib[gi]omp*"))
-    link = [str(openmp[0])] if openmp else ["-fopenmp"]
-    library = native.load(_SOURCE, [*_FLAGS, *_instruction_set()], link)
-    if library is None:
+    """The kernel for this processor, or None where it was not built."""
+    # As torch found out what the processor has; on those that are no x86, there is only one.
+    is_wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    try:
+        library = compiled("_cpu_linear_avx2" if is_wide else "_cpu_linear")
+    except GraftError:
         return None
     function: Any = library.graft_linear
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function
 
 
-def _instruction_set() -> list[str]:
-    # By what torch found out about this CPU, and not -march=native: a home folder may serve several machines.
-    return ["-mavx2", "-mfma"] if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else []
+class _Threads(ctypes.Structure):
+    _fields_ = (
+        ("parallel", ctypes.c_void_p),
+        ("thread_num", ctypes.c_void_p),
+        ("num_threads", ctypes.c_void_p),
+    )
+
+
+@cache
+def _threads() -> Any:
+    """The threads of the OpenMP library that torch brought along, which all such libraries give under these names; None
+    if it brought none."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
+        try:
+            library = ctypes.CDLL(str(path))  # the one that is loaded
+            functions = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
+        except (OSError, AttributeError):
+            continue
+        return ctypes.byref(_Threads(*(ctypes.cast(function, ctypes.c_void_p) for function in functions)))
+    return None

@@ -1,7 +1,10 @@
 /* y = x w' for few rows of x: each weight is read from memory once, and no copy of the weights is made.
 
    A vector holds one number for each of LANES tokens, so every output is summed over k in the same order
-   whatever the number of tokens. */
+   whatever the number of tokens.
+
+   Built once for every processor and once for those with wider vectors; who calls knows which to take, and hands over
+   the threads: those of the OpenMP that torch has loaded, so that one set of them does both kinds of work. */
 
 #include <stdlib.h>
 
@@ -13,7 +16,11 @@
 /* 8 vectors of sums hide the latency of an addition, and fit into 16 registers beside what they are made of. */
 #define BLOCK_ROWS 8
 #define WIDE_ROWS 4
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 8")
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -60,13 +67,55 @@ TILE(narrow_row, 1, 1)
 TILE(wide_tile, WIDE_ROWS, 2)
 TILE(wide_row, 1, 2)
 
-/* w: [n][k], x: [m][k], y: [m][n]. Returns 0, or 1 if there was no memory. */
-int graft_linear(const float *w, const float *x, float *y, long n, long k, long m) {
-    const int wide = m > LANES;
-    const long width = wide ? 2 * LANES : LANES;
+/* What an OpenMP library gives: runs a function on every thread; which thread one is, and of how many. */
+typedef struct {
+    void (*parallel)(void (*run)(void *), void *data, unsigned num_threads, unsigned flags);
+    int (*thread_num)(void);
+    int (*num_threads)(void);
+} Threads;
+
+typedef struct {
+    const float *w, *xt; /* [n][k], [groups][k][width] */
+    float *y;            /* [m][n] */
+    long n, k, m, width;
+    const Threads *threads;
+} Job;
+
+/* The rows from `first` to `last`, which begins and ends at whole blocks, or at the end. */
+static void multiply_rows(const Job *job, long first, long last) {
+    const long n = job->n, k = job->k, m = job->m, width = job->width;
+    const int wide = width > LANES;
+    const long step = wide ? WIDE_ROWS : BLOCK_ROWS;
+    for (long block = first; block < last; block += BLOCK_ROWS) {
+        const long end = block + BLOCK_ROWS < last ? block + BLOCK_ROWS : last;
+        for (long done = 0; done < m; done += width) { /* the rows stay in the cache for all tokens */
+            const long wanted = m - done < width ? m - done : width;
+            const float *in = job->xt + done * k;
+            float *out = job->y + done * n;
+            long r = block;
+            for (; r + step <= end; r += step)
+                (wide ? wide_tile : narrow_tile)(job->w + r * k, in, out + r, n, k, wanted);
+            for (; r < end; r++) (wide ? wide_row : narrow_row)(job->w + r * k, in, out + r, n, k, wanted);
+        }
+    }
+}
+
+static void multiply_own_rows(void *data) {
+    const Job *job = data;
+    const long thread = job->threads->thread_num(), num_threads = job->threads->num_threads();
+    const long blocks = (job->n + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const long first = blocks * thread / num_threads * BLOCK_ROWS;
+    const long last = blocks * (thread + 1) / num_threads * BLOCK_ROWS;
+    multiply_rows(job, first, last < job->n ? last : job->n);
+}
+
+/* w: [n][k], x: [m][k], y: [m][n]. threads may be NULL: then the caller's does it all. Returns 0, or 1 if there was no
+   memory. */
+int graft_linear(const float *w, const float *x, float *y, long n, long k, long m, const Threads *threads) {
+    const long width = m > LANES ? 2 * LANES : LANES;
     const long groups = (m + width - 1) / width;
     const long size = groups * width * k;
-    float *xt = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64); /* [groups][k][width] */
+    float *xt = aligned_alloc(64, (size_t)((size * (long)sizeof(float) + 63) / 64 * 64)); /* [groups][k][width] */
     if (xt == NULL) return 1;
     for (long g = 0; g < groups; g++) {
         const float *from = x + g * width * k;
@@ -77,20 +126,9 @@ int graft_linear(const float *w, const float *x, float *y, long n, long k, long 
             for (long t = count; t < width; t++) to[t] = 0;
         }
     }
-    const long step = wide ? WIDE_ROWS : BLOCK_ROWS;
-#pragma omp parallel for schedule(static)
-    for (long first = 0; first < n; first += BLOCK_ROWS) {
-        const long last = first + BLOCK_ROWS < n ? first + BLOCK_ROWS : n;
-        for (long g = 0; g < groups; g++) { /* the rows stay in the cache for all tokens */
-            const long wanted = m - g * width < width ? m - g * width : width;
-            const float *in = xt + g * k * width;
-            float *out = y + g * width * n;
-            long r = first;
-            for (; r + step <= last; r += step)
-                (wide ? wide_tile : narrow_tile)(w + r * k, in, out + r, n, k, wanted);
-            for (; r < last; r++) (wide ? wide_row : narrow_row)(w + r * k, in, out + r, n, k, wanted);
-        }
-    }
+    Job job = {w, xt, y, n, k, m, width, threads};
+    if (threads == NULL) multiply_rows(&job, 0, n);
+    else threads->parallel(multiply_own_rows, &job, 0, 0);
     free(xt);
     return 0;
 }

@@ -32,14 +32,16 @@ class Verified:
     tokens: Tensor  # [B, W] what was judged, on the host
     logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
     hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, side by side
-    # Of a captured step: what `likeliest` would find, and its logits, on the host by the time it is judged.
+    # Of a captured step: what `likeliest` would find, on the host by the time it is judged.
     highest: tuple[Tensor, Tensor] | None = None
     step: Step | None = None
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
-        """The likeliest successors [B, W, k] of every token, best first, and their shares among them; on the host."""
-        tokens, values = self.highest or likeliest(self.logits)
-        return tokens.cpu().long(), values.cpu().softmax(dim=2)
+        """The likeliest successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
+        if self.highest is not None:
+            return self.highest
+        tokens, logits = likeliest(self.logits)
+        return tokens.cpu().int(), logits.cpu()
 
 
 def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,65 @@
+"""The compiled parts of the package, built when it is installed; all else about it is in pyproject.toml.
+
+They are C without Python's headers, called through ctypes, so that one build serves every Python of a platform. Where a
+machine has no C compiler, one comes from the package index for the time of the build.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+COMPILER_PACKAGE = "ziglang>=0.13"
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+# The same on every machine: no product and sum in one step, which only some processors have, and no guessing which.
+EXACT = ["-std=c99", "-O2", "-ffp-contract=off"]
+# GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
+FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
+
+
+def own_compiler() -> str | None:
+    """The machine's C compiler, as a command, or None."""
+    usual = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    return os.environ.get("CC") or next(filter(shutil.which, (usual, "cc", "gcc", "clang")), None)
+
+
+class BuildLibraries(build_ext):
+    """Builds with what there is, each library's objects in a folder of their own: two are of the same source."""
+
+    def build_extension(self, ext: Extension) -> None:
+        # For any processor of the kind, and not only the one at hand.
+        compiler = own_compiler() or f"{sys.executable} -m ziglang cc -mcpu=baseline"
+        self.compiler.set_executables(
+            compiler=compiler, compiler_so=f"{compiler} -fPIC", linker_so=f"{compiler} -shared"
+        )
+        shared, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
+        super().build_extension(ext)
+        self.build_temp = shared
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python of the platform from 3.11 on."""
+
+    def finalize_options(self) -> None:
+        self.py_limited_api = "cp311"
+        super().finalize_options()
+
+
+def library(name: str, source: str, flags: list[str]) -> Extension:
+    return Extension(f"graft.{name}", [f"src/graft/{source}"], extra_compile_args=flags, py_limited_api=True)
+
+
+setup(
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+    setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
+    ext_modules=[
+        library("_kernels", "kernels.c", EXACT),
+        library("_cpu_linear", "target/cpu_linear.c", FAST),
+        *([library("_cpu_linear_avx2", "target/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),
+    ],
+)
