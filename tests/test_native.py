@@ -1,7 +1,11 @@
 """The compiled kernels do what the slow reference does, to the last bit; and the same on every machine."""
 
+import importlib.util
 import json
 import random
+import shutil
+import subprocess
+import sys
 from copy import copy
 from itertools import pairwise
 from pathlib import Path
@@ -411,6 +415,31 @@ def golden_rounds():
 def test_the_same_proposals_give_the_tree_that_was_recorded():
     """On another machine. To record anew: python tests/test_native.py"""
     assert golden_rounds() == json.loads(GOLDEN.read_text())
+
+
+COMPILERS = {
+    "cc": [shutil.which("cc") or "cc"],
+    "zig": [sys.executable, "-m", "ziglang", "cc"],
+}
+
+
+@pytest.mark.parametrize("flags", ["-O0", "-O2 -ffp-contract=off", "-O3 -march=native -ffp-contract=fast"])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path, compiler, flags):
+    """However hard it tries: a machine that joins a product and a sum in one step is no different."""
+    if not (shutil.which("cc") if compiler == "cc" else importlib.util.find_spec("ziglang")):
+        pytest.skip(f"there is no {compiler}")
+    source = Path(kernels.__file__).with_name("kernels.c")
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(source)]
+    subprocess.run([*command, "-o", str(tmp_path / "_kernels.abi3.so")], check=True, timeout=100)
+    monkeypatch.setattr(kernels, "_HERE", tmp_path)
+    kernels.kernels.cache_clear()
+    try:
+        assert Path(kernels.kernels()._name).parent == tmp_path
+        assert golden_rounds() == json.loads(GOLDEN.read_text())
+    finally:
+        monkeypatch.undo()
+        kernels.kernels.cache_clear()
 
 
 def test_recorded_trees_have_what_machines_could_differ_in():
