@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graft.report import Report
 from graft.target import attention
 from graft.target.cache import Aim, TreeCache
+from graft.target.loan import evaluating, tree_attention
 from graft.target.support import check_supported
 from graft.target.verified import Verified
 from graft.tree import DraftTree
@@ -66,20 +66,6 @@ class TargetRunner:
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
         return TreeCache(self._num_layers, num_rows, num_slots)
-
-    @contextmanager
-    def _tree_attention(self) -> Iterator[None]:
-        """Lets the model attend over trees inside. For one forward only: the model stays its owner's outside.
-
-        Set on the config, where the model's code reads it: `set_attn_implementation` takes 1 ms to do the same.
-        """
-        config = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = attention.NAME
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
 
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
@@ -134,7 +120,7 @@ class TargetRunner:
         num_logits: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Logits in the model's dtype, and inputs of the layers asked for, side by side."""
-        with self._tree_attention(), evaluating(self.model):
+        with tree_attention(self.model), evaluating(self.model):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -166,19 +152,6 @@ def target_for(
     if exact:
         warnings.warn(f"exact changes nothing on {model.device}: it is for a single GPU with Triton", stacklevel=2)
     return TargetRunner(model, hidden_layers, chunk_size)
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
