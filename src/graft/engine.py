@@ -123,12 +123,23 @@ class Engine:
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
 
-    def stream(self, prompt: Prompt, *, watch: Callable[[RoundRecord], None] | None = None, **options: Any) -> Stream:
-        """Answers one prompt piece by piece, as tokens are accepted. watch: is told of every round."""
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        watch: Callable[[RoundRecord], None] | None = None,
+        show_all: bool = False,
+        **options: Any,
+    ) -> Stream:
+        """Answers one prompt piece by piece, as tokens are accepted.
+
+        watch: is told of every round; what may be other prompts' text only where it was accepted, unless `show_all`.
+        """
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
         sequence = self.new_sequences(self.encode(prompt), settings)[0]
+        sequence.shows_all = show_all
         return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -192,8 +203,9 @@ class Engine:
             self.policy.learn(batch, tree, verified, accepted, verify_time())
 
         considered = grown.considered if tree is grown.tree else None
+        common = self.policy.common_sources
         for row, sequence in enumerate(batch.sequences):
-            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
+            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
         is_plain = tree.width == 1 and grown.considered is None

@@ -207,7 +207,7 @@ class HostPool(Pool):
     def hang_copies(
         self,
         own: Sequence[int],
-        past: int,
+        past: Sequence[int],
         scale: ScaleStruct,
         first: int,
         chances: Tensor,
@@ -216,13 +216,15 @@ class HostPool(Pool):
         length: int,
         num_nodes: int,
     ) -> None:
-        """Adds what `SuffixLookup` proposes. own, past: addresses of every row's index and of that of all."""
-        addresses, count, width = array("q", own), ctypes.c_int64(), self.width
+        """Adds what `SuffixLookup` proposes. own, past: addresses of every row's index and of that of
+        finished texts that it may see."""
+        addresses, finished = array("q", own), array("q", past)
+        count, width = ctypes.c_int64(), self.width
         while True:
             self._kernels.graft_hang_copies(
                 self._ref,
                 _address(addresses),
-                past,
+                _address(finished),
                 first,
                 self._weigh_by(chances),
                 num_places,

@@ -953,11 +953,11 @@ static int hang_copies(
     return failed;
 }
 
-/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts at up to
-   num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
+/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts, past[row], at up
+   to num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
    for as many. */
 int graft_hang_copies(
-    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *past, int64_t first, const Chances *chances,
+    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t room = 2 * num_nodes, end = scale->max_match;
     int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
@@ -979,7 +979,7 @@ int graft_hang_copies(
                 text[--d] = (int32_t)row.fields[TOKEN][at];
             if (size < 2) continue;
             find_occurrences(own[r], text[size - 2], text[size - 1], found);
-            find_occurrences(past, text[size - 2], text[size - 1], found + 1);
+            find_occurrences(past[r], text[size - 2], text[size - 1], found + 1);
             failed = hang_copies(
                 pool, &row, places[i], pool->width + counts[r], found, text, size, least(length, max_depth - depth),
                 num_nodes, scale, first, chances, &twig);

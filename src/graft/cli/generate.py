@@ -82,7 +82,7 @@ def _watched(
 
     ids, screen = engine.encode(prompt), Console()
     rounds = Rounds(engine.tokenizer, ids, engine.policy.sources, notes() if show_tree else None)
-    stream = engine.stream(ids, watch=rounds.watch, **vars(settings))
+    stream = engine.stream(ids, watch=rounds.watch, show_all=True, **vars(settings))
     for piece in ["".join(stream)] if show_tree else stream:
         print(rounds.paint(piece, screen) if color_by_origin else piece, end="", flush=True)
     print()

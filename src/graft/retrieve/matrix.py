@@ -17,6 +17,7 @@ class AdjacencyMatrix:
 
     def __init__(self, vocab_size: int, isolated: bool = False) -> None:
         self.table = adjacency_table(vocab_size, isolated)
+        self.common: tuple[str, ...] = () if isolated else self.names
         self._tables = make_tables([self.table])
 
     def learn(self, judged: Judged | JudgedTrees) -> None:
