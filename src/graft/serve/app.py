@@ -168,7 +168,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     async def health(request: Request) -> Json:
         if not serving(request).scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
-        return {"status": "ok"}
+        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # why is for the log
 
     @app.get("/version")
     async def version() -> Json:

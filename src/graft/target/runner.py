@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from graft.errors import GraftError
 from graft.report import Report
 from graft.target import attention
 from graft.target.cache import Aim, TreeCache
@@ -28,7 +29,7 @@ class TargetRunner:
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
-        self.is_exact = False  # whether it was asked to give a token the same bits in any batch
+        self.is_exact = False  # whether it gives a token the same bits in any batch, or says why it cannot
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self._num_layers = config.num_hidden_layers
@@ -44,6 +45,11 @@ class TargetRunner:
     def num_setups(self) -> int:
         """Things done so far that are done once, such as captures: what took longer because of one is no measure."""
         return 0
+
+    @property
+    def mode(self) -> str:
+        """How steps really run, in a few words: captured or eager, and where they are exact (docs/exactness.md)."""
+        return "eager"
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given."""
@@ -140,7 +146,7 @@ def target_for(
 ) -> TargetRunner:
     """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
 
-    exact: a token's bits are the same in any batch, too.
+    exact: a token's bits are the same in any batch, too; a GraftError where that cannot be.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
@@ -150,7 +156,7 @@ def target_for(
         except ImportError as error:
             warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
     if exact:
-        warnings.warn(f"exact changes nothing on {model.device}: it is for a single GPU with Triton", stacklevel=2)
+        raise GraftError(f"exact steps need a single GPU and Triton, and the model is on {model.device}: drop exact")
     return TargetRunner(model, hidden_layers, chunk_size)
 
 
