@@ -96,7 +96,8 @@ class Engine:
         """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
         `make_policy`.
 
-        exact: on a GPU, rounding cannot make texts differ in batches either; large batches are slower.
+        exact: on a GPU, rounding cannot make texts differ in batches either, or a GraftError says why that cannot be;
+        large batches are slower. What is promised without it: docs/exactness.md.
         """
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
@@ -113,7 +114,8 @@ class Engine:
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
-        """Answers several prompts together; each gets exactly the text it would get alone."""
+        """Answers several prompts together; each gets the text it would get alone, as surely as docs/exactness.md says
+        of the model's device and precision."""
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
