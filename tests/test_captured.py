@@ -4,6 +4,8 @@ captured steps (here simply called) against the ordinary runner."""
 import gc
 import queue
 import random
+import threading
+import time
 import warnings
 
 import pytest
@@ -411,6 +413,29 @@ def test_two_generations_at_once_do_not_share_an_arena(plain):
         next(first), next(second)
     assert [each[0].new_ids for each in sequences] == [expected, expected]
     assert len(engine.target._graphs.arenas) == 2
+
+
+def test_engines_in_several_threads_do_not_share_an_arena(plain, monkeypatch):
+    model = model_of("llama")
+    engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
+    assert engines[0].target._graphs is engines[1].target._graphs
+    expected = engines[0].generate(PROMPT, max_new_tokens=20).ids
+    holds = arenas.Arena.holds
+
+    def holds_after_a_while(*given):
+        time.sleep(0.02)
+        return holds(*given)
+
+    monkeypatch.setattr(arenas.Arena, "holds", holds_after_a_while)
+    decoded = []
+    threads = [
+        threading.Thread(target=lambda e=e: decoded.append(e.generate(PROMPT, max_new_tokens=20).ids)) for e in engines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert decoded == [expected, expected]
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -6,6 +6,7 @@ Without a GPU the same code runs, and what would be replayed is called.
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from abc import abstractmethod
@@ -195,6 +196,9 @@ class Arenas:
         self.device = device
         self.arenas: list[Arena] = []
         self.failure: str | None = None  # why there are none
+        # Held by whoever leases, captures or starts a step: engines in several threads may share arenas, and trial
+        # runs, in a stream of their own, must have what steps share to themselves.
+        self.lock = threading.RLock()
         self.num_captured = 0
         self.num_shortages = 0  # captures that there was no memory for
         self._no_memory_until = -math.inf  # by time.monotonic
@@ -211,17 +215,18 @@ class Arenas:
         them before a new one is made.
         """
         rows, slots = next_power(num_rows), _slots(num_slots)
-        free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
-        arena = next((arena for arena in free if arena.holds(rows, slots)), None)
-        kept = [] if arena is None else [arena, free[0], free[-1]]
-        self.arenas = [other for other in self.arenas if other in kept or other not in free]
-        free.clear()
-        if arena is None:
-            arena = self.make_arena(rows, slots, max_positions)
-            self.arenas.append(arena)
-        cache = ArenaCache(arena, num_rows, self, max_positions)
-        arena.lessee = weakref.ref(cache)
-        return cache
+        with self.lock:
+            free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
+            arena = next((arena for arena in free if arena.holds(rows, slots)), None)
+            kept = [] if arena is None else [arena, free[0], free[-1]]
+            self.arenas = [other for other in self.arenas if other in kept or other not in free]
+            free.clear()
+            if arena is None:
+                arena = self.make_arena(rows, slots, max_positions)
+                self.arenas.append(arena)
+            cache = ArenaCache(arena, num_rows, self, max_positions)
+            arena.lessee = weakref.ref(cache)
+            return cache
 
     @property
     def num_setups(self) -> int:
@@ -293,7 +298,7 @@ class Arenas:
         """Moves the tokens of each row's path together behind its root, which comes behind so many tokens."""
         rows = next_power(len(lengths))
         key = ("move", rows)
-        with torch.cuda.device_of(arena.keys):
+        with self.lock, torch.cuda.device_of(arena.keys):
             if key not in arena.places:
                 arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
             moves: Numbers = arena.places[key]

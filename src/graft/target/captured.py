@@ -227,6 +227,10 @@ class CapturedTarget(TargetRunner):
             self._graphs.refresh()  # says now if that cannot be
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
+        with self._graphs.lock:
+            return self._open(num_rows, num_slots)
+
+    def _open(self, num_rows: int, num_slots: int) -> TreeCache:
         graphs = self._graphs
         graphs.refresh()
         if graphs.failure is None and graphs.cache_shape is None:
@@ -295,7 +299,7 @@ class CapturedTarget(TargetRunner):
         if max(lengths) + width > cache.num_slots:
             raise GraftError(f"the cache holds {cache.num_slots} tokens and {max(lengths) + width} are needed")
         arena = cast(StepArena, cache.arena)
-        with torch.cuda.device_of(arena.keys):
+        with self._graphs.lock, torch.cuda.device_of(arena.keys):
             place, run = self._step(arena, tree, lengths, rows, width)
             if run is None:
                 return None
@@ -365,7 +369,7 @@ class CapturedTarget(TargetRunner):
         seen = Paths(aim.lengths.int(), depths, paths, end)
         keys, values = arena.keys[:, rows], arena.values[:, rows]
         try:
-            with torch.cuda.device_of(keys):
+            with self._graphs.lock, torch.cuda.device_of(keys):
                 logits, inputs = layers(tree.tokens, seen, keys, values, rotary, self._hidden_layers, num_logits)
         except Exception as error:  # as in a capture
             self._graphs.give_up(error)

@@ -221,7 +221,7 @@ class CapturedDrafter(Eagle3Drafter):
         else:
             start = cache.aim(rows, width, self.device).lengths.int()
             tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
-            with torch.cuda.device_of(arena.keys):
+            with self._arenas.lock, torch.cuda.device_of(arena.keys):
                 counts = torch.full_like(start, width)
                 self._enter(arena, rows, verified.hidden, tokens, start, counts, cache.lengths[row])
         cache.advance([width])
@@ -385,7 +385,7 @@ class CapturedDrafter(Eagle3Drafter):
             # No view of it, which would keep it for as long as the step is there.
             hidden = hidden.new_empty(0).set_(hidden.untyped_storage(), place, size, stride)
             key = (*key, hidden.data_ptr(), hidden.shape, hidden.stride())
-        with torch.cuda.device_of(arena.keys):
+        with self._arenas.lock, torch.cuda.device_of(arena.keys):
             step = arena.steps.get(key)
             if step is None:
                 # Trial runs before the capture move the beams on, and count.
