@@ -249,7 +249,8 @@ def run(engine: Engine, batch: list[TokenSequence], chooser: Plain | Forced) -> 
 def tiny_engine() -> Engine:
     from tiny import tiny_model
 
-    return Engine(tiny_model(num_hidden_layers=1), policy="off")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    return Engine(tiny_model(num_hidden_layers=1, **sizes), policy="off")
 
 
 if __name__ == "__main__":

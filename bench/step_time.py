@@ -40,7 +40,7 @@ SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, h
 MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
     name: (SHAPES[name], vocab) for name, vocab in (("llama-1b5", 128256), ("llama-8b", 128256), ("qwen-32b", 151936))
 }
-TINY = Shape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, head_dim=16)
+TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # which can be exact
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -78,7 +78,7 @@ def main() -> None:
     models = {name: MODELS[name] for name in options.shape or MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
-        models, widths, contexts, copied = {"tiny": (TINY, 61)}, (1, 2), (70,), 2**20
+        models, widths, contexts, copied = {"tiny": (TINY, 64)}, (1, 2), (70,), 2**20
         CapturedTarget.widths = (1, 2)
     bandwidth = copy_bandwidth(copied)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"

@@ -1,8 +1,11 @@
 """Target steps as they are on a GPU, without one: fused layers against transformers, kernels against plain PyTorch, and
 captured steps (here simply called) against the ordinary runner."""
 
+import gc
 import queue
 import random
+import threading
+import time
 import warnings
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from graft import Engine, SamplingSettings
+from graft import Engine, GraftError, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
 from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
@@ -412,6 +415,29 @@ def test_two_generations_at_once_do_not_share_an_arena(plain):
     assert len(engine.target._graphs.arenas) == 2
 
 
+def test_engines_in_several_threads_do_not_share_an_arena(plain, monkeypatch):
+    model = model_of("llama")
+    engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
+    assert engines[0].target._graphs is engines[1].target._graphs
+    expected = engines[0].generate(PROMPT, max_new_tokens=20).ids
+    holds = arenas.Arena.holds
+
+    def holds_after_a_while(*given):
+        time.sleep(0.02)
+        return holds(*given)
+
+    monkeypatch.setattr(arenas.Arena, "holds", holds_after_a_while)
+    decoded = []
+    threads = [
+        threading.Thread(target=lambda e=e: decoded.append(e.generate(PROMPT, max_new_tokens=20).ids)) for e in engines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert decoded == [expected, expected]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypatch):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -425,10 +451,160 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
 
 
-def test_a_model_that_cannot_be_exact_says_so(plain):
-    target = Small(model_of("llama", hidden_size=48, head_dim=16), exact=True)
-    with pytest.warns(UserWarning, match="not exact: its weights' sizes are not multiples of 64"):
-        target.open(1, 8)
+EXACT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {"hidden_size": 48, "head_dim": 16}, "its weights' sizes are not multiples of 64"),
+        ("gpt_neox", {}, "not one of"),
+    ],
+)
+def test_a_model_that_cannot_be_exact_is_refused_where_exact_is_asked_for(name, changes, reason, plain):
+    with pytest.raises(GraftError, match=f"exact steps were asked for.*{reason}.*drop exact"):
+        Small(model_of(name, **changes), exact=True)
+
+
+def test_a_model_that_is_exact_no_longer_is_refused_until_it_is_again(plain):
+    model = model_of("llama", **EXACT)
+    engine = Engine(model, policy="off", exact=True)
+    expected = engine.generate(PROMPT, max_new_tokens=8).ids
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output)
+    with pytest.raises(GraftError, match="hook"):
+        engine.generate(PROMPT, max_new_tokens=8)
+    hook.remove()
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+
+
+def test_what_cannot_be_captured_is_an_error_where_exact_is_asked_for(plain, monkeypatch):
+    engine = Engine(model_of("llama", **EXACT), policy="off", exact=True)
+    with monkeypatch.context() as failing:
+        failing.setattr(captured.Graphs, "capture", raising(RuntimeError("operation not permitted")))
+        for _ in range(2):
+            with pytest.raises(GraftError, match=r"exact.*operation not permitted"):
+                engine.generate(PROMPT, max_new_tokens=8)
+    engine.generate(PROMPT, max_new_tokens=8)
+    assert engine.target.mode == "captured, exact in any batch"
+
+
+def raising(error):
+    def fail(*given, **options):
+        raise error
+
+    return fail
+
+
+SHORTAGES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shortage", SHORTAGES)
+def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(shortage, exact, plain, monkeypatch):
+    """A capture that there is no memory for is no reason to run otherwise, nor to try at every step."""
+    monkeypatch.setattr(arenas, "_PATIENCE", 1000.0)
+    model = model_of("llama", **EXACT)
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    model = model_of("llama", **EXACT)
+    engine = Engine(model, policy=RandomTrees(6), exact=exact)
+    run = FastLayers.__call__
+    num_forwards = []
+    monkeypatch.setattr(FastLayers, "__call__", lambda *a, **o: (num_forwards.append(1), run(*a, **o))[1])
+    with monkeypatch.context() as short, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        short.setattr(captured.Graphs, "capture", raising(shortage))
+        first = engine.generate(PROMPT, max_new_tokens=20)
+        assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
+        assert engine.target._graphs.num_shortages == 1 and "captured" in engine.target.mode
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target.num_setups == 1, "in patience"
+    engine.target._graphs._no_memory_until = 0.0
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target._graphs.num_captured > 2
+    assert engine.target.mode.startswith("captured") and engine.target.is_exact == exact
+
+
+def test_arenas_that_nobody_uses_go_when_there_is_no_memory_for_a_capture(plain, monkeypatch):
+    target = Small(model_of("llama"))
+    larger = target.open(4, 64)
+    in_use, capture = target.open(1, 64), captured.Graphs.capture
+    del larger
+    tries = []
+
+    def once(graphs, run, pool):
+        tries.append(len(graphs.arenas))
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(graphs, run, pool)
+
+    monkeypatch.setattr(captured.Graphs, "capture", once)
+    target.verify(in_use, DraftTree.roots(torch.tensor([5])))
+    assert tries == [2, 1] and target._graphs.num_captured == 1, "and the second try succeeds"
+
+
+def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, monkeypatch):
+    engine = Engine(model_of("llama"), policy="off")
+    expected = engine.generate(PROMPT, max_new_tokens=8).ids
+    for place in ("graft.target.fast_layers.FastLayers.__call__", "graft.target.captured.Place.__init__"):
+        with monkeypatch.context() as short:
+            short.setattr(place, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.generate_batch([PROMPT, PROMPT[1:], PROMPT[2:]], max_new_tokens=8)
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+    assert engine.target.mode == "captured" and isinstance(engine.target.open(1, 8), arenas.ArenaCache)
+
+
+def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(plain, monkeypatch):
+    model = model_of("llama", num_hidden_layers=6)
+
+    def decode(drafter):
+        policy = make_policy("dense", TargetRunner(model), drafter, 9)
+        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+        return generation.ids, generation.stats.accepted
+
+    expected = decode(SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE))
+    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
+    with monkeypatch.context() as short, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        short.setattr(type(drafter._arenas), "capture", raising(torch.OutOfMemoryError("CUDA out of memory")))
+        assert decode(drafter) == expected and drafter._arenas.num_captured == 0
+    drafter._arenas._no_memory_until = 0.0
+    assert decode(drafter) == expected and drafter._arenas.num_captured > 0
+
+
+def test_draft_graphs_go_with_the_hidden_states_that_they_read(plain, monkeypatch):
+    """A target's arena that is replaced takes them with it; those that read what is still there stay."""
+    monkeypatch.setattr(arenas, "CONTEXTS", (32,))
+    model = model_of("llama", num_hidden_layers=6)
+    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
+    policy = make_policy("dense", TargetRunner(model), drafter, 9)
+    engine = Engine(model, policy=policy, drafter=drafter)
+    state = drafter.open(2, 400)
+    monkeypatch.setattr(drafter, "open", lambda *given: state)
+    counts = []
+    for _ in range(6):
+        engine.target._graphs.arenas.clear()  # so that it makes a new one
+        (sequence,) = engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=6, ignore_eos=True))
+        state.cache.lengths, state.following = [0], [[]]
+        state._start_anew()
+        batch = engine.open([sequence])
+        engine._prefill(batch)
+        for _ in range(2):
+            engine.run_round(batch, Clock())
+        del batch
+        gc.collect()  # what would be replayed is called here, and holds its arena
+        counts.append(sum(key[0][0] in ("gather", "read") for key in state.arena.steps))
+    alive = engine.target._graphs.arenas
+    assert len(alive) == 1 and state.arena.read.keys() == {alive[0].hidden.data_ptr()}
+    assert counts == [counts[0]] * 6 and counts[0] > 0
 
 
 def test_prompts_are_read_the_same_way_every_time(plain):
@@ -466,6 +642,38 @@ def test_a_device_is_one_level_ahead_of_who_may_stop_after_any(plain, monkeypatc
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.probabilities, same.probabilities)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no device to run out of memory")
+def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_the_same():
+    model = model_of("llama", **EXACT).bfloat16()
+    engine = Engine(model, policy=RandomTrees(6), exact=True)
+    expected = engine.generate(PROMPT, max_new_tokens=8).ids
+    model = model_of("llama", **EXACT).bfloat16()
+    engine = Engine(model, policy=RandomTrees(6), exact=True)
+    kept, run = [], CapturedTarget._make_run
+
+    def greedy(target, *given):
+        """Work whose intermediate results there is no memory for while it is captured."""
+        work = run(target, *given)
+
+        def more():
+            if torch.cuda.is_current_stream_capturing():
+                kept.append(torch.empty(2**38, dtype=torch.uint8, device="cuda"))
+            work()
+
+        return more
+
+    CapturedTarget._make_run = greedy
+    try:
+        assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+    finally:
+        CapturedTarget._make_run = run
+    graphs = engine.target._graphs
+    assert graphs.num_shortages > 0 and graphs.num_captured == 0 and not kept
+    graphs._no_memory_until = 0.0
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+    assert graphs.num_captured > 0 and engine.target.mode == "captured, exact in any batch"
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device")
 def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
     target = Small(model_of("llama"))
@@ -476,8 +684,8 @@ def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
-def test_exact_off_a_gpu_says_that_it_changes_nothing():
-    with pytest.warns(UserWarning, match="exact changes nothing on cpu"):
+def test_exact_off_a_gpu_is_refused():
+    with pytest.raises(GraftError, match="exact steps need a single GPU and Triton, and the model is on cpu"):
         Engine(tiny_model(), policy="off", exact=True)
 
 
@@ -501,6 +709,7 @@ def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain,
         assert engine.generate_batch([PROMPT, PROMPT], max_new_tokens=12)[1].ids == expected
     told = [str(warning.message) for warning in caught if "captured" in str(warning.message)]
     assert len(told) == 1 and "operation not permitted" in told[0] and "\n" not in told[0]
+    assert engine.target.mode == "eager: RuntimeError: operation not permitted when stream is capturing"
 
 
 def test_weights_that_move_are_found_again(plain):
@@ -520,7 +729,7 @@ def test_weights_that_move_are_found_again(plain):
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
 def test_the_command_hands_exact_on(graft_tiny):
     finished = graft_tiny("generate", "hello", "--exact")
-    assert finished.status == 0 and "exact changes nothing on cpu" in finished.err
+    assert finished.status == 2 and "exact steps need a single GPU" in finished.err
 
 
 @pytest.mark.parametrize("policy", ["off", "graft"])

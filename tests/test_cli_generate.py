@@ -103,6 +103,7 @@ def test_options_that_repeat_reach_the_model(graft_tiny: Run) -> None:
 def test_stats_go_to_stderr(graft_tiny: Run) -> None:
     err = graft_tiny("generate", "hi", "--stats").err
     assert all(label in err for label in ("tokens/s", "mean accepted length", "accepted by source", "verify"))
+    assert re.search(r"steps +eager", err)
 
 
 def test_stats_say_where_plain_decoding_was_chosen(graft_tiny: Run) -> None:

@@ -463,6 +463,34 @@ def test_a_text_is_looked_up_as_it_grows():
     assert set(proposed(lookup, pool_for(history), history, max_depth=2)[0]) == {(3,), (3, 1)}
 
 
+def owned(owner, *ids):
+    text = Words(*ids)
+    text.owner = owner
+    return text
+
+
+def test_finished_texts_of_isolated_owners_are_looked_up_by_their_owner_alone():
+    lookup = SuffixLookup(isolated=True)
+    lookup.finish(owned(7, 1, 2, 30))
+    lookup.finish(owned(8, 1, 2, 40))
+    lookup.finish(owned(None, 1, 2, 50))
+    histories = [owned(owner, 9, 1, 2) for owner in (8, 7, 9, None)]
+    found = proposed(lookup, pool_for(*histories), *histories)
+    assert [set(paths) for paths in found] == [{(40,)}, {(30,)}, set(), set()]
+    assert lookup.common == () and lookup.state()["past/tokens"].numel() == 0, "and they are handed on to nobody"
+
+
+def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):
+    monkeypatch.setattr("graft.retrieve.suffix._MAX_OWNERS", 5)
+    lookup = SuffixLookup(isolated=True, max_past_tokens=40)
+    for owner in range(20):
+        lookup.finish(owned(owner, 1, 2, 30 + owner))
+        lookup.finish(owned(0, 1, 2, 30))  # who goes on asking is not forgotten
+        assert len(lookup._pasts) <= 5 and sum(map(len, lookup._pasts.values())) <= 40
+    known = [set(proposed(lookup, pool_for(h), h)[0]) for h in (owned(owner, 9, 1, 2) for owner in (0, 1, 19))]
+    assert known == [{(30,)}, set(), {(49,)}]
+
+
 def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_state():
     lookup, other = SuffixLookup(), SuffixLookup()
     lookup.finish(Words(1, 2, 30, 31))

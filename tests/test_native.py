@@ -42,6 +42,8 @@ GOLDEN = Path(__file__).with_name("golden_trees.json")
 class Text:
     """A history."""
 
+    owner = None
+
     def __init__(self, ids):
         self.ids = list(ids)
 

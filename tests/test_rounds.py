@@ -77,6 +77,24 @@ def test_a_record_is_the_verified_tree_without_padding():
     assert num_nodes == sequence.stats.nodes < 40 * sequence.stats.rounds, "some places held no node"
 
 
+def test_a_round_shows_of_other_prompts_texts_what_was_accepted_and_no_more(model):
+    """Unless all is asked for, as by who owns them all."""
+    tokenizer, said = byte_tokenizer(), {}
+    for show_all in (False, True):
+        engine = Engine(model, tokenizer, policy="graft", budget=12)
+        engine.generate("my card number is 4929-1234-8765", max_new_tokens=4)
+        records = []
+        stream = engine.stream("is my card number is ", watch=records.append, show_all=show_all, max_new_tokens=30)
+        list(stream)
+        for record in records:
+            proposed = [node for node in range(1, len(record.tokens)) if record.sources[node] != "suffix"]
+            assert show_all or set(proposed) <= set(record.accepted)
+        assert sum(record.num_hidden for record in records) > 0 or show_all
+        assert [token for record in records for token in record.new_tokens] == stream.result.ids
+        said[show_all] = "".join(tokenizer.decode([t]) for record in records for t in record.tokens)
+    assert "4929" in said[True] and "4929" not in said[False]
+
+
 def test_nothing_is_recorded_unless_somebody_watches(model, monkeypatch):
     monkeypatch.delattr(TreeRow, "record")
     engine = Engine(model, byte_tokenizer(), policy=RandomTrees(10, BYTE_VOCAB))
@@ -115,6 +133,15 @@ def test_a_round_without_a_tree_is_plain_decoding():
     assert [line.rstrip() for line in lines(drawn(plain, "round 1", COLOURS, str))] == [
         "round 1 after 9: plain decoding, no tree verified",
         "└── 7  the model's own",
+    ]
+
+
+def test_a_drawn_tree_says_how_much_of_it_may_be_others_text():
+    hiding = RoundRecord([9], [0], [1.0], ["root"], [], [7], num_hidden=3)
+    assert [line.rstrip() for line in lines(drawn(hiding, "round 1", COLOURS, str))] == [
+        "round 1 after 9: 0 of 0 accepted",
+        "├── 7  the model's own",
+        "└── and 3 that may be others' text",
     ]
 
 

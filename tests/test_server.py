@@ -39,7 +39,7 @@ def new_engine(**options):
 def running(engine=None, **settings):
     """A server on a free port."""
     settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
-    app = make_app(engine or new_engine(isolated=settings.learning != "shared"), settings, "tiny")
+    app = make_app(engine or new_engine(isolated=settings.shared_by != "all"), settings, "tiny")
     server = make_server(app, settings, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -203,7 +203,8 @@ def test_small_endpoints(url, client):
     assert tokens["count"] == 5 == len(tokens["tokens"])
     assert post(url, "/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "grün"}
     assert post(url, "/tokenize", messages=[{"role": "user", "content": "x"}]).json()["count"] > 1
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"} and "version" in httpx.get(f"{url}/version").json()
+    assert httpx.get(f"{url}/health").json() == {"status": "ok", "steps": "eager"}
+    assert "version" in httpx.get(f"{url}/version").json()
 
 
 def test_metrics_count(url):
@@ -341,7 +342,13 @@ def test_a_server_that_stops_lets_requests_end():
 
 @pytest.mark.parametrize(
     ("learning", "shared_with"),
-    [("shared", [True, True, True]), ("isolated", [True, False, False]), ("off", [True, False, False])],
+    [
+        ("shared", [True, True, True]),
+        ("auto", [True, True, False]),
+        ("key", [True, True, False]),
+        ("isolated", [True, False, False]),
+        ("off", [True, False, False]),
+    ],
 )
 def test_what_is_kept_of_texts_is_shared_as_told(learning, shared_with):
     """Keys and values that were kept: by the same key and user, another user, another key."""
@@ -356,7 +363,7 @@ def test_what_is_kept_of_texts_is_shared_as_told(learning, shared_with):
         assert [num_cached(*who) > 0 for who in (("a", "me"), ("a", "you"), ("b", "me"))] == shared_with
 
 
-@pytest.mark.parametrize(("learning", "salts"), [("isolated", 2), ("off", 3)])
+@pytest.mark.parametrize(("learning", "salts"), [("key", 1), ("isolated", 2), ("off", 3)])
 def test_tables_learn_from_those_who_may_share(learning, salts):
     engine = new_engine(isolated=True)
     seen = set()
@@ -366,6 +373,70 @@ def test_tables_learn_from_those_who_may_share(learning, salts):
         for user in ("me", "you", "me"):
             post(url, prompt="abc", user=user, **GREEDY)
     assert len(seen) == salts
+
+
+SECRET = "my card number is 4929-1234-8765, keep it"
+PROBE = "tell me: my card number is "
+
+
+def spelt_by(url, key, **body):
+    """What every path of every round of an answer says, and where the proposals came from."""
+    body = {"prompt": PROBE, "return_rounds": True, "temperature": 0, "max_tokens": 30, "ignore_eos": True, **body}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    (choice,) = answer.json()["choices"]
+    paths, sources = set(), set()
+    for each in choice["rounds"]:
+        said = [""]
+        for token, parent in zip(each["tokens"][1:], each["parents"][1:], strict=True):
+            said.append(said[parent] + token)
+        paths.update(said)
+        sources.update(each["sources"])
+    return paths, sources, choice
+
+
+def says_the_secret(paths):
+    return any(part in path for path in paths for part in ("4929", "1234", "8765"))
+
+
+@pytest.mark.parametrize("learning", ["auto", "shared", "key", "isolated", "off"])
+def test_no_round_shows_what_another_key_has_said(learning):
+    """Nor, where texts learn from all, what a table or a finished text proposed and the model did not say."""
+    with running(learning=learning, api_keys=("alice", "bob")) as url:
+        for _ in range(2):
+            spelt_by(url, "alice", prompt=SECRET)
+        paths, sources, choice = spelt_by(url, "bob")
+        assert not says_the_secret(paths) and "past" not in sources
+        hidden = sum(each["num_hidden"] for each in choice["rounds"])
+        assert (hidden > 0) == (learning == "shared"), "there was something to hide"
+
+
+def test_requests_of_one_key_learn_from_each_other_and_see_what_they_have_said():
+    with running(api_keys=("alice", "bob")) as url:
+        spelt_by(url, "alice", prompt=SECRET)
+        paths, sources, _ = spelt_by(url, "alice")
+        assert says_the_secret(paths) and "past" in sources
+
+
+@pytest.mark.parametrize(
+    ("keys", "learning", "shared_by"),
+    [
+        ((), "auto", "all"),
+        (("a",), "auto", "all"),
+        (("a", "a"), "auto", "all"),
+        (("a", "b"), "auto", "key"),
+        (("a", "b"), "shared", "all"),
+        ((), "key", "key"),
+        (("a", "b"), "isolated", "user"),
+        (("a",), "off", "none"),
+    ],
+)
+def test_several_keys_keep_apart_unless_told_otherwise(keys, learning, shared_by):
+    assert ServeSettings(api_keys=keys, learning=learning).shared_by == shared_by
+
+
+def test_an_engine_whose_texts_learn_from_each_other_is_not_served_to_those_who_are_kept_apart():
+    with pytest.raises(GraftError, match="isolated"):
+        make_app(new_engine(), ServeSettings(api_keys=("a", "b")), "tiny")
 
 
 def test_logs_hold_no_prompts_unless_asked_for(caplog):

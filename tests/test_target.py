@@ -1,5 +1,8 @@
 """The target runner against transformers itself, for every architecture."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,6 +104,77 @@ def test_between_rounds_the_model_is_its_owners():
         assert transformers_answer(model, PROMPT, 10) == expected
         next(second)
     assert [answer[0].new_ids for answer in answers] == [expected, expected]
+
+
+@pytest.fixture
+def impatient_threads():
+    """Threads take turns so often that every forward is interrupted."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(*works):
+    """What each of the works gives, all run at once."""
+    results, errors = [None] * len(works), []
+
+    def run(number):
+        try:
+            results[number] = works[number]()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return results
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_engines_in_several_threads_and_the_models_owner_do_not_disturb_each_other(attention, impatient_threads):
+    """The owner's prompts are padded: a mask that was lost would show."""
+    model = tiny_model("qwen2_window")
+    model.set_attn_implementation(attention)
+    prompts = torch.tensor([PROMPT, [0] * 5 + PROMPT[5:]])
+    asked = {"attention_mask": (prompts > 0).long(), "max_new_tokens": 12, "do_sample": False}
+    of_owner, expected = model.generate(prompts, **asked), transformers_answer(model, PROMPT, 20)
+
+    def decode():
+        engine = Engine(model, policy=RandomTrees())
+        return all(engine.generate(PROMPT, max_new_tokens=20).ids == expected for _ in range(8))
+
+    def own():
+        return all(torch.equal(model.generate(prompts, **asked), of_owner) for _ in range(8))
+
+    assert in_threads(decode, decode, own) == [True, True, True]
+    assert model.config._attn_implementation == attention
+
+
+def test_a_model_in_training_is_decoded_in_several_threads_and_goes_on_training(impatient_threads):
+    model = tiny_model("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5)
+    expected = transformers_answer(model, PROMPT, 20)
+    model.train()
+
+    def decode():
+        return [Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids for _ in range(4)]
+
+    assert in_threads(decode, decode) == [[expected] * 4] * 2
+    assert all(module.training for module in model.modules())
+
+
+def test_a_forward_that_fails_leaves_the_model_to_its_owner():
+    model = tiny_model().train()
+    attention, engine = model.config._attn_implementation, Engine(model, policy="off")
+    hook = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPT, max_new_tokens=4)
+    hook.remove()
+    assert model.config._attn_implementation == attention and model.training
+    assert engine.generate(PROMPT, max_new_tokens=4).ids == transformers_answer(model.eval(), PROMPT, 4)
 
 
 def test_a_model_in_training_is_decoded_as_in_evaluation_and_goes_on_training():

@@ -96,7 +96,8 @@ class Engine:
         """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
         `make_policy`.
 
-        exact: on a GPU, rounding cannot make texts differ in batches either; large batches are slower.
+        exact: on a GPU, rounding cannot make texts differ in batches either, or a GraftError says why that cannot be;
+        large batches are slower. What is promised without it: docs/exactness.md.
         """
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
@@ -113,7 +114,8 @@ class Engine:
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
-        """Answers several prompts together; each gets exactly the text it would get alone."""
+        """Answers several prompts together; each gets the text it would get alone, as surely as docs/exactness.md says
+        of the model's device and precision."""
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
@@ -123,12 +125,23 @@ class Engine:
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
 
-    def stream(self, prompt: Prompt, *, watch: Callable[[RoundRecord], None] | None = None, **options: Any) -> Stream:
-        """Answers one prompt piece by piece, as tokens are accepted. watch: is told of every round."""
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        watch: Callable[[RoundRecord], None] | None = None,
+        show_all: bool = False,
+        **options: Any,
+    ) -> Stream:
+        """Answers one prompt piece by piece, as tokens are accepted.
+
+        watch: is told of every round; what may be other prompts' text only where it was accepted, unless `show_all`.
+        """
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
         sequence = self.new_sequences(self.encode(prompt), settings)[0]
+        sequence.shows_all = show_all
         return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -192,8 +205,9 @@ class Engine:
             self.policy.learn(batch, tree, verified, accepted, verify_time())
 
         considered = grown.considered if tree is grown.tree else None
+        common = self.policy.common_sources
         for row, sequence in enumerate(batch.sequences):
-            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered)
+            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
             sequence.stats.draft_passes += grown.passes[row]
             sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
         is_plain = tree.width == 1 and grown.considered is None

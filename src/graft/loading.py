@@ -50,8 +50,10 @@ def load(
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
     head's; None starts with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
-    isolated: texts do not learn from each other, nor from a profile's texts; only from themselves.
-    exact: on a GPU, the same bits for a token in any batch; large batches are slower. See `Engine`.
+    isolated: texts do not learn from each other, nor from a profile's texts; only from themselves, and from texts of
+    the same `Sequence.owner`, where a server names one.
+    exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
+    slower. See docs/exactness.md.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if isinstance(model, str):

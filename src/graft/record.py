@@ -14,7 +14,8 @@ MODEL = "model"  # the origin of a token that no tree held
 class RoundRecord:
     """The tree that was verified and what came of it. Node 0 is the root, the last token known before the round.
 
-    Behind the verified nodes may stand some that were proposed and pruned.
+    Behind the verified nodes may stand some that were proposed and pruned. Nodes that may be others' text are not in it
+    unless they were accepted, as then they are the answer's own; nor is what hangs below them.
     """
 
     tokens: list[int]
@@ -25,10 +26,11 @@ class RoundRecord:
     new_tokens: list[int]  # those of the accepted nodes and then, unless the answer ended before, the model's own
 
     num_pruned: int = 0  # the last nodes, which were not worth verifying
+    num_hidden: int = 0  # nodes that are left out
 
     @property
     def num_verified(self) -> int:
-        """Nodes that the target judged, the root included."""
+        """Nodes shown that the target judged, the root included."""
         return len(self.tokens) - self.num_pruned
 
     @property

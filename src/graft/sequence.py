@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,6 +42,7 @@ class Sequence:
         tokenizer: Any | None = None,
     ) -> None:
         self.number = next(_NUMBERS)
+        self.owner: int | None = None  # where texts are isolated, one owner's learn from each other; None: nobody's
         self.ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.settings = settings
@@ -50,6 +52,7 @@ class Sequence:
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # what its text must be, as JSON of a schema
         self.is_recorded = False  # whether the last round is kept, for somebody who watches
+        self.shows_all = False  # also what others may have written, though it was not accepted
         self.last_round: RoundRecord | None = None
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
@@ -91,7 +94,7 @@ class Sequence:
         if self.finish_reason is not None and self.text is not None:
             self.text.finish()
         if self.is_recorded:
-            self.last_round = row.record(accepted, tokens[:num_new])
+            self.last_round = row.record(accepted, tokens[:num_new], self.shows_all)
 
     def _ending(self, token: int) -> FinishReason | None:
         old_enough = self.stats.tokens >= self.settings.min_tokens
@@ -111,12 +114,13 @@ class TreeRow:
         row: int,
         source_names: SequenceOf[str],
         considered: DraftTree | None = None,
+        common_sources: Container[str] = (),
     ) -> None:
-        """considered: the tree with more nodes behind its own, which were pruned."""
+        """considered: the tree with more nodes behind its own, which were pruned. common_sources: the policy's."""
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
         self._logits = logits
-        self._names = source_names
+        self._names, self._common_sources = source_names, common_sources
         self.num_nodes = sum(self._counts[ROOT + 1 :])
 
     def source(self, node: int) -> str:
@@ -125,14 +129,22 @@ class TreeRow:
     def proposed_by_source(self) -> dict[str, int]:
         return {self._names[source]: count for source, count in enumerate(self._counts) if source > ROOT and count}
 
-    def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int]) -> RoundRecord:
-        """The round in plain lists, without the places that hold no node."""
+    def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int], shows_all: bool = True) -> RoundRecord:
+        """The round in plain lists, without the places that hold no node.
+
+        Unless it shows all, others' text is left out: what came of it is the answer's own, and no more is shown.
+        """
         tree = self._considered
         tokens, parents, probabilities, sources = (
             values[self._row].tolist() for values in (tree.tokens, tree.parents, tree.probabilities, tree.sources)
         )
-        nodes = [node for node, source in enumerate(sources) if source != PADDING]
-        place = {node: i for i, node in enumerate(nodes)}
+        there = [node for node, source in enumerate(sources) if source != PADDING]
+        place: dict[int, int] = {}
+        for node in there:
+            is_own = shows_all or node in accepted or self._names[sources[node]] not in self._common_sources
+            if is_own and (node == 0 or parents[node] in place):
+                place[node] = len(place)
+        nodes = list(place)
         return RoundRecord(
             tokens=[tokens[node] for node in nodes],
             parents=[place[parents[node]] for node in nodes],
@@ -141,6 +153,7 @@ class TreeRow:
             accepted=[place[node] for node in accepted],
             new_tokens=list(new_tokens),
             num_pruned=sum(node >= self._tree.width for node in nodes),
+            num_hidden=len(there) - len(nodes),
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,10 +55,12 @@ def _devices() -> list[dict[str, Any]]:
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": memory_bytes}
-    devices = [cpu | {"threads": torch.get_num_threads()}]
+    devices = [cpu | {"threads": torch.get_num_threads(), "steps": "eager"}]
+    steps = "captured" if find_spec("triton") is not None else "eager: Triton is missing"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        devices.append({"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory})
+        about = {"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory}
+        devices.append(about | {"steps": steps})
     return devices
 
 
@@ -76,7 +79,8 @@ def _print_table(facts: dict[str, Any]) -> None:
     table.add_row("platform", facts["platform"])
     for device in facts["devices"]:
         threads = f", {device['threads']} threads" if "threads" in device else ""
-        table.add_row(device["device"], f"{device['name']}, {decimal(device['memory_bytes'])}{threads}")
+        words = f"{device['name']}, {decimal(device['memory_bytes'])}{threads}, steps {device['steps']}"
+        table.add_row(device["device"], words)
     table.add_row("GRAFT_HOME", facts["home"])
     for path, size in facts["stored_bytes"].items():
         table.add_row("", f"{path}, {decimal(size)}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Prompt
     from graft.sampling import SamplingSettings
     from graft.stats import Stats
+    from graft.target import TargetRunner
 
 ANSWERS: Group = {
     "n": option(int, "--n", "How many answers to give.", "1"),
@@ -69,7 +70,7 @@ def generate(
         generation = engine.generate(put, **vars(settings))
         print(json.dumps(_as_json(generation)) if as_json else _numbered(generation.choices))
     if stats:
-        _print_stats([choice.stats for choice in generation.choices], engine.target.memory_report())
+        _print_stats([choice.stats for choice in generation.choices], engine.target)
 
 
 def _watched(
@@ -82,7 +83,7 @@ def _watched(
 
     ids, screen = engine.encode(prompt), Console()
     rounds = Rounds(engine.tokenizer, ids, engine.policy.sources, notes() if show_tree else None)
-    stream = engine.stream(ids, watch=rounds.watch, **vars(settings))
+    stream = engine.stream(ids, watch=rounds.watch, show_all=True, **vars(settings))
     for piece in ["".join(stream)] if show_tree else stream:
         print(rounds.paint(piece, screen) if color_by_origin else piece, end="", flush=True)
     print()
@@ -117,7 +118,7 @@ def _numbered(choices: list[Choice]) -> str:
     return "\n\n".join(f"[{rank}]\n{choice.text}" for rank, choice in enumerate(choices, start=1))
 
 
-def _print_stats(answers: list[Stats], memory: dict[str, int]) -> None:
+def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     """A column an answer."""
     from rich.filesize import decimal
     from rich.table import Table
@@ -142,6 +143,7 @@ def _print_stats(answers: list[Stats], memory: dict[str, int]) -> None:
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
     table.add_row("accepted by source", *map(by_source, answers))
     table.add_row("ms per round", *map(ms_per_round, answers))
-    if memory:
+    table.add_row("steps", target.mode)
+    if memory := target.memory_report():
         table.add_row("GPU memory", ", ".join(f"{what} {decimal(size)}" for what, size in memory.items()))
     notes().print(table)

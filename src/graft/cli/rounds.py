@@ -75,7 +75,8 @@ class Rounds:
 def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Callable[[int], str]) -> Tree:
     """A round's tree: who proposed each node, how likely it was, and whether it was accepted, or pruned unverified."""
     num_nodes, accepted = record.num_verified - 1, set(record.accepted)
-    outcome = f"{len(accepted)} of {num_nodes} accepted" if num_nodes else "plain decoding, no tree verified"
+    has_tree = num_nodes > 0 or record.num_hidden > 0
+    outcome = f"{len(accepted)} of {num_nodes} accepted" if has_tree else "plain decoding, no tree verified"
     tree = Tree(Text.assemble((title, "bold"), f" after {spell(record.tokens[0])}: {outcome}"), guide_style="dim")
     shown = likeliest(record, _MAX_NODES) | accepted
     branches = {0: tree}
@@ -93,6 +94,8 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
         branches[last].add(Text.assemble((spell(record.new_tokens[-1]), "bold"), ("  the model's own", "dim")))
     if len(shown) < num_nodes:
         tree.add(Text(f"and {num_nodes - len(shown)} less likely", style="dim"))
+    if record.num_hidden:
+        tree.add(Text(f"and {record.num_hidden} that may be others' text", style="dim"))
     return tree
 
 

@@ -26,7 +26,9 @@ SERVING: Group = {
     "port": _users(int, "--port", "Port to listen at; 0 takes a free one.", "8000"),
     "api_keys": _users(list[str], "--api-key", "A key that users must give; repeatable.", metavar="KEY"),
     "served_model_name": _users(str, "--served-model-name", "The model's name in requests.", "the model's own"),
-    "learning": _users(str, "--learning", "From whom texts' tables learn: off, shared, isolated.", "shared"),
+    "learning": _users(
+        str, "--learning", "Who learn from each other: shared, key, isolated (key and user), off.", "key if several"
+    ),
     "page": _users(bool, "--page/--no-page", "The page at /.", "on"),
     "log_prompts": _users(bool, "--log-prompts", "Write prompts to the log."),
     "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
@@ -66,7 +68,7 @@ def serve(
     from graft.serve.settings import gather
 
     wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
-    engine = load_engine(wanted, isolated=settings.learning != "shared")
+    engine = load_engine(wanted, isolated=settings.shared_by != "all")
     _run(engine, settings, Path(str(wanted.get("model", DEFAULT_MODEL))).name)
 
 

@@ -43,7 +43,7 @@ def make_policy(
 
     budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
     pass_cost: what a draft pass costs, in verifies; None measures it.
-    isolated: texts do not learn from each other, only from themselves.
+    isolated: texts learn from themselves and from those of the same owner (`Sequence.owner`) only.
     datastore: an index on disk that `graft` retrieves from too.
     """
     return policy_with(PolicySettings(budget, pass_cost, isolated, datastore), name, target, drafter)

@@ -33,7 +33,7 @@ class PolicySettings(Settings):
 
     budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
-    isolated: bool = False  # texts learn nothing from each other; a restored state serves all
+    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state serves all
     datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
 
     def __post_init__(self) -> None:
@@ -63,6 +63,11 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+
+    @property
+    def common_sources(self) -> frozenset[str]:
+        """Sources that may propose what others wrote; whoever watches a round sees of them what was accepted."""
+        return frozenset(name for retriever in self.retrievers for name in retriever.common)
 
     @property
     def adapts(self) -> bool:
@@ -151,5 +156,7 @@ class Policy(ABC):
         return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:
-        """Whose tables a text uses: its own, or everybody's."""
-        return history.number if self.isolated else 0
+        """Whose tables a text uses: everybody's, or its owner's, or its own."""
+        if not self.isolated:
+            return 0
+        return history.number if history.owner is None else history.owner

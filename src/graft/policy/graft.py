@@ -99,7 +99,7 @@ class Graft(Policy):
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
-            SuffixLookup(keep_past=not settings.isolated),
+            SuffixLookup(isolated=settings.isolated),
             *datastore,
             Recall(target.vocab_size, isolated=settings.isolated),
         ]

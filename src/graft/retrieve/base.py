@@ -21,6 +21,7 @@ class History(Protocol):
 
     ids: list[int]
     number: int  # its own; no other text has it or will have it
+    owner: int | None  # whose it is: where texts are isolated, one owner's still learn from each other; None: nobody's
 
     def __hash__(self) -> int: ...
 
@@ -59,6 +60,7 @@ class Learner(Protocol):
     """What the target said, kept for later: all that is asked of a retriever that others look into."""
 
     names: tuple[str, ...]  # of its sources, which it numbers from 0
+    common: tuple[str, ...]  # those of them that may propose what is neither the text's own nor its owner's
 
     def learn(self, judged: Judged) -> None:
         """Takes in the target's judgement of a prompt chunk or of verified trees, accepted or not."""

@@ -21,6 +21,7 @@ class DatastoreLookup:
     """The commonest continuations of the longest match, as one small tree."""
 
     names: tuple[str, ...] = ("datastore",)
+    common: tuple[str, ...] = names
     # As held-out source code had it (docs/index.md); high ones are lowered, as a model is no such text.
     prior = torch.tensor(
         [

@@ -17,6 +17,7 @@ class AdjacencyMatrix:
 
     def __init__(self, vocab_size: int, isolated: bool = False) -> None:
         self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
+        self.common: tuple[str, ...] = () if isolated else self.names
 
     def learn(self, judged: Judged) -> None:
         self.tables.learn(judged)

@@ -43,6 +43,7 @@ class Recall:
         ]
         self._tables = SuccessorTables(tables)
         self.names = tuple(_NAMES[order] for order in orders)
+        self.common: tuple[str, ...] = () if isolated else self.names
         self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
         self._waves = waves
         self._beam = beam

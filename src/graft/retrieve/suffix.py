@@ -1,13 +1,15 @@
 """Suffix lookup: what followed the longest earlier occurrences of the text's own end.
 
-It looks in the text itself and in texts that were finished before, at the root and under the likeliest drafted
-nodes: a drafted token may complete an occurrence that the text alone does not have.
+It looks in the text itself and in texts that were finished before (all of them, or where texts are isolated their
+owner's), at the root and under the likeliest drafted nodes: a drafted token may complete an occurrence that the text
+alone does not have.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from ctypes import byref
 from itertools import islice, pairwise
@@ -31,6 +33,7 @@ _SCALE = ScaleStruct(
     (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
     (ctypes.c_double * len(_SHARES))(*_SHARES),
 )
+_MAX_OWNERS = 256  # whose finished texts are kept, where they are kept apart
 
 
 class SuffixIndex:
@@ -90,31 +93,43 @@ class SuffixLookup:
         depth: int = 32,
         num_nodes: int = 40,  # of the tree at one place
         num_drafted: int = 10,  # drafted nodes that are looked up beside the root
-        max_past_tokens: int = 200_000,
+        max_past_tokens: int = 200_000,  # of all finished texts together
         keep_past: bool = True,  # finished texts help later ones
+        isolated: bool = False,  # those of their owner alone
     ) -> None:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._max_past_tokens = max_past_tokens
-        self._past = SuffixIndex(max_past_tokens)
-        self._keeps_past = keep_past
+        self._past = SuffixIndex(max_past_tokens)  # for all
+        self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, who finished none for longest first
+        self._keeps_past, self._is_isolated = keep_past, isolated
+        self.common: tuple[str, ...] = ("past",) if keep_past and not isolated else ()
 
     def propose(self, pool: Pool, histories: Sequence[History], first: int, chances: Tensor, max_depth: int) -> None:
         own = [self._index(history) for history in histories]
         extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
         limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
-        past = [self._past.address] * len(own)
+        past = [self._past_for(history).address for history in histories]
         pool.hang_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
 
     def learn(self, judged: Judged) -> None:
         """Nothing to do: texts are taken from their histories."""
 
     def finish(self, history: History) -> None:
-        if self._keeps_past:
-            self._past.begin()
-            self._past.extend(history.ids)
+        if not self._keeps_past or (self._is_isolated and history.owner is None):
+            return
+        past = self._past
+        if self._is_isolated:
+            assert history.owner is not None
+            past = self._pasts.setdefault(history.owner, SuffixIndex(self._max_past_tokens))
+            self._pasts.move_to_end(history.owner)
+        past.begin()
+        past.extend(history.ids)
+        while len(self._pasts) > 1 and self._has_too_many_owners():
+            self._pasts.popitem(last=False)
 
     def state(self) -> dict[str, Tensor]:
+        """Of texts that serve all; what is one owner's alone is not handed on."""
         texts = self._past.texts
         tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
@@ -122,11 +137,21 @@ class SuffixLookup:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self._past = SuffixIndex(self._max_past_tokens)
+        self._pasts.clear()
         if past := part_of(state, "past"):
             tokens = iter(past["tokens"].tolist())
             for length in past["lengths"].tolist():
                 self._past.begin()
                 self._past.extend(list(islice(tokens, length)))
+
+    def _past_for(self, history: History) -> SuffixIndex:
+        """The finished texts that a text may see."""
+        if not self._is_isolated or history.owner is None:
+            return self._past  # of isolated texts only what was restored, which serves all
+        return self._pasts.get(history.owner, self._past)
+
+    def _has_too_many_owners(self) -> bool:
+        return len(self._pasts) > _MAX_OWNERS or sum(map(len, self._pasts.values())) > self._max_past_tokens
 
     def _index(self, history: History) -> SuffixIndex:
         """Of a text's own tokens, as far as they were looked up."""

@@ -201,6 +201,7 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
         "sources": record.sources,
         "accepted": record.accepted,
         "num_pruned": record.num_pruned,
+        "num_hidden": record.num_hidden,
         "new": new,
     }
 

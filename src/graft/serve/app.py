@@ -33,6 +33,7 @@ from graft.serve.metrics import Metrics
 from graft.serve.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
 from graft.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.serve.settings import ServeSettings
+from graft.settings import require
 
 PAGE = Path(__file__).parent / "page"
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "server": 500}
@@ -90,6 +91,8 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
     """The server for one engine. The scheduler lives from the app's start to its end."""
     name = settings.served_model_name or model_name
+    is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
+    require(is_apart, "users are to be kept apart, and the engine's texts learn from each other: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     started = int(time.time())
 
@@ -165,7 +168,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     async def health(request: Request) -> Json:
         if not serving(request).scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
-        return {"status": "ok"}
+        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # why is for the log
 
     @app.get("/version")
     async def version() -> Json:
@@ -241,12 +244,10 @@ class Serving:
         grammar = self.grammars.compile(schema) if schema is not None else None
         for sequence in sequences:
             sequence.is_recorded = bool(body.return_rounds)
-            if self.settings.learning == "isolated":
-                sequence.number = int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
+            sequence.owner = self._owner(tenant)
             if grammar is not None:
                 sequence.constraint = self.grammars.constraint(grammar)
-        salt = "" if self.settings.learning == "shared" else tenant
-        job = Job(sequences, lambda news: None, speculates=body.speculate is not False, salt=salt)
+        job = Job(sequences, lambda news: None, speculates=body.speculate is not False, salt=tenant)
         self.scheduler.check(job)
         return job
 
@@ -265,8 +266,18 @@ class Serving:
         return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
-        """By whom a request is made: its key, and the user it is made for."""
-        return json.dumps([request.scope.get("graft.key"), body.user])
+        """With whom a request shares what is kept of it: all, those of its key, or of one user of it."""
+        shared_by = self.settings.shared_by
+        if shared_by == "all":
+            return ""
+        return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
+
+    def _owner(self, tenant: str) -> int | None:
+        """A tenant as retrievers know it; none where each text learns from itself alone."""
+        if self.settings.shared_by in ("all", "none"):
+            return None
+        # Above all numbers of texts that have no owner.
+        return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
 
     def _submit(self, jobs: list[Job]) -> None:
         try:

@@ -15,7 +15,7 @@ from graft.serve.scheduler import SchedulerSettings
 from graft.settings import require, require_known
 
 PREFIX = "GRAFT_SERVE_"
-Learning = Literal["off", "shared", "isolated"]
+Learning = Literal["auto", "shared", "key", "isolated", "off"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class ServeSettings(SchedulerSettings):
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # any of them opens the server; none leaves it open
     served_model_name: str | None = None  # None: the model's own
-    learning: Learning = "shared"  # from whom a text's tables learn: itself alone, all, or those of its key and user
+    # From whom a text learns: all, those of its key, of its key and user, or itself alone; auto: those of its key where
+    # there are several, else all.
+    learning: Learning = "auto"
     max_body_bytes: int = 2 << 20
     max_prompt_tokens: int | None = None  # None: the model's context
     max_tokens: int = 4096  # of an answer, at most
@@ -38,11 +40,21 @@ class ServeSettings(SchedulerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.learning in get_args(Learning), f"learning is off, shared or isolated, not {self.learning!r}")
+        known = get_args(Learning)
+        require(self.learning in known, f"learning is one of {', '.join(known)}, not {self.learning!r}")
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
         for name in ("max_body_bytes", "max_tokens", "default_max_tokens", "timeout"):
             require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
+
+    @property
+    def shared_by(self) -> Literal["all", "key", "user", "none"]:
+        """Whose requests learn from each other, and reuse each other's beginnings."""
+        if self.learning == "auto":
+            return "key" if len(set(self.api_keys)) > 1 else "all"
+        names: dict[Learning, Literal["all", "key", "user", "none"]]
+        names = {"shared": "all", "key": "key", "isolated": "user", "off": "none"}
+        return names[self.learning]
 
     @property
     def is_local(self) -> bool:

@@ -5,6 +5,9 @@ Without a GPU the same code runs, and what would be replayed is called.
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +26,9 @@ ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are
 _WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a power of two
 
 MAX_PATH = 128  # tokens of a round, at most
+_PATIENCE = 5.0  # seconds without captures when there was no memory for one
+
+_SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
 
 Run = Callable[[], None]
 
@@ -190,7 +196,12 @@ class Arenas:
         self.device = device
         self.arenas: list[Arena] = []
         self.failure: str | None = None  # why there are none
+        # Held by whoever leases, captures or starts a step: engines in several threads may share arenas, and trial
+        # runs, in a stream of their own, must have what steps share to themselves.
+        self.lock = threading.RLock()
         self.num_captured = 0
+        self.num_shortages = 0  # captures that there was no memory for
+        self._no_memory_until = -math.inf  # by time.monotonic
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
 
@@ -204,30 +215,79 @@ class Arenas:
         them before a new one is made.
         """
         rows, slots = next_power(num_rows), _slots(num_slots)
-        free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
-        arena = next((arena for arena in free if arena.holds(rows, slots)), None)
-        kept = [] if arena is None else [arena, free[0], free[-1]]
-        self.arenas = [other for other in self.arenas if other in kept or other not in free]
+        with self.lock:
+            free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
+            arena = next((arena for arena in free if arena.holds(rows, slots)), None)
+            kept = [] if arena is None else [arena, free[0], free[-1]]
+            self.arenas = [other for other in self.arenas if other in kept or other not in free]
+            free.clear()
+            if arena is None:
+                arena = self.make_arena(rows, slots, max_positions)
+                self.arenas.append(arena)
+            cache = ArenaCache(arena, num_rows, self, max_positions)
+            arena.lessee = weakref.ref(cache)
+            return cache
+
+    @property
+    def num_setups(self) -> int:
+        """What was done once, or in vain: rounds in which it was are no measure."""
+        return self.num_captured + self.num_shortages
+
+    def captured(self, arena: Arena, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
+        """What replays `run`, captured under `key` if it is not yet; where there is no memory for that, `run` itself,
+        which does the same to the bit, only slower. A later call tries again.
+
+        moving: what trial runs change, and a capture must not.
+        """
+        if key in arena.steps:
+            step: Run = arena.steps[key]
+            return step
+        for is_last in (False, True):
+            if time.monotonic() < self._no_memory_until:
+                break
+            before = [part.clone() for part in moving]
+            try:
+                arena.steps[key] = captured = self.capture(run, arena.pool)
+                self.num_captured += 1
+                return captured
+            except Exception as error:  # whatever a model, a compiler or a driver may raise
+                if not is_shortage(error):
+                    raise
+                self.num_shortages += 1
+                if not self._make_memory(arena) or is_last:
+                    self._no_memory_until = time.monotonic() + _PATIENCE
+            finally:
+                for part, old in zip(moving, before, strict=True):
+                    part.copy_(old)
+        return run
+
+    def _make_memory(self, arena: Arena) -> bool:
+        """Gives back what nobody uses. Returns whether that was anything."""
+        if not arena.steps:
+            arena.pool = new_pool(self.device)  # what a capture has begun and not ended cannot be used again
+        free = [other for other in self.arenas if other.is_free and other is not arena]
+        self.arenas = [other for other in self.arenas if other not in free]
+        num_free = len(free)
         free.clear()
-        if arena is None:
-            arena = self.make_arena(rows, slots, max_positions)
-            self.arenas.append(arena)
-        cache = ArenaCache(arena, num_rows, self, max_positions)
-        arena.lessee = weakref.ref(cache)
-        return cache
+        if not self._is_cuda:
+            return num_free > 0
+        reserved = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device) < reserved
 
     def capture(self, run: Run, pool: Any) -> Run:
         """What replays `run`, or without a GPU calls it. Runs it first, since libraries set themselves up then."""
-        self.num_captured += 1
         if self._stream is None:
             run()
             return run
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    run()
+        finally:
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
@@ -238,17 +298,20 @@ class Arenas:
         """Moves the tokens of each row's path together behind its root, which comes behind so many tokens."""
         rows = next_power(len(lengths))
         key = ("move", rows)
-        with torch.cuda.device_of(arena.keys):
+        with self.lock, torch.cuda.device_of(arena.keys):
+            if key not in arena.places:
+                arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
+            moves: Numbers = arena.places[key]
+            keys, values = arena.keys[:, :rows], arena.values[:, :rows]
+
+            def run() -> None:
+                kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
+
             if key not in arena.steps:
-                moves = arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
-                keys, values = arena.keys[:, :rows], arena.values[:, :rows]
-
-                def run() -> None:
-                    kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
-
-                arena.steps[key] = self.capture(run, arena.pool)  # nothing is moved yet: all paths are empty
-            arena.places[key].load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
-            arena.steps[key]()
+                moves.load((), (), MAX_PATH)  # trial runs move nothing: all paths are empty
+            step = self.captured(arena, key, run)
+            moves.load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
+            step()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes by what they are for."""
@@ -289,6 +352,16 @@ def _slots(number: int) -> int:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether an error is for want of memory, or came in the wake of one that was."""
+    while error is not None:
+        words = str(error).lower()
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in words for word in _SHORTAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def first_line(error: Exception) -> str:

@@ -1,22 +1,26 @@
 """Tree attention as one of transformers' attention functions, under the name "graft".
 
 The model's own code calls it in every layer. What each token may see comes along as the forward's keyword
-`tree`, so no model is patched and there is no global state.
+`tree`, so no model is patched. A forward of the owner's own that meets the name meanwhile (`loan`) is handed on to what
+the owner chose.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graft.errors import GraftError
+from graft.target import loan
 from graft.target.cache import Aim
 
-NAME = "graft"
 # Attention arguments that change the result and that this function does not compute.
 _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
 
@@ -74,7 +78,10 @@ def tree_attention(
     sliding_window: int | None = None,
     tree: Visibility | Paths | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
+    if not loan.is_ours():
+        given = {"scaling": scaling, "sliding_window": sliding_window, **kwargs}
+        return _as_the_owner_chose(module, query, key, value, attention_mask, **given)
     if tree is None:
         raise GraftError(f"{type(module).__name__} does not hand attention arguments on, so it cannot verify trees")
     for name, meaning in _UNSUPPORTED.items():
@@ -118,4 +125,22 @@ def _by_kernels(
     return out.unflatten(2, (query.shape[1], -1))
 
 
-AttentionInterface.register(NAME, tree_attention)
+def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """By the function that the module's code would have called, were the model not lent."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(loan.owners_attention(module.config), eager)
+    attended: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
+    return attended
+
+
+def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    """None for forwards of ours, which bring their own; for the owner's what the owner's attention needs."""
+    name = loan.owners_attention(config)
+    # transformers makes none for attention functions that it knows no masks for.
+    if loan.is_ours() or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
+
+
+AttentionInterface.register(loan.NAME, tree_attention)
+AttentionMaskInterface.register(loan.NAME, _mask)

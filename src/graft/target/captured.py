@@ -30,6 +30,7 @@ from graft.target.arena import (
     Moment,
     Run,
     first_line,
+    is_shortage,
     new_pool,
     next_power,
     num_bytes,
@@ -150,11 +151,25 @@ class Graphs(Arenas):
             self.cache_shape = (self.layers.kv_heads, self.layers.head_dim)
             reason = None if self.layers.can_be_exact else "its weights' sizes are not multiples of 64"
         if self._exact and reason is not None:
-            warnings.warn(f"steps of {type(self.model).__name__} are not exact: {reason}", stacklevel=6)
+            self._weights = ()  # to look again: the owner may take a hook away
+            raise self._not_exact(reason)
         self._weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
 
-    def give_up(self, reason: str) -> None:
-        """From now on transformers' own forward is run, eagerly."""
+    def _not_exact(self, reason: str) -> GraftError:
+        kind = type(self.model).__name__
+        return GraftError(f"exact steps were asked for, and {kind} cannot have them here ({reason}): drop exact")
+
+    def give_up(self, error: Exception) -> None:
+        """From now on transformers' own forward is run, eagerly; unless it was for want of memory, which may pass, or
+        exact steps were asked for: then the error stands."""
+        if is_shortage(error) or isinstance(error, GraftError):
+            raise error
+        self.run_eagerly(first_line(error))
+
+    def run_eagerly(self, reason: str) -> None:
+        """From now on, as steps cannot be captured."""
+        if self._exact:
+            raise self._not_exact(reason)
         if self.failure is None:
             warnings.warn(
                 f"{type(self.model).__name__} cannot be captured in CUDA graphs, so its steps are slower and not "
@@ -208,8 +223,14 @@ class CapturedTarget(TargetRunner):
         key = (id(model), self._hidden_layers, exact)
         self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
         _GRAPHS[key] = self._graphs
+        if exact:
+            self._graphs.refresh()  # says now if that cannot be
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
+        with self._graphs.lock:
+            return self._open(num_rows, num_slots)
+
+    def _open(self, num_rows: int, num_slots: int) -> TreeCache:
         graphs = self._graphs
         graphs.refresh()
         if graphs.failure is None and graphs.cache_shape is None:
@@ -222,7 +243,19 @@ class CapturedTarget(TargetRunner):
 
     @property
     def num_setups(self) -> int:
-        return self._graphs.num_captured
+        return self._graphs.num_setups
+
+    @property
+    def mode(self) -> str:
+        graphs = self._graphs
+        if graphs.failure is not None:
+            return f"eager: {graphs.failure}"
+        how = "captured" if graphs.num_captured else "to be captured"
+        if graphs.layers is None:
+            return how
+        if self.is_exact:
+            return f"{how}, exact in any batch"
+        return f"{how}, exact alone" if graphs.layers.is_exact_alone else how
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
@@ -266,7 +299,7 @@ class CapturedTarget(TargetRunner):
         if max(lengths) + width > cache.num_slots:
             raise GraftError(f"the cache holds {cache.num_slots} tokens and {max(lengths) + width} are needed")
         arena = cast(StepArena, cache.arena)
-        with torch.cuda.device_of(arena.keys):
+        with self._graphs.lock, torch.cuda.device_of(arena.keys):
             place, run = self._step(arena, tree, lengths, rows, width)
             if run is None:
                 return None
@@ -289,15 +322,15 @@ class CapturedTarget(TargetRunner):
         arena.places[rows, width] = place  # behind those that were used before
         place.load(tree, lengths)  # before a capture too: its trial runs write where the tree's own will
         key = (rows, width, context)
-        if key not in arena.steps:
-            count = self._graphs.num_captured + 1
-            self.progress(Report("graphs", count, count + 1, f"width {width}, context {context}"))
-            try:
-                arena.steps[key] = self._graphs.capture(self._make_run(arena, place, context), arena.pool)
-            except Exception as error:  # whatever a model, a compiler or a driver may raise
-                self._graphs.give_up(first_line(error))
-                return place, None
-        return place, arena.steps[key]
+        if key in arena.steps:
+            return place, arena.steps[key]
+        count = self._graphs.num_captured + 1
+        self.progress(Report("graphs", count, count + 1, f"width {width}, context {context}"))
+        try:
+            return place, self._graphs.captured(arena, key, self._make_run(arena, place, context))
+        except Exception as error:  # whatever a model, a compiler or a driver may raise
+            self._graphs.give_up(error)
+            return place, None
 
     def _make_run(self, arena: StepArena, place: Place, context: int) -> Run:
         """One forward over static inputs: no shape and no branch in it depends on what they hold."""
@@ -336,10 +369,10 @@ class CapturedTarget(TargetRunner):
         seen = Paths(aim.lengths.int(), depths, paths, end)
         keys, values = arena.keys[:, rows], arena.values[:, rows]
         try:
-            with torch.cuda.device_of(keys):
+            with self._graphs.lock, torch.cuda.device_of(keys):
                 logits, inputs = layers(tree.tokens, seen, keys, values, rotary, self._hidden_layers, num_logits)
         except Exception as error:  # as in a capture
-            self._graphs.give_up(first_line(error))
+            self._graphs.give_up(error)
             return super()._forward(cache, tree, aim, num_logits)
         return Verified(tokens, logits.float(), side_by_side(inputs, tree.tokens[..., None].to(logits.dtype)))
 
@@ -349,6 +382,6 @@ class CapturedTarget(TargetRunner):
         TargetRunner.verify(self, cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
         key, value = (stored.shape[3:] for stored in cache.stored)
         if key != value:
-            self._graphs.give_up("its keys and values differ in size")
+            self._graphs.run_eagerly("its keys and values differ in size")
             return None
         return key[0], key[1]

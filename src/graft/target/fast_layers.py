@@ -98,8 +98,16 @@ class FastLayers:
     @property
     def can_be_exact(self) -> bool:
         """Whether all products can be cut alike for any number of tokens."""
-        weights = [self._head, *(w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-        return all(cut_of(weight.shape, weight.dtype) is not None for weight in weights)
+        return all(cut_of(weight.shape, weight.dtype) is not None for weight in self._weights)
+
+    @property
+    def is_exact_alone(self) -> bool:
+        """Whether, of a text decoded alone, all products are our own without being asked for."""
+        return self.can_be_exact and all(map(Products.is_quick, self._weights))
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [self._head, *(w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self._rotary, self._embedding, num_positions)

@@ -67,7 +67,7 @@ class Products:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = FEW) -> Tensor:
         """x [T, inputs] by weight [outputs, inputs], and the bias [outputs] added. most: tokens for the kernel."""
         cut = cut_of(weight.shape, weight.dtype)
-        if cut is None or not (self._always or (len(x) <= most and self._is_quick(weight))):
+        if cut is None or not (self._always or (len(x) <= most and self.is_quick(weight))):
             return linear(x, weight, bias)
         return self.multiply(x, weight, bias, cut)
 
@@ -103,7 +103,7 @@ class Products:
         return out
 
     @staticmethod
-    def _is_quick(weight: Tensor) -> bool:
+    def is_quick(weight: Tensor) -> bool:
         return weight.dtype is not torch.float32 and weight.numel() >= _LARGE
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from graft.errors import GraftError
 from graft.report import Report
 from graft.target import attention
 from graft.target.cache import Aim, TreeCache
+from graft.target.loan import evaluating, tree_attention
 from graft.target.support import check_supported
 from graft.target.verified import Verified
 from graft.tree import DraftTree
@@ -28,7 +29,7 @@ class TargetRunner:
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
-        self.is_exact = False  # whether it was asked to give a token the same bits in any batch
+        self.is_exact = False  # whether it gives a token the same bits in any batch, or says why it cannot
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self._num_layers = config.num_hidden_layers
@@ -44,6 +45,11 @@ class TargetRunner:
     def num_setups(self) -> int:
         """Things done so far that are done once, such as captures: what took longer because of one is no measure."""
         return 0
+
+    @property
+    def mode(self) -> str:
+        """How steps really run, in a few words: captured or eager, and where they are exact (docs/exactness.md)."""
+        return "eager"
 
     def synchronize(self) -> None:
         """Waits until the device has done what it was given."""
@@ -66,20 +72,6 @@ class TargetRunner:
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
         return TreeCache(self._num_layers, num_rows, num_slots)
-
-    @contextmanager
-    def _tree_attention(self) -> Iterator[None]:
-        """Lets the model attend over trees inside. For one forward only: the model stays its owner's outside.
-
-        Set on the config, where the model's code reads it: `set_attn_implementation` takes 1 ms to do the same.
-        """
-        config = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = attention.NAME
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
 
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
@@ -134,7 +126,7 @@ class TargetRunner:
         num_logits: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Logits in the model's dtype, and inputs of the layers asked for, side by side."""
-        with self._tree_attention(), evaluating(self.model):
+        with tree_attention(self.model), evaluating(self.model):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -154,7 +146,7 @@ def target_for(
 ) -> TargetRunner:
     """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
 
-    exact: a token's bits are the same in any batch, too.
+    exact: a token's bits are the same in any batch, too; a GraftError where that cannot be.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
@@ -164,21 +156,8 @@ def target_for(
         except ImportError as error:
             warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
     if exact:
-        warnings.warn(f"exact changes nothing on {model.device}: it is for a single GPU with Triton", stacklevel=2)
+        raise GraftError(f"exact steps need a single GPU and Triton, and the model is on {model.device}: drop exact")
     return TargetRunner(model, hidden_layers, chunk_size)
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ runs, and what would be replayed is called.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from graft.target.arena import (
     Numbers,
     Run,
     first_line,
+    is_shortage,
     new_pool,
     next_power,
     on_host,
@@ -63,6 +65,27 @@ class DraftArena(Arena):
     levels: Tensor  # [passes, 3, rows * topk * topk] int64, see `head_kernels.spread`
     sent: Tensor  # the same on the host
     was_sent: list[Moment]  # of every pass
+    read: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # hidden states that steps read, by address
+
+    def read_from(self, hidden: Tensor) -> None:
+        """Steps read hidden states where they lie: when those go, with a target's arena, so do the steps."""
+        whole = hidden if hidden._base is None else hidden._base
+        address = whole.data_ptr()
+        known = self.read.get(address)
+        if known is None or known() is not whole:
+            itself = weakref.ref(self)  # else it would stay for as long as they do
+
+            def forget(gone: weakref.ref[Tensor]) -> None:
+                arena = itself()
+                if arena is not None and arena.read.get(address) is gone:
+                    arena.forget_readers(address)
+
+            self.forget_readers(address)
+            self.read[address] = weakref.ref(whole, forget)
+
+    def forget_readers(self, address: int) -> None:
+        self.read.pop(address, None)
+        self.steps = {key: step for key, step in self.steps.items() if key[3:4] != (address,)}
 
 
 class HeadArenas(Arenas):
@@ -163,7 +186,7 @@ class CapturedDrafter(Eagle3Drafter):
 
     @property
     def num_setups(self) -> int:
-        return self._arenas.num_captured
+        return self._arenas.num_setups
 
     def open(self, num_rows: int, num_slots: int) -> Any:
         arenas = self._arenas
@@ -176,6 +199,8 @@ class CapturedDrafter(Eagle3Drafter):
             try:
                 self._try(state)
             except Exception as error:  # whatever a compiler or a driver may raise
+                if is_shortage(error):
+                    raise
                 arenas.failure = first_line(error)
                 arenas.arenas.clear()
                 warnings.warn(f"draft passes cannot be captured in CUDA graphs: {arenas.failure}", stacklevel=2)
@@ -196,7 +221,7 @@ class CapturedDrafter(Eagle3Drafter):
         else:
             start = cache.aim(rows, width, self.device).lengths.int()
             tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
-            with torch.cuda.device_of(arena.keys):
+            with self._arenas.lock, torch.cuda.device_of(arena.keys):
                 counts = torch.full_like(start, width)
                 self._enter(arena, rows, verified.hidden, tokens, start, counts, cache.lengths[row])
         cache.advance([width])
@@ -353,19 +378,21 @@ class CapturedDrafter(Eagle3Drafter):
         context = arena.context_for([longest], self.contexts) if kind[0] != "gather" else 0  # it attends to nothing
         key: tuple[Any, ...] = (kind, rows, context)
         if hidden is not None:
+            arena.read_from(hidden)
             # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
             shape = (1, kind[1] or 0) if kind[0] == "read" else (rows, MAX_PATH)
-            hidden = hidden.as_strided((*shape, hidden.shape[2]), hidden.stride())
+            size, stride, place = (*shape, hidden.shape[2]), hidden.stride(), hidden.storage_offset()
+            # No view of it, which would keep it for as long as the step is there.
+            hidden = hidden.new_empty(0).set_(hidden.untyped_storage(), place, size, stride)
             key = (*key, hidden.data_ptr(), hidden.shape, hidden.stride())
-        with torch.cuda.device_of(arena.keys):
-            if key not in arena.steps:
+        with self._arenas.lock, torch.cuda.device_of(arena.keys):
+            step = arena.steps.get(key)
+            if step is None:
                 # Trial runs before the capture move the beams on, and count.
                 moving = (arena.hidden, arena.numbers.column(_OLD), *vars(arena.beams).values())
-                before = [part.clone() for part in moving]
-                arena.steps[key] = self._arenas.capture(self._make_run(arena, kind, rows, context, hidden), arena.pool)
-                for part, old in zip(moving, before, strict=True):
-                    part.copy_(old)
-            arena.steps[key]()
+                run = self._make_run(arena, kind, rows, context, hidden)
+                step = self._arenas.captured(arena, key, run, moving)
+            step()
 
     def _make_run(
         self, arena: DraftArena, kind: tuple[str, int | None], rows: int, context: int, given: Tensor | None

@@ -297,8 +297,13 @@ function drawTree(round, number) {
   place(0, 0, null);
 
   const hidden = verified - [...kept].filter((node) => node < verified).length;
-  const outcome = verified > 1 ? `${accepted.size} of ${verified - 1} verified tokens accepted` : "plain decoding, no tree";
-  $("tree-words").textContent = `Round ${number + 1}: ${outcome}${hidden > 0 ? `; ${hidden} less likely not drawn` : ""}.`;
+  const some = verified > 1 || round.num_hidden > 0;
+  const outcome = some ? `${accepted.size} of ${verified - 1} verified tokens accepted` : "plain decoding, no tree";
+  const rest = [
+    hidden > 0 ? `; ${hidden} less likely not drawn` : "",
+    round.num_hidden > 0 ? `; ${round.num_hidden} proposed from what all requests share not shown` : "",
+  ];
+  $("tree-words").textContent = `Round ${number + 1}: ${outcome}${rest.join("")}.`;
   $("tree-scroll").replaceChildren(svgOf(nodes));
   $("tree").hidden = false;
 }

@@ -1,0 +1,101 @@
+"""Loans: what a forward of ours changes about its owner's model, taken back when it is over, whatever happened.
+
+A model's code reads its attention function from the config, so it is set there for as long as one of our forwards runs;
+and a model that is training is in evaluation mode meanwhile. Several threads may be at it at once: the first sets, the
+last takes back, and a forward of the owner's own, in yet another thread, attends as it would without us.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+NAME = "graft"  # of tree attention, among transformers' attention functions
+
+
+@dataclass
+class _Loan:
+    before: Any  # what the owner had
+    take_back: Callable[[], None]
+    num_users: int = 0
+
+
+_LOCK = threading.Lock()
+_LOANS: dict[tuple[str, int], _Loan] = {}  # by what is changed, and the id of whose it is, who outlives the loan
+_THREAD = threading.local()
+
+
+@contextmanager
+def tree_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Lets the model's own code attend over trees inside, in this thread.
+
+    Set on the config, where the code reads it: `set_attn_implementation` takes 1 ms to do the same.
+    """
+    config = model.config.get_text_config()
+
+    def begin() -> _Loan:
+        before = config._attn_implementation
+        config._attn_implementation = NAME
+        return _Loan(before, lambda: setattr(config, "_attn_implementation", before))
+
+    with _lent(("attention", id(config)), begin):
+        outside, _THREAD.is_ours = is_ours(), True
+        try:
+            yield
+        finally:
+            _THREAD.is_ours = outside
+
+
+def is_ours() -> bool:
+    """Whether this thread is inside one of our forwards."""
+    return getattr(_THREAD, "is_ours", False)
+
+
+def owners_attention(config: PreTrainedConfig) -> str:
+    """The attention that a model's owner chose, whether or not the model is lent."""
+    with _LOCK:
+        loan = _LOANS.get(("attention", id(config)))
+        name: str = loan.before if loan is not None else config._attn_implementation
+    return name
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
+
+    def begin() -> _Loan:
+        training = [module for module in model.modules() if module.training] if model.training else []
+        if training:
+            model.eval()
+
+        def take_back() -> None:
+            for module in training:
+                module.training = True
+
+        return _Loan(training, take_back)
+
+    with _lent(("training", id(model)), begin):
+        yield
+
+
+@contextmanager
+def _lent(key: tuple[str, int], begin: Callable[[], _Loan]) -> Iterator[None]:
+    """The first to enter begins the loan, the last to leave takes it back."""
+    with _LOCK:
+        loan = _LOANS.get(key) or begin()
+        _LOANS[key] = loan
+        loan.num_users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            loan.num_users -= 1
+            if loan.num_users == 0:
+                del _LOANS[key]
+                loan.take_back()
