@@ -82,8 +82,9 @@ class Pool:
             start = len(self.rows[row])
             columns = (level.tokens, level.parents, level.probabilities)
             for token, parent, q in zip(*(column[row].tolist() for column in columns), strict=True):
-                evidence = bucket_of(q)
-                chance = float(chances[ALONE, source, evidence]) if going[row] else 0.0
+                evidence = 0 if chances is None else bucket_of(q)
+                chance = q if chances is None else float(chances[ALONE, source, evidence])
+                chance = chance if going[row] else 0.0
                 self._add(row, token, parent + first if parent else 0, chance, source, evidence, needs)
             total = np.float32(0)
             for node in self.rows[row][start : start + num_beams]:

@@ -90,7 +90,8 @@ class Both:
         count = self.rng.randrange(1, 6)
         level = Level(self.tokens(count), self.tokens(count, self.pools[0].width), self.scores(count), torch.empty(0))
         going = [self.rng.random() < 0.7 for _ in range(self.num_rows)]
-        one, other = (pool.add_level(level, self.chances, DRAFTED, 2, 0, going, 3) for pool in self.pools)
+        chances = self.rng.choice([self.chances, None])
+        one, other = (pool.add_level(level, chances, DRAFTED, 2, 0, going, 3) for pool in self.pools)
         assert one == other
 
     def add_rows(self):

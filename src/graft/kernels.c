@@ -172,7 +172,8 @@ int graft_add_rows(
 }
 
 /* A drafted level: tokens, parents and probabilities are [num_rows][count], places in the drafted tree, which begins
-   `first` places further on in the pool. reached: P(one of the first num_beams of them comes true), by row. */
+   `first` places further on in the pool. Without values in `chances` the drafter is taken at its word. reached: P(one of
+   the first num_beams of them comes true), by row. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
@@ -183,9 +184,9 @@ int graft_add_level(
         for (int64_t i = 0; i < count; i++) {
             int64_t at = r * count + i, node = pool->width + i;
             int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
-            int64_t evidence = bucket_of(probabilities[at]);
-            float chance;
-            int failed = chance_of(chances, ALONE, source, evidence, &chance);
+            int64_t evidence = chances->values == NULL ? 0 : bucket_of(probabilities[at]);
+            float chance = probabilities[at];
+            int failed = chances->values == NULL ? OK : chance_of(chances, ALONE, source, evidence, &chance);
             if (!failed)
                 failed = add_node(
                     pool, &row, node, tokens[at], parent, going[r] ? chance : 0.0f, source, evidence, needs);

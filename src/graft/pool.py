@@ -180,14 +180,15 @@ class Pool:
     def add_level(
         self,
         level: Level,
-        chances: Tensor,
+        chances: Tensor | None,
         source: int,
         needs: int,
         first: int,
         going: Sequence[bool],
         num_beams: int,
     ) -> list[float]:
-        """Adds a drafted level, weighed by its probabilities' buckets; it is padding in rows that are not `going`.
+        """Adds a drafted level, weighed by its probabilities' buckets, or without `chances` by these themselves; it is
+        padding in rows that are not `going`.
 
         first: places in the pool between the root and the first drafted level. Returns how likely the target is to
         come as far as one of the first `num_beams`, by row.

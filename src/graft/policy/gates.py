@@ -54,14 +54,8 @@ def draft_through_gates(drafter: Drafter, batch: Batch, pool: Pool, thresholds: 
         levels = drafter.levels(batch.draft, batch.roots(), stops=gates)
         for number in range(most):
             level = next(levels)
-            going = torch.tensor([[stop == NEVER] for stop in stops])
-            pool.add(
-                level.tokens,
-                level.parents,
-                level.probabilities * going,
-                torch.full_like(level.tokens, DRAFTED),
-                torch.zeros_like(level.tokens),
-            )
+            going = [stop == NEVER for stop in stops]
+            pool.add_level(level, None, DRAFTED, number + 1, 0, going, drafter.settings.topk)
             passes = [count + (stop == NEVER) for count, stop in zip(passes, stops, strict=True)]
             if number in GATES:
                 gate = GATES.index(number)
