@@ -88,6 +88,7 @@ def compare(size: tuple[int, int]) -> tuple[list[list[float]], bool]:
     tokens = torch.randn(TOKENS[-1], size[1], device=DEVICE).to(dtype)
     products = Products(tokens.device)
     expected = products.multiply(tokens, weights[0])
+    microseconds(lambda weight: linear(tokens, weight), weights)  # clocks rise
     times: list[list[float]] = [[], []]
     same = True
     for number in TOKENS:

@@ -241,7 +241,9 @@ def test_products_are_right(dtype, has_bias):
     torch.testing.assert_close(Products(x.device).multiply(x, weight, bias).double(), expected, atol=1e-2, rtol=2e-3)
 
 
-SOME_NUMBERS = sorted({*range(1, 512, 37), *(n for border in (16, 32, 64, 128, 256) for n in (border, border + 1)), 512})
+SOME_NUMBERS = sorted(
+    {*range(1, 512, 37), *(n for border in (16, 32, 64, 128, 256) for n in (border, border + 1)), 512}
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -281,6 +283,17 @@ def test_tiles_change_no_bit(outputs, tokens, inputs):
         assert torch.equal(products.multiply(x, weight, bias, tile), expected), num_whole
 
 
+def test_devices_that_know_no_descriptors_load_the_same():
+    torch.manual_seed(0)
+    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((384, 192), (150, 192)))
+    products, others = Products(x.device), Products(x.device)
+    others._by_descriptor = False
+    for number in (3, 150):
+        tile = replace(tile_for(number, (384, 192), x.dtype), outputs=128, num_whole=1)
+        expected = products.multiply(x[:number], weight, None, tile)
+        assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
+
+
 SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]
 
 
@@ -302,6 +315,18 @@ def test_a_last_round_of_few_tiles_has_halves():
     halved = tile_for(512, (28672, 4096), torch.bfloat16)
     assert (whole.outputs, whole.num_whole) == (128, 32), "128 tiles, all at once"
     assert (halved.outputs, halved.num_whole) == (256, 99), "three rounds of 132 tiles, and 104 halves"
+
+
+def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
+    made = []
+    monkeypatch.setattr(Products, "multiply", lambda self, x, weight, bias: made.append((len(x), len(weight))))
+    multiply, always = Products(torch.device("cpu")), Products(torch.device("cpu"), always=True)
+    large, small = torch.zeros(2048, 2048, dtype=torch.float16), torch.zeros(64, 2048, dtype=torch.float16)
+    for products in (multiply, always):
+        for number in (512, 513):
+            for weight in (large, small):
+                products(torch.zeros(number, 2048, dtype=torch.float16), weight)
+    assert made == [(512, 2048), (512, 2048), (512, 64), (513, 2048), (513, 64)]
 
 
 def test_products_need_sizes_of_multiples_of_64():

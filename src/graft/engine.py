@@ -96,7 +96,7 @@ class Engine:
         """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
         `make_policy`.
 
-        exact: on a GPU, rounding cannot make texts differ in batches either; large batches are slower.
+        exact: on a GPU, rounding cannot make texts differ in large batches either, which are slower.
         """
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer

@@ -51,7 +51,7 @@ def load(
     head's; None starts with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
     isolated: texts do not learn from each other, nor from a profile's texts; only from themselves.
-    exact: on a GPU, the same bits for a token in any batch; large batches are slower. See `Engine`.
+    exact: on a GPU, the same bits for a token in large batches too, which are slower. See `Engine`.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if isinstance(model, str):

@@ -202,7 +202,7 @@ class CapturedTarget(TargetRunner):
         chunk_size: int = 256,
         exact: bool = False,
     ) -> None:
-        """exact: a token's bits depend on its own text alone in any batch too, not only where it is decoded alone."""
+        """exact: a token's bits depend on its own text alone in large batches too."""
         super().__init__(model, hidden_layers, chunk_size)
         self.is_exact = exact
         key = (id(model), self._hidden_layers, exact)

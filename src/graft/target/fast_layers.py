@@ -76,7 +76,7 @@ class FastLayers:
     """The model's forward over a cache's tensors."""
 
     def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
-        """model: one that `why_not` has nothing against. exact: bits do not depend on the batch either."""
+        """model: one that `why_not` has nothing against. exact: bits depend on no batch, however large."""
         parts: Any = model
         config = model.config
         self.num_layers = config.num_hidden_layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -28,8 +28,8 @@ _TILES = {
     (64, 32): (256, 4),
     (128, 32): (128, 4),
     (64, 64): (128, 4),
-    (128, 64): (64, 4),
     (64, 128): (64, 4),
+    (128, 64): (64, 4),
     (128, 128): (64, 8),
     (256, 128): (64, 8),
 }
@@ -53,7 +53,7 @@ def can_multiply(shape: Sequence[int]) -> bool:
     return not any(size % 64 for size in shape)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tile_for(
     num_tokens: int,
     shape: tuple[int, int],
@@ -72,18 +72,20 @@ def _rated_tiles(
     """All that there are, each with its time."""
     num_outputs, num_inputs = shape
     for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
-        if num_outputs % outputs or 16 < tokens > num_tokens:
+        if num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
             continue
+        missing = max(tokens - num_tokens, 0)
         columns, rows = triton.cdiv(num_tokens, tokens), num_outputs // outputs
         rounds, left = divmod(columns * rows, processors)
-        time, num_whole = rounds * _time_of(outputs, tokens), rows
-        if rounds and 0 < left <= processors // 2 and outputs > 64:
-            # The last round would have few tiles: it is shorter with twice as many halves.
+        time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
+        if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > 64:
+            # The last round would have few tiles: it is shorter with twice as many halves. (Not where reading the
+            # weights is what takes the time.)
             num_whole = rounds * processors // columns
-            time += _time_of(outputs // 2, tokens)
+            time += _time_of(outputs // 2, tokens, missing)
         elif left:
-            time += _time_of(outputs, tokens)
-        # One program on every processor has much under way; or two, if there are more, one of which may end or begin.
+            time += _time_of(outputs, tokens, missing)
+        # One program on a processor has much under way; of two, one works while the other begins or ends.
         memory = shared_memory if columns * rows <= processors or outputs > 128 else shared_memory // 2
         size = (outputs + tokens) * dtype.itemsize
         while inputs > 64 and (num_inputs % inputs or memory < 3 * size * inputs):
@@ -92,9 +94,9 @@ def _rated_tiles(
         yield time, Tile(outputs, tokens, inputs, warps, stages, num_whole)
 
 
-def _time_of(outputs: int, tokens: int) -> float:
-    """Of a block of 64 inputs in nanoseconds, to load it and to multiply. An H200's; only the ratios count."""
-    return 0.63 * (outputs + tokens) + 0.0119 * outputs * tokens
+def _time_of(outputs: int, tokens: int, missing: int) -> float:
+    """Of a block of 64 inputs in nanoseconds, as measured on an H200. Tokens behind the last are slow to load."""
+    return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
 
 
 class Products:
@@ -121,9 +123,7 @@ class Products:
         """By the kernel. tile: another than the quickest."""
         assert x.is_contiguous() and weight.is_contiguous()
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
-        tile = tile or tile_for(
-            num_tokens, (num_outputs, num_inputs), x.dtype, self._processors, self._shared_memory
-        )
+        tile = tile or tile_for(num_tokens, (num_outputs, num_inputs), x.dtype, self._processors, self._shared_memory)
         rows = num_outputs // tile.outputs
         has_halves = tile.num_whole < rows
         out = x.new_empty(num_tokens, num_outputs)
@@ -179,7 +179,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One tile. The last one of a row ends with the last token, for loads from behind it are slow; tokens that it has
+    """One tile. The last one of a row ends with the last token, since loads from behind it are slow; tokens that it has
     in common with the one before get the same bits twice."""
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)

@@ -154,7 +154,7 @@ def target_for(
 ) -> TargetRunner:
     """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
 
-    exact: a token's bits are the same in any batch, too.
+    exact: a token's bits are the same in large batches, too.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
