@@ -53,14 +53,14 @@ def main() -> None:
                 layer = [[a + b for a, b in zip(*both, strict=True)] for both in zip(layer, times, strict=True)]
         show(f"{shape + ' layer':32s}", layer)
         ratios = "".join(f"{(ours / theirs - 1) * 100:+8.1f}" for ours, theirs in zip(*layer, strict=True))
-        print(f"{'':32s}{'ours, %':12s}{ratios}", flush=True)
+        print(f"{'':34s}{'ours, %':10s}{ratios}", flush=True)
         if options.dry_run:
             break
 
 
 def show(title: str, times: list[list[float]], note: str = "") -> None:
     for who, row in zip(("ours", "PyTorch's"), times, strict=True):
-        print(f"{title:32s}{who:12s}{''.join(f'{time:8.1f}' for time in row)}{note}", flush=True)
+        print(f"{title:32s}  {who:10s}{''.join(f'{time:8.1f}' for time in row)}{note}", flush=True)
         title, note = "", ""
 
 
