@@ -1,10 +1,12 @@
 """Our matrix products beside PyTorch's: microseconds by the number of tokens, and whether a token's bits depend on it.
 
-    python bench/products.py
+    python bench/products.py --shape llama-8b
 
-For each weight of a model's shape and 1, 16, 64 and 128 tokens: the kernel of `target/product_kernels.py`, PyTorch's
-product, and how long reading the weight takes at the bandwidth of a copy in the same run. Weights are read from memory,
-not from the device's cache: each is there many times over. `--dry-run` goes through it in Triton's interpreter.
+For each weight of a model's shape and 1 to 512 tokens: the kernel of `target/product_kernels.py`, PyTorch's product,
+and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's products together, and
+how much longer ours take. Weights are read from memory, not from the device's cache: each is there many times over.
+`same` says whether tokens had the same bits beside any number of others, at any place and beside other tokens.
+`--dry-run` goes through it in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from step_time import DEVICE, DTYPE, MODELS, copy_bandwidth, milliseconds
 
-from graft.target.product_kernels import Products, cut_of
+from graft.target.product_kernels import Products, can_multiply
 
-TOKENS = (1, 16, 64, 128)
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 FAR_FROM_CACHED = 600e6  # bytes of one kind of weight
 
 
@@ -38,15 +40,28 @@ def main() -> None:
     if DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a small weight without one")
     bandwidth = copy_bandwidth(2**31 if DEVICE.type == "cuda" else 2**20)
-    print(f"copy {bandwidth / 1e12:.2f} TB/s; microseconds, ours / PyTorch's, and whether bits are the same")
-    heads = "".join(f"{count:>16d}" for count in TOKENS)
-    print(f"{'weight':28s}{'read':>8s}{heads}  same")
+    print(f"copy {bandwidth / 1e12:.2f} TB/s; microseconds, by the number of tokens")
+    print(f"{'weight':24s}{'read':>8s}{'':12s}{''.join(f'{count:8d}' for count in TOKENS)}")
     for shape in options.shape or MODELS:
-        weights = {"small": (128, 192)} if options.dry_run else weights_of(shape)
+        weights = {"small": (64, 64)} if options.dry_run else weights_of(shape)
+        layer = [[0.0] * len(TOKENS), [0.0] * len(TOKENS)]
         for name, size in weights.items():
-            print(f"{shape + ' ' + name:28s}" + line(size, bandwidth), flush=True)
+            times, same = compare(size)
+            read = f"{size[0] * size[1] * DTYPE.itemsize / bandwidth * 1e6:8.1f}"
+            show(f"{shape + ' ' + name:24s}{read}", times, f"  same {same}")
+            if name != "logits":
+                layer = [[a + b for a, b in zip(*both, strict=True)] for both in zip(layer, times, strict=True)]
+        show(f"{shape + ' layer':32s}", layer)
+        ratios = "".join(f"{(ours / theirs - 1) * 100:+8.1f}" for ours, theirs in zip(*layer, strict=True))
+        print(f"{'':34s}{'ours, %':10s}{ratios}", flush=True)
         if options.dry_run:
             break
+
+
+def show(title: str, times: list[list[float]], note: str = "") -> None:
+    for who, row in zip(("ours", "PyTorch's"), times, strict=True):
+        print(f"{title:32s}  {who:10s}{''.join(f'{time:8.1f}' for time in row)}{note}", flush=True)
+        title, note = "", ""
 
 
 def weights_of(name: str) -> dict[str, tuple[int, int]]:
@@ -64,24 +79,28 @@ def weights_of(name: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def line(size: tuple[int, int], bandwidth: float) -> str:
+def compare(size: tuple[int, int]) -> tuple[list[list[float]], bool]:
+    """Times of our products and of PyTorch's, and whether bits are the same."""
+    assert can_multiply(size), f"{size} are no multiples of 64"
     dtype = DTYPE if DEVICE.type == "cuda" else torch.float16
-    num_bytes = size[0] * size[1] * dtype.itemsize
-    count = max(round(FAR_FROM_CACHED / num_bytes), 2) if DEVICE.type == "cuda" else 1
+    count = max(round(FAR_FROM_CACHED / (size[0] * size[1] * dtype.itemsize)), 2) if DEVICE.type == "cuda" else 1
     weights = [torch.randn(size, device=DEVICE).to(dtype) * 0.02 for _ in range(count)]
     tokens = torch.randn(TOKENS[-1], size[1], device=DEVICE).to(dtype)
-    cut = cut_of(size, dtype)
-    assert cut is not None, f"{size} cannot be cut"
     products = Products(tokens.device)
-    results, columns = [], []
+    expected = products.multiply(tokens, weights[0])
+    microseconds(lambda weight: linear(tokens, weight), weights)  # clocks rise
+    times: list[list[float]] = [[], []]
+    same = True
     for number in TOKENS:
         x = tokens[:number].contiguous()
-        results.append(products.multiply(x, weights[0], None, cut))
-        ours = microseconds(lambda weight, x=x: products.multiply(x, weight, None, cut), weights)
-        theirs = microseconds(lambda weight, x=x: linear(x, weight), weights)
-        columns.append(f"{ours:8.1f}{theirs:8.1f}")
-    same = all(torch.equal(few, results[-1][: len(few)]) for few in results)
-    return f"{num_bytes / bandwidth * 1e6:8.1f}{''.join(columns)}  {same}"
+        beside = torch.randn_like(x)
+        beside[number // 2] = x[number // 2]
+        same = same and torch.equal(products.multiply(x, weights[0]), expected[:number])
+        same = same and torch.equal(products.multiply(tokens[-number:], weights[0]), expected[-number:])
+        same = same and torch.equal(products.multiply(beside, weights[0])[number // 2], expected[number // 2])
+        for row, run in zip(times, (products.multiply, linear), strict=True):
+            row.append(microseconds(lambda weight, x=x, run=run: run(x, weight), weights))
+    return times, same
 
 
 def microseconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:

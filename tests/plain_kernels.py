@@ -74,9 +74,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
-def multiply(
-    products: product_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None, cut: product_kernels.Cut
-) -> Tensor:
+def multiply(products: product_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 

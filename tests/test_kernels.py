@@ -18,7 +18,7 @@ import plain_kernels
 from graft.draft.eagle3 import head_kernels
 from graft.target import choice_kernels, kernels
 from graft.target.kernels import Tiles, scratch_size, tree_attention
-from graft.target.product_kernels import Products, cut_of
+from graft.target.product_kernels import Products, Tile, can_multiply, tile_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
@@ -231,40 +231,107 @@ def test_committing_moves_what_the_cache_moves(paths):
 # Products
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts"), [((128, 192), 3), ((128, 192), 2), ((64, 128), 1), ((192, 256), None)], ids=str
-)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_tokens_product_depends_on_the_token_alone(shape, parts, dtype):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_right(dtype, has_bias):
     torch.manual_seed(0)
-    weight, bias, x = (torch.randn(*size).to(DEVICE, dtype) for size in (shape, shape[:1], (40, shape[1])))
-    cut = cut_of(shape, dtype)
-    cut = replace(cut, parts=parts, inputs=64) if parts else cut
+    x, weight, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((40, 256), (192, 256), (192,)))
+    bias = bias if has_bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(Products(x.device).multiply(x, weight, bias).double(), expected, atol=1e-2, rtol=2e-3)
+
+
+SOME_NUMBERS = sorted(
+    {*range(1, 512, 37), *(n for border in (16, 32, 64, 128, 256) for n in (border, border + 1)), 512}
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_tokens_product_is_the_same_beside_any_number_of_others(dtype):
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*size).to(DEVICE, dtype) for size in ((64, 64), (64,), (512, 64)))
     products = Products(x.device)
-    for given in (None, bias):
-        together = products.multiply(x, weight, given, cut)
-        expected = torch.nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
-        torch.testing.assert_close(together.double(), expected, atol=1e-2, rtol=2e-3)
-        for few in (1, 17):
-            assert torch.equal(products.multiply(x[:few], weight, given, cut), together[:few])
-            assert torch.equal(products.multiply(x[few:], weight, given, cut), together[few:])
-    assert not products._arrived.any(), "counters are ready for the next product"
+    together = products.multiply(x, weight, bias)
+    for number in range(1, 513) if DEVICE == "cuda" else SOME_NUMBERS:
+        assert torch.equal(products.multiply(x[:number], weight, bias), together[:number]), number
+        assert torch.equal(products.multiply(x[-number:], weight, bias), together[-number:]), number
 
 
-def test_products_of_many_rows_have_several_tiles():
+def test_what_the_other_tokens_are_changes_nothing():
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 128).to(DEVICE, torch.float16), torch.randn(150, 128).to(DEVICE, torch.float16)
-    products, cut = Products(x.device), replace(cut_of((64, 128), torch.float16), parts=2, inputs=64)
-    together = products.multiply(x, weight, None, cut)
-    assert torch.equal(products.multiply(x[130:131], weight, None, cut), together[130:131])
-    torch.testing.assert_close(together, x @ weight.T, atol=0.05, rtol=0)
+    weight, x, others = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((128, 192), (70, 192), (70, 192)))
+    products = Products(x.device)
+    expected = products.multiply(x, weight)
+    for kept in (0, 33, 69):
+        others[kept] = x[kept]
+        assert torch.equal(products.multiply(others, weight)[kept], expected[kept])
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (2048, 8192), (51200, 5120), (576, 1536), (64, 64)])
-def test_cuts_leave_nothing_out(shape):
-    cut = cut_of(shape, torch.bfloat16)
-    assert shape[0] % cut.outputs == 0 and shape[1] % cut.inputs == 0 and 1 <= cut.parts <= shape[1] // 64
-    assert cut_of((shape[0] + 1, shape[1]), torch.bfloat16) is None
+@pytest.mark.parametrize("outputs", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [16, 64, 128])
+@pytest.mark.parametrize("inputs", [64, 128])
+def test_tiles_change_no_bit(outputs, tokens, inputs):
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 384), (512,), (150, 384)))
+    products = Products(x.device)
+    # The interpreter leaves the order within a block to NumPy; instructions have their own, in blocks of any size.
+    block = inputs if DEVICE == "cpu" else 64
+    expected = products.multiply(x, weight, bias, Tile(64, 16, block, warps=4, stages=2, num_whole=8))
+    rows = 512 // outputs
+    for num_whole in {rows, 1, 0} if outputs > 64 else {rows}:
+        tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
+        assert torch.equal(products.multiply(x, weight, bias, tile), expected), num_whole
+
+
+def test_devices_that_know_no_descriptors_load_the_same():
+    torch.manual_seed(0)
+    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((384, 192), (150, 192)))
+    products, others = Products(x.device), Products(x.device)
+    others._by_descriptor = False
+    for number in (3, 150):
+        tile = replace(tile_for(number, (384, 192), x.dtype), outputs=128, num_whole=1)
+        expected = products.multiply(x[:number], weight, None, tile)
+        assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
+
+
+SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_leave_nothing_out_and_fit(shape, dtype):
+    for number in (1, 17, 64, 96, 128, 200, 256, 384, 512, 4096):
+        for processors, shared_memory in ((132, 227 * 1024), (108, 163 * 1024), (40, 99 * 1024)):
+            tile = tile_for(number, shape, dtype, processors, shared_memory)
+            assert shape[0] % tile.outputs == 0 and shape[1] % tile.inputs == 0
+            assert 0 <= tile.num_whole <= shape[0] // tile.outputs
+            assert tile.num_whole == shape[0] // tile.outputs or tile.outputs > 64, "instructions have 64 rows"
+            size = (tile.outputs + tile.tokens) * tile.inputs * dtype.itemsize
+            assert tile.stages >= 2 and tile.stages * size <= shared_memory
+
+
+def test_a_last_round_of_few_tiles_has_halves():
+    whole = tile_for(512, (4096, 4096), torch.bfloat16)
+    halved = tile_for(512, (28672, 4096), torch.bfloat16)
+    assert (whole.outputs, whole.num_whole) == (128, 32), "128 tiles, all at once"
+    assert (halved.outputs, halved.num_whole) == (256, 99), "three rounds of 132 tiles, and 104 halves"
+
+
+def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
+    made = []
+    monkeypatch.setattr(Products, "multiply", lambda self, x, weight, bias: made.append((len(x), len(weight))))
+    multiply, always = Products(torch.device("cpu")), Products(torch.device("cpu"), always=True)
+    large, small = torch.zeros(2048, 2048, dtype=torch.float16), torch.zeros(64, 2048, dtype=torch.float16)
+    for products in (multiply, always):
+        for number in (512, 513):
+            for weight in (large, small):
+                products(torch.zeros(number, 2048, dtype=torch.float16), weight)
+    assert made == [(512, 2048), (512, 2048), (512, 64), (513, 2048), (513, 64)]
+
+
+def test_products_need_sizes_of_multiples_of_64():
+    assert can_multiply((64, 192))
+    assert not can_multiply((65, 64)) and not can_multiply((64, 96))
 
 
 # Choices

@@ -40,6 +40,7 @@ from graft.target.arena import (
 from graft.target.attention import Paths
 from graft.target.cache import Aim, TreeCache
 from graft.target.fast_layers import FastLayers, touched_module, why_not
+from graft.target.product_kernels import FEW
 from graft.target.runner import TargetRunner, side_by_side
 from graft.target.verified import NUM_SUCCESSORS, Step, Verified
 from graft.tree import PADDING, DraftTree
@@ -217,7 +218,7 @@ class CapturedTarget(TargetRunner):
         chunk_size: int = 256,
         exact: bool = False,
     ) -> None:
-        """exact: a token's bits depend on its own text alone in any batch too, not only where it is decoded alone."""
+        """exact: a token's bits depend on its own text alone in large batches too."""
         super().__init__(model, hidden_layers, chunk_size)
         self.is_exact = exact
         key = (id(model), self._hidden_layers, exact)
@@ -255,7 +256,7 @@ class CapturedTarget(TargetRunner):
             return how
         if self.is_exact:
             return f"{how}, exact in any batch"
-        return f"{how}, exact alone" if graphs.layers.is_exact_alone else how
+        return f"{how}, exact up to {FEW} tokens a step" if graphs.layers.is_mostly_exact else how
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()

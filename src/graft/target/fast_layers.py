@@ -24,7 +24,7 @@ from transformers import (
 
 from graft.target import kernels, layer_kernels
 from graft.target.attention import Paths
-from graft.target.product_kernels import FEW, Products, cut_of
+from graft.target.product_kernels import Products, can_multiply
 
 _FAMILIES = {
     LlamaForCausalLM: "Llama",
@@ -38,7 +38,6 @@ STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a posi
 _MAX_HOLES = 2**31  # bytes
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # what a program of the norm kernel holds
-_WIDEST = 128  # steps of a text alone, whose bits never depend on the tree
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class FastLayers:
     """The model's forward over a cache's tensors."""
 
     def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
-        """model: one that `why_not` has nothing against. exact: bits do not depend on the batch either."""
+        """model: one that `why_not` has nothing against. exact: bits depend on no batch, however large."""
         parts: Any = model
         config = model.config
         self.num_layers = config.num_hidden_layers
@@ -97,12 +96,12 @@ class FastLayers:
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether all products can be cut alike for any number of tokens."""
-        return all(cut_of(weight.shape, weight.dtype) is not None for weight in self._weights)
+        """Whether all products can be our own."""
+        return all(can_multiply(weight.shape) for weight in self._weights)
 
     @property
-    def is_exact_alone(self) -> bool:
-        """Whether, of a text decoded alone, all products are our own without being asked for."""
+    def is_mostly_exact(self) -> bool:
+        """Whether, in all but the largest steps, all products are our own without being asked for."""
         return self.can_be_exact and all(map(Products.is_quick, self._weights))
 
     @property
@@ -127,11 +126,7 @@ class FastLayers:
         [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
         batch, width = tokens.shape
         scratch = self._scratch(batch, width, seen)
-        most = _WIDEST if batch == 1 else FEW
-
-        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return self._multiply(x, weight, bias, most)
-
+        multiply = self._multiply
         stream = embedding(tokens, self._embedding).flatten(0, 1)  # [B * W, H]
         delta: Tensor | None = None  # what is still to be added to it
         inputs: dict[int, Tensor] = {}

@@ -1,163 +1,249 @@
 """Products of few tokens and large weights, as a Triton kernel. Importing this module needs Triton.
 
-A token's numbers depend on the token alone, whatever is multiplied with it: the weight's shape decides into which
-blocks and parts a sum is cut, and parts are added up in their order. PyTorch's products cut sums by the number of
-tokens, too.
+A token's numbers depend on the token alone, whatever is multiplied with it: every sum is one chain of matrix
+instructions, from the first inputs to the last. How many outputs and tokens a tile has changes no bit, so that tiles
+are chosen for speed, by the number of tokens too. PyTorch's products cut sums by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-_PROCESSORS = 132  # of the GPUs that the cuts were chosen on; elsewhere others may be faster
-FEW = 64  # tokens, up to which the kernel is no slower than PyTorch's
-_LARGE = 2**22  # numbers of a weight, from which on it is no slower
-_MOST_ROWS = 128  # tokens of a tile
-_MAX_TILES = 2**16
+FEW = 512  # tokens, up to which the kernel is about as fast as PyTorch's
+_LARGE = 2**22  # numbers of a weight, from which on it is
+_PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # where there is no GPU to ask
+# Outputs and tokens of tiles, with the inputs of a block, which one instruction after the other adds, and the warps.
+_TILES = {
+    (64, 16): (256, 4),
+    (128, 16): (128, 4),
+    (64, 32): (256, 4),
+    (128, 32): (128, 4),
+    (64, 64): (128, 4),
+    (64, 128): (64, 4),
+    (128, 64): (64, 4),
+    (128, 128): (64, 8),
+    (256, 128): (64, 8),
+}
+_FLOAT32_TILES = {(64, tokens): (32, 4) for tokens in (16, 32, 64, 128)}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The pieces of a product."""
+class Tile:
+    """What a program computes. None of it changes a bit."""
 
-    outputs: int  # of a tile
-    inputs: int  # of a block, which one instruction after the other adds
-    parts: int  # of the inputs, each summed by a program of its own
-    stages: int  # blocks that are under way; this does not change a bit
+    outputs: int
+    tokens: int
+    inputs: int  # of a block
+    warps: int
+    stages: int  # blocks that are under way
+    num_whole: int  # rows of such tiles; those behind them have half the outputs
 
 
-def cut_of(shape: Sequence[int], dtype: torch.dtype) -> Cut | None:
-    """By the weight alone, [outputs, inputs]; None for one that cannot be cut."""
+def can_multiply(shape: Sequence[int]) -> bool:
+    """By a weight [outputs, inputs]."""
+    return not any(size % 64 for size in shape)
+
+
+@cache
+def tile_for(
+    num_tokens: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    processors: int = _PROCESSORS,
+    shared_memory: int = _SHARED_MEMORY,
+) -> Tile:
+    """The one with which the product takes the shortest."""
+    _, tile = min(_rated_tiles(num_tokens, shape, dtype, processors, shared_memory), key=lambda rated: rated[0])
+    return tile
+
+
+def _rated_tiles(
+    num_tokens: int, shape: tuple[int, int], dtype: torch.dtype, processors: int, shared_memory: int
+) -> Iterator[tuple[float, Tile]]:
+    """All that there are, each with its time."""
     num_outputs, num_inputs = shape
-    if num_outputs % 64 or num_inputs % 64:
-        return None
-    if dtype is torch.float32:
-        return Cut(64, 32, 1, 2)
-    if num_outputs % 128 == 0 and num_outputs >= 128 * _PROCESSORS:
-        return Cut(128, 64, 1, 4)
-    tiles = num_outputs // 64
-    # One program on every processor, with much under way; or two, if that leaves too many without.
-    parts = max(_PROCESSORS // tiles, 1)
-    if tiles * parts < 0.75 * _PROCESSORS:
-        parts = 2 * _PROCESSORS // tiles
-    parts = min(parts, num_inputs // 64)
-    is_one = tiles * parts <= _PROCESSORS and num_inputs % 128 == 0
-    return Cut(64, 128, parts, 4) if is_one else Cut(64, 64, parts, 5)
+    for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
+        if num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
+            continue
+        missing = max(tokens - num_tokens, 0)
+        columns, rows = triton.cdiv(num_tokens, tokens), num_outputs // outputs
+        rounds, left = divmod(columns * rows, processors)
+        time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
+        if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > 64:
+            # The last round would have few tiles: it is shorter with twice as many halves. (Not where reading the
+            # weights is what takes the time.)
+            num_whole = rounds * processors // columns
+            time += _time_of(outputs // 2, tokens, missing)
+        elif left:
+            time += _time_of(outputs, tokens, missing)
+        # One program on a processor has much under way; of two, one works while the other begins or ends.
+        memory = shared_memory if columns * rows <= processors or outputs > 128 else shared_memory // 2
+        size = (outputs + tokens) * dtype.itemsize
+        while inputs > 64 and (num_inputs % inputs or memory < 3 * size * inputs):
+            inputs //= 2
+        stages = max(min(memory // (size * inputs), 8), 2)
+        yield time, Tile(outputs, tokens, inputs, warps, stages, num_whole)
+
+
+def _time_of(outputs: int, tokens: int, missing: int) -> float:
+    """Of a block of 64 inputs in nanoseconds, as measured on an H200. Tokens behind the last are slow to load."""
+    return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
 
 
 class Products:
     """Multiplies, one product after the other."""
 
     def __init__(self, device: torch.device, always: bool = False) -> None:
-        """always: by the kernel wherever it can; else only where it is no slower than PyTorch."""
+        """always: by the kernel wherever it can; else only where it is about as fast as PyTorch."""
         self._always = always
-        self._arrived = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)  # parts of each tile; 0 in between
-        self._shared_memory = 2**17
+        self._processors, self._shared_memory = _PROCESSORS, _SHARED_MEMORY
+        self._by_descriptor = True  # blocks are loaded as such, by devices that can
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
-            self._shared_memory = getattr(properties, "shared_memory_per_block_optin", self._shared_memory)
+            self._by_descriptor = properties.major >= 9
+            self._processors = properties.multi_processor_count
+            self._shared_memory = getattr(properties, "shared_memory_per_block_optin", 2**16)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = FEW) -> Tensor:
-        """x [T, inputs] by weight [outputs, inputs], and the bias [outputs] added. most: tokens for the kernel."""
-        cut = cut_of(weight.shape, weight.dtype)
-        if cut is None or not (self._always or (len(x) <= most and self.is_quick(weight))):
-            return linear(x, weight, bias)
-        return self.multiply(x, weight, bias, cut)
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] by weight [outputs, inputs], and the bias [outputs] added."""
+        if can_multiply(weight.shape) and (self._always or (len(x) <= FEW and self.is_quick(weight))):
+            return self.multiply(x, weight, bias)
+        return linear(x, weight, bias)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
-        num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
-        rows = min(max(triton.next_power_of_2(num_tokens), 16), _MOST_ROWS)
-        grid = (triton.cdiv(num_tokens, rows), num_outputs // cut.outputs, cut.parts)
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+        """By the kernel. tile: another than the quickest."""
         assert x.is_contiguous() and weight.is_contiguous()
-        assert cut.parts == 1 or grid[0] * grid[1] <= _MAX_TILES
+        num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
+        tile = tile or tile_for(num_tokens, (num_outputs, num_inputs), x.dtype, self._processors, self._shared_memory)
+        rows = num_outputs // tile.outputs
+        has_halves = tile.num_whole < rows
         out = x.new_empty(num_tokens, num_outputs)
-        parts = out if cut.parts == 1 else out.new_empty(cut.parts, num_tokens, num_outputs, dtype=torch.float32)
-        stage = (rows + cut.outputs) * cut.inputs * x.element_size()
-        _product_kernel[grid](
-            x,
-            weight,
+        weight_blocks = self._blocks_of(weight, tile.outputs, tile.inputs)
+        _product_kernel[triton.cdiv(num_tokens, tile.tokens), 2 * rows - tile.num_whole](
+            self._blocks_of(x, tile.tokens, tile.inputs),
+            weight_blocks,
+            self._blocks_of(weight, tile.outputs // 2, tile.inputs) if has_halves else weight_blocks,
             out if bias is None else bias,
             out,
-            parts,
-            self._arrived,
             num_tokens,
             num_outputs,
             num_inputs,
-            triton.cdiv(num_inputs // cut.inputs, cut.parts) * cut.inputs,
+            tile.num_whole,
             HAS_BIAS=bias is not None,
+            HAS_HALVES=has_halves,
+            BY_DESCRIPTOR=self._by_descriptor,
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-            PARTS=cut.parts,
-            BLOCK_T=rows,
-            BLOCK_N=cut.outputs,
-            BLOCK_K=cut.inputs,
-            num_warps=4,
-            num_stages=max(min(cut.stages, self._shared_memory // stage), 2),
+            BLOCK_T=tile.tokens,
+            BLOCK_N=tile.outputs,
+            BLOCK_K=tile.inputs,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         return out
+
+    def _blocks_of(self, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor | Tensor:
+        if not self._by_descriptor:
+            return matrix
+        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
     @staticmethod
     def is_quick(weight: Tensor) -> bool:
         return weight.dtype is not torch.float32 and weight.numel() >= _LARGE
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_whole"])
 def _product_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
+    x: tl.tensor_descriptor,
+    weight: tl.tensor_descriptor,
+    weight_halves: tl.tensor_descriptor,
     bias: tl.tensor,
     out: tl.tensor,
-    parts: tl.tensor,  # [parts, T, outputs] float32
-    arrived: tl.tensor,
     num_tokens: int,
     num_outputs: int,
     num_inputs: int,
-    part_size: int,
+    num_whole: int,
     HAS_BIAS: tl.constexpr,
+    HAS_HALVES: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One part of one tile; whoever is the last of a tile adds up its parts. Weights are the rows of the instructions:
-    these have many rows and take any number of columns."""
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(2)
-    begin = part * part_size
-    end = tl.minimum(begin + part_size, num_inputs)
-    is_real = (token < num_tokens)[None, :]
-    places = begin + tl.arange(0, BLOCK_K)
-    x += token[None, :].to(tl.int64) * num_inputs + places[:, None]
-    weight += output[:, None].to(tl.int64) * num_inputs + places[None, :]
+    """One tile. The last one of a row ends with the last token, since loads from behind it are slow; tokens that it has
+    in common with the one before get the same bits twice."""
+    token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
+    row = tl.program_id(1)
+    sizes = num_tokens, num_outputs, num_inputs
+    flags: tl.constexpr = (HAS_BIAS, BY_DESCRIPTOR, PRECISION)
+    if HAS_HALVES:
+        if row < num_whole:
+            _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
+        else:
+            HALF: tl.constexpr = BLOCK_N // 2
+            _tile(x, weight_halves, bias, out, token, (num_whole + row) * HALF, sizes, flags, BLOCK_T, HALF, BLOCK_K)
+    else:
+        _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _tile(
+    x: tl.tensor_descriptor,
+    weight: tl.tensor_descriptor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    token: tl.tensor,  # the first
+    output: tl.tensor,
+    sizes: tl.tuple,
+    flags: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Weights are the rows of the instructions: these have 64 at least, and any number of columns from 8 on. Only
+    instructions of one kind give the same bits, so no tile has fewer outputs."""
+    num_tokens, num_outputs, num_inputs = sizes
+    HAS_BIAS: tl.constexpr = flags[0]
+    BY_DESCRIPTOR: tl.constexpr = flags[1]
+    PRECISION: tl.constexpr = flags[2]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for _ in range(begin, end, BLOCK_K):
-        w = tl.load(weight, eviction_policy="evict_first")  # nobody else needs it, and all need x
-        acc = tl.dot(w, tl.load(x, mask=is_real, other=0.0), acc, input_precision=PRECISION)
-        x += BLOCK_K
-        weight += BLOCK_K
-    place = token[None, :].to(tl.int64) * num_outputs + output[:, None]
-    is_last = True
-    if PARTS > 1:
-        size = tl.cast(num_tokens, tl.int64) * num_outputs
-        tl.store(parts + part * size + place, acc, mask=is_real)
-        tl.debug_barrier()  # all threads have stored when one of them says so
-        arrived += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1
-        if is_last:
-            tl.debug_barrier()
-            tl.store(arrived, 0)
-            acc = tl.load(parts + place, mask=is_real, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, PARTS):
-                acc += tl.load(parts + other * size + place, mask=is_real, other=0.0, cache_modifier=".cg")
-    if is_last:
-        if HAS_BIAS:
-            acc += tl.load(bias + output).to(tl.float32)[:, None]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_real)
+    for place in range(0, num_inputs, BLOCK_K):
+        w = _block(weight, output, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
+        tokens = _block(x, token, place, num_tokens, num_inputs, BLOCK_T, BLOCK_K, BY_DESCRIPTOR)
+        acc = tl.dot(w, tokens.T, acc, input_precision=PRECISION)
+    token += tl.arange(0, BLOCK_T)
+    output += tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        acc += tl.load(bias + output).to(tl.float32)[:, None]
+    at = token[None, :].to(tl.int64) * num_outputs + output[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[None, :])
+
+
+@triton.jit
+def _block(
+    matrix: tl.tensor_descriptor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+) -> tl.tensor:
+    """Rows behind the last are 0."""
+    if BY_DESCRIPTOR:
+        block = matrix.load([row, column])
+    else:
+        rows = row + tl.arange(0, ROWS)[:, None]
+        at = rows.to(tl.int64) * num_columns + column + tl.arange(0, COLUMNS)[None, :]
+        block = tl.load(matrix + at, mask=rows < num_rows, other=0.0)
+    return block
