@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
+from graft.batch import _places
 from graft.draft.base import TreeSettings
 from graft.draft.eagle3.drafter import Eagle3Drafter
 from graft.learn.cost import plans_for, total_gains
@@ -269,12 +270,12 @@ def test_rows_of_joined_caches_stay_what_they_were():
     cache, texts = TreeCache(2, 0, 0), []
     for _ in range(30):
         if texts and rng.random() < 0.5:
-            kept = rng.sample(range(len(texts)), rng.randint(0, len(texts)))
-            cache.keep(kept)
+            kept = _places(set(rng.sample(range(len(texts)), rng.randint(0, len(texts)))))
+            cache = cache.keeping(kept)
             texts = [texts[row] for row in kept]
         else:
             texts.append([rng.random() for _ in range(rng.randint(1, 400))])
-            cache.join(filled_cache(texts[-1]))
+            cache = cache.joining(filled_cache(texts[-1]))
         assert cache.lengths == [len(text) for text in texts]
         for row, text in enumerate(texts):
             assert cache.read(row, 0, len(text))[0, 1, :, 0, 1].tolist() == pytest.approx(text)
@@ -287,7 +288,7 @@ def test_a_cache_that_has_no_memory_for_others_stays_what_it_was(monkeypatch):
     cache, other = filled_cache([1, 2, 3]), filled_cache([4] * 400)
     monkeypatch.setattr(torch.Tensor, "new_zeros", has_none)
     with pytest.raises(torch.OutOfMemoryError):
-        cache.join(other)
+        cache.joining(other)
     assert cache.lengths == [3] and cache.num_slots == 3
     assert cache.read(0, 0, 3)[0, 0, :, 0, 0].tolist() == [1, 2, 3]
 
