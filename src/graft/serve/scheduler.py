@@ -448,11 +448,12 @@ class Scheduler:
         if lane.batch is not None:
             try:
                 self._leave_to_plain(lane.batch, lane.jobs)
-            except Exception as error:
-                why = None if isinstance(error, torch.OutOfMemoryError) else error
-                log.warning(
-                    "there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences), exc_info=why
-                )
+            except torch.OutOfMemoryError:
+                log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
+                pace.restart(num_rows)
+                return
+            except Exception:
+                log.exception("%d rows could not be left to plain decoding", len(lane.batch.sequences))
                 pace.restart(num_rows)
                 return
         lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
