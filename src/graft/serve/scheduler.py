@@ -500,14 +500,14 @@ class Scheduler:
         failed = set[Job]()
         for sequence in lane.batch.sequences:
             job = lane.jobs[sequence]
-            if job in failed:
+            if job.cancelled:
                 continue
             try:
                 if sequence.failure is not None:
                     raise sequence.failure
                 if sequence.constraint is not None and sequence.constraint.error is not None:
                     raise GraftError(sequence.constraint.error)
-                if (update := _update(job, sequence)) is not None and not job.cancelled:
+                if (update := _update(job, sequence)) is not None:
                     self._tell(job, update)
             except Exception as error:
                 failed.add(job)
@@ -539,6 +539,8 @@ class Scheduler:
         if rows and (error := self._keep(lane.batch, rows) and self._keep(lane.batch, rows)) is not None:
             self._fail_lane(lane, error, gone)
             return
+        for sequence in gone:
+            sequence.failure = None  # its traceback has the whole batch
         lane.batch = lane.batch if rows else None
         lane.jobs = {sequence: job for sequence, job in lane.jobs.items() if sequence not in gone}
 
@@ -555,16 +557,22 @@ class Scheduler:
     def _fail_lane(self, lane: _Lane, error: Exception, gone: Collection[Sequence] = ()) -> None:
         """Ends all that are decoded there but those that are gone already."""
         jobs = {job for sequence, job in lane.jobs.items() if sequence not in gone}
+        for sequence in lane.jobs:
+            sequence.failure = None
         lane.batch, lane.jobs = None, {}
         for job in jobs:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: BaseException) -> None:
+        """Says so, if anybody still listens, and nothing more."""
+        if job.cancelled:
+            return
         if isinstance(error, GraftError):
             self._tell(job, Failure("request", str(error)))
         else:
             log.error("a request failed", exc_info=error)
             self._tell(job, Failure("server", "the request failed; the server's log says why"))
+        job.cancelled = True
 
     @staticmethod
     def _tell(job: Job, news: Update | Failure) -> None:
