@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,9 +93,10 @@ class Plain:
     def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
         """Each place is noted on its own."""
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self._sampler.keep(rows)
-        self._notes = [self._notes[row] for row in rows]
+    def keeping(self, rows: Sequence[int]) -> Plain:
+        there = copy(self)
+        there._sampler, there._notes = self._sampler.keeping(rows), [self._notes[row] for row in rows]
+        return there
 
 
 class Forced:
@@ -124,8 +126,10 @@ class Forced:
     def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
         """Each place is compared on its own."""
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
+    def keeping(self, rows: Sequence[int]) -> Forced:
+        there = copy(self)
+        there._rows = [self._rows[row] for row in rows]
+        return there
 
 
 class Known(Policy):

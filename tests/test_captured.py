@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.draft.eagle3.captured import CapturedDrafter
 from graft.learn.prospect import Prospect
 from graft.policy import Grown, make_policy
+from graft.sampling import Sampler
+from graft.serve.pace import Pace
 from graft.serve.scheduler import Job, Scheduler, SchedulerSettings
 from graft.stats import Clock
 from graft.target import TargetRunner, captured, fast_layers, layer_kernels
 from graft.target import arena as arenas
 from graft.target.attention import Paths
-from graft.target.captured import CapturedTarget
+from graft.target.captured import CapturedTarget, Graphs
 from graft.target.fast_layers import FastLayers, why_not
 from graft.target.product_kernels import Products
 from graft.tree import DraftTree
@@ -593,8 +596,8 @@ def test_draft_graphs_go_with_the_hidden_states_that_they_read(plain, monkeypatc
     for _ in range(6):
         engine.target._graphs.arenas.clear()  # so that it makes a new one
         (sequence,) = engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=6, ignore_eos=True))
-        state.cache.lengths, state.following = [0], [[]]
-        state._start_anew()
+        state.cache.lengths = [0]
+        state = state._started_anew(state.cache, [[]])
         batch = engine.open([sequence])
         engine._prefill(batch)
         for _ in range(2):
@@ -755,3 +758,109 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_a_larger_arena(plain, polic
             engine.run_round(running, clock)
     assert [sequence.new_ids for sequence in sequences] == expected
     assert engine.target._graphs.failure is None
+
+
+class Never:
+    """A constraint that forbids some tokens."""
+
+    error = None
+
+    def __init__(self, *tokens):
+        self._tokens = list(tokens)
+
+    def mask(self, scores):
+        scores = scores.clone()
+        scores[self._tokens] = -torch.inf
+        return scores
+
+    def take(self, token):
+        pass
+
+    def num_allowed(self, tokens):
+        return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
+
+
+def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(plain, monkeypatch):
+    """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
+    on for all of them."""
+    model = model_of("llama", num_hidden_layers=6)
+    own = [
+        {},
+        {"temperature": 1.0},
+        {"frequency_penalty": 0.7, "temperature": 0.8},
+        {"top_p": 0.7, "temperature": 1.2},
+        {"repetition_penalty": 1.4},
+        {"min_tokens": 9},
+        {},
+    ]
+    settings = [SamplingSettings(max_new_tokens=24, seed=row, **options) for row, options in enumerate(own)]
+    prompts = [PROMPT[row:] for row in range(len(own))]
+
+    def sequences_of(engine):
+        made = [engine.new_sequences(prompt, each)[0] for prompt, each in zip(prompts, settings, strict=True)]
+        made[-1].constraint = Never(7, 8, 9)
+        return made
+
+    alone = Engine(model, policy="off")
+    expected = sequences_of(alone)
+    for sequence in expected:
+        for _ in alone.rounds([sequence]):
+            pass
+    walked, foreseen = [], []
+    choose, has_foreseen = Sampler.choose, CapturedDrafter._has_foreseen
+    monkeypatch.setattr(Sampler, "choose", lambda *given: (walked.append(list(given[2])), choose(*given))[1])
+    monkeypatch.setattr(
+        CapturedDrafter, "_has_foreseen", lambda *given: foreseen.append(has_foreseen(*given)) or foreseen[-1]
+    )
+    for kind in (Eagle3Drafter, SmallDrafter):
+        walked.clear()
+        engine = Engine(model, policy="dense", drafter=kind(make_head(model).to(DEVICE), SMALL_TREE), budget=9)
+        sequences = sequences_of(engine)
+        for _ in engine.rounds(sequences):
+            pass
+        assert [sequence.new_ids for sequence in sequences] == [sequence.new_ids for sequence in expected]
+        assert sum(sequence.stats.accepted for sequence in sequences) > 0
+        assert walked[0] == [False, False, True, True, True, True, True]
+        assert any(not walks[5] for walks in walked if len(walks) == 7 and walks[2]), "not once it is long enough"
+    assert sum(foreseen) > len(foreseen) // 2, "the device goes on by itself"
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_arenas_never_take_more_slots_than_they_may(plain, monkeypatch, with_head):
+    model = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB, max_position_embeddings=2048)
+    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE) if with_head else None
+    engine = Engine(model, byte_tokenizer(), policy="dense" if with_head else "graft", drafter=drafter, budget=9)
+    other = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB, max_position_embeddings=2048)
+    monkeypatch.setattr(arenas, "CONTEXTS", (256,))  # sizes that are rounded up
+    most, taken = 2600, []
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=8, max_cache_tokens=most, prefix_cache_tokens=0))
+    scheduler._pace = Pace()
+    scheduler._pace.pays = lambda num_rows: num_rows < 3  # rows move to plain decoding and back
+    made = Graphs.make_arena
+
+    def noting(graphs, *given):
+        arena = made(graphs, *given)
+        if graphs.model is model:  # not who answers alone
+            live.append(weakref.ref(arena.keys))
+        taken.append(sum(keys.shape[1] * keys.shape[2] for keys in (ref() for ref in live) if keys is not None))
+        return arena
+
+    live = []
+    monkeypatch.setattr(Graphs, "make_arena", noting)
+    rng, asked = random.Random(0), []
+    for number in range(24):
+        prompt = [rng.randrange(3, 250) for _ in range(rng.choice([3, 70, 300]))]
+        options = {"max_new_tokens": rng.randint(1, 12), "n": 2 if number % 7 == 0 else 1, "seed": number}
+        news = queue.SimpleQueue()
+        sequences = engine.new_sequences(prompt, SamplingSettings(**options))
+        job = Job(sequences, news.put, speculates=rng.random() < 0.7)
+        scheduler.submit(job)
+        asked.append((job, news, prompt, options))
+    for job, news, prompt, options in asked:
+        for _ in job.sequences:
+            while news.get(timeout=60).finish_reason is None:
+                pass
+        expected = Engine(other, byte_tokenizer(), policy="off").generate(prompt, **options)
+        assert [sequence.new_ids for sequence in job.sequences] == [choice.ids for choice in expected.choices]
+    scheduler.close()
+    assert most // 2 < max(taken) <= most

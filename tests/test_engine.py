@@ -298,3 +298,14 @@ def test_a_round_that_looked_in_vain_is_not_a_plain_one(byte_model):
     list(engine.prefill_row(batch, 0))
     rounds = [engine.run_round(batch, Clock()) for _ in range(4)]
     assert rounds == [(False, 1), (True, 1), (False, 1), (True, 1)]
+
+
+def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monkeypatch):
+    engine = Engine(tiny_model(vocab_size=BYTE_VOCAB), byte_tokenizer(), policy="off")
+
+    def broken(stream, token, may_stop=True):
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr("graft.text.TextStream.push", broken)
+    with pytest.raises(RuntimeError, match="no such token"):
+        engine.generate("abc", max_new_tokens=4)

@@ -2,17 +2,21 @@
 
 import queue
 import random
+import threading
 import time
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft import Engine, GraftError
+from graft.batch import _places
 from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.draft.eagle3.drafter import Eagle3Drafter, Eagle3State
 from graft.learn.cost import plans_for, total_gains
-from graft.policy import make_policy
-from graft.sampling import SamplingSettings
+from graft.policy import Policy, make_policy
+from graft.sampling import Sampler, SamplingSettings
 from graft.serve import pace as paces
 from graft.serve.pace import Pace
 from graft.serve.pages import PAGE, PageStore
@@ -269,12 +273,12 @@ def test_rows_of_joined_caches_stay_what_they_were():
     cache, texts = TreeCache(2, 0, 0), []
     for _ in range(30):
         if texts and rng.random() < 0.5:
-            kept = rng.sample(range(len(texts)), rng.randint(0, len(texts)))
-            cache.keep(kept)
+            kept = _places(set(rng.sample(range(len(texts)), rng.randint(0, len(texts)))))
+            cache = cache.keeping(kept)
             texts = [texts[row] for row in kept]
         else:
             texts.append([rng.random() for _ in range(rng.randint(1, 400))])
-            cache.join(filled_cache(texts[-1]))
+            cache = cache.joining(filled_cache(texts[-1]))
         assert cache.lengths == [len(text) for text in texts]
         for row, text in enumerate(texts):
             assert cache.read(row, 0, len(text))[0, 1, :, 0, 1].tolist() == pytest.approx(text)
@@ -287,7 +291,7 @@ def test_a_cache_that_has_no_memory_for_others_stays_what_it_was(monkeypatch):
     cache, other = filled_cache([1, 2, 3]), filled_cache([4] * 400)
     monkeypatch.setattr(torch.Tensor, "new_zeros", has_none)
     with pytest.raises(torch.OutOfMemoryError):
-        cache.join(other)
+        cache.joining(other)
     assert cache.lengths == [3] and cache.num_slots == 3
     assert cache.read(0, 0, 3)[0, 0, :, 0, 0].tolist() == [1, 2, 3]
 
@@ -432,3 +436,202 @@ def test_trees_are_narrower_in_larger_batches(model):
         ).width
     assert widths[1] == 8 and widths[64] == 1
     assert list(widths.values()) == sorted(widths.values(), reverse=True)
+
+
+# What fails
+
+
+def failing(times, error, function):
+    """The function, which raises the first `times` times."""
+    left = [times]
+
+    def maybe(*given, **more):
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+        return function(*given, **more)
+
+    return maybe
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
+LONG = {"max_new_tokens": 200, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("part", [(TreeCache, "joining"), (Sampler, "joining"), (Eagle3State, "joining")])
+def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
+    scheduler = schedule("dense", drafter)
+    first = Asked(scheduler, "first text here", **LONG)
+    first.next()
+    monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
+    assert Asked(scheduler, "second one", max_new_tokens=20).wait().kind == "server"
+    third = Asked(scheduler, "third one is here", max_new_tokens=20)
+    assert third.wait() == alone(model, "third one is here", max_new_tokens=20)
+    assert first.wait() == alone(model, "first text here", **LONG)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (TreeCache, "keeping"),
+        (Sampler, "keeping"),
+        (Eagle3State, "keeping"),
+        (PageStore, "save"),
+        (Policy, "finish"),
+        (TreeCache, "read"),
+    ],
+)
+def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
+    scheduler = schedule("dense", Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)))
+    others = [Asked(scheduler, f"abc {number}" * 20, **LONG) for number in range(2)]
+    for request in others:
+        request.next()
+    monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
+    short = Asked(scheduler, "short" * 20, max_new_tokens=3)
+    assert short.wait() == alone(model, "short" * 20, max_new_tokens=3)
+    assert [request.wait() for request in others] == [alone(model, f"abc {number}" * 20, **LONG) for number in range(2)]
+    assert scheduler.is_alive
+    assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
+
+
+def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule, monkeypatch):
+    scheduler, expected = schedule(), alone(model, "short", max_new_tokens=9)
+    long = Asked(scheduler, "long", **LONG)
+    long.next()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "keeping", failing(1000, OUT_OF_MEMORY, Sampler.keeping))
+        assert Asked(scheduler, "short", max_new_tokens=9).wait() == expected
+        assert long.wait().kind == "server"
+    assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
+
+
+def test_rows_leave_without_large_temporaries(monkeypatch):
+    """The rows behind take the places of those that go, one by one, and nothing is allocated for it."""
+    cache = TreeCache(2, 0, 0)
+    texts = [[float(row)] * 300 for row in range(4)]
+    for text in texts:
+        cache = cache.joining(filled_cache(text))
+    sampler = Sampler([SamplingSettings(frequency_penalty=0.5, seed=row) for row in range(4)], [[1]] * 4, [], 50, "cpu")
+    allocated = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            before = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in before:
+                allocated.append((func, out.shape))
+            return out
+
+    with Counting():
+        cache, sampler = cache.keeping([0, 3, 2]), sampler.keeping([0, 3, 2])
+    assert not allocated
+    assert [cache.read(row, 0, 300)[0, 0, 0, 0, 0].item() for row in range(3)] == [0, 3, 2]
+    assert sampler._seeds.tolist() == [0, 3, 2]
+
+
+def test_asking_and_going_do_not_wait_while_a_cache_is_opened(model, schedule):
+    scheduler = schedule()
+    engine, opened, may_go_on = scheduler._lanes[True].engine, threading.Event(), threading.Event()
+    open_cache = engine.open
+
+    def slow(sequences):
+        opened.set()
+        assert may_go_on.wait(60)
+        return open_cache(sequences)
+
+    engine.open = slow
+    first, gone = Asked(scheduler, "first", max_new_tokens=5), Asked(scheduler, "gone", max_new_tokens=5)
+    assert opened.wait(60)
+    done = threading.Event()
+
+    def others():
+        scheduler.cancel(gone.job)
+        scheduler.cancel(Asked(scheduler, "another", max_new_tokens=5).job)
+        assert scheduler.num_running == 1
+        done.set()
+
+    threading.Thread(target=others, daemon=True).start()
+    assert done.wait(5), "they wait for the lock"
+    may_go_on.set()
+    assert first.wait() == alone(model, "first", max_new_tokens=5)
+
+
+def test_a_request_that_is_cancelled_while_its_cache_is_opened_frees_it(model, schedule):
+    scheduler = schedule(max_rows=1)
+    engine, open_cache = scheduler._lanes[True].engine, scheduler._lanes[True].engine.open
+
+    def and_cancel(sequences):
+        batch = open_cache(sequences)
+        scheduler.cancel(gone.job)
+        return batch
+
+    with scheduler._changed:
+        gone = Asked(scheduler, "gone", max_new_tokens=1500)
+        engine.open = and_cancel
+    while scheduler.num_running or scheduler.num_waiting:
+        time.sleep(0.01)
+    engine.open = open_cache
+    assert gone.news.empty() or not isinstance(gone.next(), Failure)
+    assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
+
+
+def test_a_policy_that_cannot_be_prepared_leaves_all_to_plain_decoding(model, monkeypatch):
+    engine = Engine(new_model(), byte_tokenizer(), budget=12)
+    monkeypatch.setattr(engine.policy, "prepare", failing(1, OUT_OF_MEMORY, engine.policy.prepare))
+    scheduler = Scheduler(engine)
+    first, later = (Asked(scheduler, "abab", max_new_tokens=40) for _ in range(2))
+    expected = alone(model, "abab", max_new_tokens=40)
+    assert first.wait() == later.wait() == expected and first.job.sequences[0].stats.nodes == 0
+    assert Asked(scheduler, "abab", max_new_tokens=40).wait() == expected
+    scheduler.close()
+
+
+# What caches take
+
+
+class Slots:
+    """Counts the slots of all tensors of keys that a target's caches have, whenever there is another."""
+
+    def __init__(self, monkeypatch, num_layers, num_heads=2):
+        self.live, self.most = [], 0
+        for owner, name in ((torch.Tensor, "new_zeros"), (torch, "zeros")):
+            monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), num_layers, num_heads))
+
+    def _noting(self, function, num_layers, num_heads):
+        def note(*given, **more):
+            made = function(*given, **more)
+            is_scheduler = threading.current_thread().name == "graft-scheduler"  # not who answers alone
+            if is_scheduler and made.dim() == 5 and made.shape[0] == num_layers and made.shape[3] == num_heads:
+                self.live = [tensor for tensor in [*self.live, weakref.ref(made)] if tensor() is not None]
+                self.most = max(self.most, sum(t.shape[1] * t.shape[2] for t in (r() for r in self.live)) // 2)
+            return made
+
+        return note
+
+
+def mixed_load(scheduler, rng, count):
+    asked = []
+    for number in range(count):
+        prompt = "".join(rng.choices("abcdef", k=rng.choice([3, 70, 150, 400])))
+        options = {"max_new_tokens": rng.randint(1, 40), "n": 2 if number % 5 == 0 else 1, "seed": number}
+        asked.append((Asked(scheduler, prompt, speculates=rng.random() < 0.6, **options), prompt, options))
+        if rng.random() < 0.2:
+            scheduler.cancel(rng.choice(asked)[0].job)
+        if rng.random() < 0.3:
+            time.sleep(0.01)
+    return asked
+
+
+@pytest.mark.parametrize("most", [1300, 2500, 6000])
+def test_caches_never_take_more_than_they_may(model, schedule, monkeypatch, most):
+    slots = Slots(monkeypatch, num_layers=3)
+    scheduler = schedule(max_cache_tokens=most, max_rows=8, prefix_cache_tokens=0, chunk_size=64)
+    scheduler._pace = Pace()
+    scheduler._pace.pays = lambda num_rows: num_rows < 3  # rows move to plain decoding and back
+    for request, prompt, options in mixed_load(scheduler, random.Random(most), 40):
+        if not request.job.cancelled:
+            assert request.wait() == alone(model, prompt, **options)
+    assert most // 3 < slots.most <= most
+    scheduler.close()
+    assert scheduler._limit.num_taken == 0

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+import torch
+from llguidance import LLMatcher
 
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
+from graft.serve import grammar
 from graft.serve.app import make_app, make_server
 from graft.serve.settings import SERVING, ServeSettings, gather
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -499,3 +502,105 @@ def test_the_load_test_reports_what_users_felt(url, graft, tmp_path):
         assert figures["time_to_first_token"]["p50"] <= figures["time_to_last_token"]["p99"]
         assert figures["mean_acceptance_length"] >= 1
     assert graft("bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "1").status == 2
+
+
+# What others send
+
+
+def slow_for(seconds, function):
+    """The function, which a schema that says so keeps busy."""
+
+    def slow(schema, **more):
+        if "slow" in schema:
+            time.sleep(seconds)
+        return function(schema, **more)
+
+    return slow
+
+
+def asked_for(url, schema, **body):
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return post(url, prompt="x", response_format=wanted, max_tokens=2, **body)
+
+
+SLOW = {"type": "string", "description": "slow"}
+
+
+def test_a_schema_that_takes_too_long_is_refused_and_stalls_nobody(monkeypatch):
+    monkeypatch.setattr(grammar, "_MAX_SECONDS", 1.0)
+    compiled = slow_for(4.0, LLMatcher.grammar_from_json_schema)
+    monkeypatch.setattr(grammar, "LLMatcher", Stub(LLMatcher, grammar_from_json_schema=compiled))
+    with running() as url, ThreadPoolExecutor(3) as crowd:
+        first = crowd.submit(asked_for, url, SLOW)
+        time.sleep(0.2)
+        start = time.monotonic()
+        assert post(url, prompt="abc", **GREEDY).status_code == 200
+        assert asked_for(url, PERSON).status_code == 200, "there is another thread for it"
+        assert time.monotonic() - start < 0.8
+        refused = first.result()
+        assert refused.status_code == 400 and "takes longer than 1 s" in refused.json()["error"]["message"]
+        asked_for(url, SLOW)  # now both threads are kept
+        busy = asked_for(url, PERSON)
+        assert busy.status_code == 503 and busy.headers["retry-after"]
+        assert post(url, prompt="abc", **GREEDY).status_code == 200
+        time.sleep(4.0)
+        assert asked_for(url, PERSON).status_code == 200, "they come back"
+
+
+class Stub:
+    """A class with some of its functions exchanged."""
+
+    def __init__(self, kind, **functions):
+        self._kind, self._functions = kind, functions
+
+    def __getattr__(self, name):
+        return self._functions.get(name) or getattr(self._kind, name)
+
+    def __call__(self, *given, **more):
+        return self._kind(*given, **more)
+
+
+def test_a_schema_that_is_too_large_is_refused(url):
+    large = asked_for(url, {"enum": [f"value {number:07d}" for number in range(5000)]})
+    assert large.status_code == 400 and "65536" in large.json()["error"]["message"]
+
+
+def test_long_texts_do_not_keep_short_ones_waiting(monkeypatch):
+    engine = new_engine()
+    encode, may_go_on = engine.encode, threading.Event()
+
+    def slow(prompt):
+        if len(prompt) > 100_000:
+            assert may_go_on.wait(60)
+        return encode(prompt)
+
+    engine.encode = slow
+    with running(engine) as url, ThreadPoolExecutor(1) as crowd:
+        long = crowd.submit(post, url, prompt="word " * 100_000, **GREEDY)
+        time.sleep(0.2)
+        try:
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "abc", **GREEDY}, timeout=5).status_code == 200
+            assert httpx.post(f"{url}/tokenize", json={"prompt": "abc"}, timeout=5).status_code == 200
+        finally:
+            may_go_on.set()
+        assert long.result().status_code == 400
+
+
+@pytest.mark.parametrize("name", ["compute_bitmask", "is_stopped", "consume_token", "validate_tokens", "is_error"])
+def test_a_grammar_that_panics_ends_its_answer_alone(name):
+    class PanicError(BaseException):
+        pass
+
+    def panic(*_):
+        raise PanicError("index out of bounds")
+
+    matcher = type("Matcher", (), {n: lambda self, *given: b"\xff" * 8 for n in dir(LLMatcher) if n[0] != "_"})()
+    matcher.is_stopped = matcher.is_error = lambda: False
+    matcher.consume_token, matcher.validate_tokens = (lambda token: True), len
+    setattr(matcher, name, panic)
+    constraint = grammar.JsonConstraint(matcher)
+    constraint.num_allowed([1, 2])
+    constraint.mask(torch.zeros(60))
+    constraint.take(3)
+    assert constraint.error == "the grammar failed: index out of bounds"
+    assert constraint.num_allowed([1]) == 0 and torch.equal(constraint.mask(torch.ones(60)), torch.ones(60))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ class Chooser(Protocol):
         """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
         ...
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> Tensor | None:
-        """The token [B, N] after every node, were it reached; None where that depends on how it is reached.
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
+        """The token [B, N] after every node, were it reached, and for which rows that is so: in others it depends on
+        how a node is reached. None if it does in all.
 
         best: the token of the highest logit of [B, N, V]. All on the logits' device, without waiting for it. Nothing
         moves on.
@@ -39,12 +40,12 @@ class Chooser(Protocol):
         """Each row moves on by so many of the tokens that were chosen everywhere."""
         ...
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order."""
+    def keeping(self, rows: Sequence[int]) -> Self:
+        """For these rows alone, in this order; see `TreeCache.keeping`."""
         ...
 
-    def join(self, other: Any) -> None:
-        """Takes in the rows of another chooser of its kind, behind its own."""
+    def joining(self, other: Any) -> Self:
+        """With the rows of another chooser of its kind behind its own, which itself stays as it was."""
         ...
 
 
@@ -61,40 +62,62 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Choices:
-    """The token [B, N] that is chosen after each node, were it reached."""
+    """The token [B, N] that is chosen after each node, were it reached; of rows that have been walked, after each node
+    that was."""
 
     there: Tensor  # on the device
     here: Tensor  # int64 on the host, once the step is judged
+    walked: list[bool]  # rows that have moved on already
 
 
 def choose_ahead(tree: DraftTree, verified: Verified, chooser: Chooser) -> Choices | None:
-    """Chooses after all nodes of a captured step at once, where that can be done, and waits for nothing.
+    """Chooses after all nodes of a captured step at once, in rows where that can be done, and waits for nothing.
 
-    Else each choice of the walk waits for the device.
+    In the others each choice of their walk waits for the device. They are walked here, so that what follows can begin
+    for all rows before the host knows of the rest.
     """
     step = verified.step
     if step is None:
         return None
     num_rows, width = tree.tokens.shape
-    there = chooser.choose_everywhere(tree, verified.logits, step.best[:num_rows, :width])
-    if there is None:
+    found = chooser.choose_everywhere(tree, verified.logits, step.best[:num_rows, :width])
+    if found is None:
         return None
+    there, is_known = found
+    walked = [not known for known in is_known]
+    if any(walked):
+        there = _with_walked(there, _walk_rows(tree, verified.logits, chooser, walked), walked)
     here = step.chosen[: num_rows * width].view(num_rows, width)
     here.copy_(there.contiguous(), non_blocking=True)
     step.judged.record()
-    return Choices(there, here)
+    return Choices(there, here, walked)
+
+
+def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool]) -> Tensor:
+    """The choices [B, N] with those of rows that have been walked in place."""
+    rows = [row for row, was in enumerate(walked) if was]
+    tokens = torch.zeros(len(rows), there.shape[1], dtype=there.dtype)
+    for place, row in enumerate(rows):
+        tokens[place, [0, *accepted.nodes[row]]] = torch.tensor(accepted.tokens[row], dtype=there.dtype)
+    there = there.clone()
+    there[rows] = tokens.to(there.device)
+    return there
 
 
 def walk(tree: DraftTree, verified: Verified, chooser: Chooser, choices: Choices | None = None) -> Accepted:
     """Walks every row's tree from the root to the first token that the tree does not hold."""
-    logits, num_rows = verified.logits, len(tree.tokens)
-    if choices is not None:
-        accepted = paths(tree, choices.here)
-        chooser.move_on([len(tokens) for tokens in accepted.tokens])
-        return accepted
-    children = _children(tree)
+    if choices is None:
+        return _walk_rows(tree, verified.logits, chooser, [True] * len(tree.tokens))
+    accepted = paths(tree, choices.here)
+    chooser.move_on([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
+    return accepted
+
+
+def _walk_rows(tree: DraftTree, logits: Tensor, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
+    """The walk of some rows, choice by choice; others are left empty."""
+    num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
-    node, walking = [0] * num_rows, [True] * num_rows
+    node, walking = [0] * num_rows, list(rows_to_walk)
     while any(walking):
         rows = torch.arange(num_rows, device=logits.device)
         tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()

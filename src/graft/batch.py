@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +38,32 @@ class Batch:
         if self.draft is not None:
             self.draft.copy_row(source, target)
 
+    # Whoever joins or goes, does so in all parts or in none: each part gives a new one in place of itself, and when all
+    # have done so they are exchanged, which cannot fail. What a part writes meanwhile is no row of the old one's.
+
     def reserve(self, num_rows: int) -> None:
         """Makes room for so many rows that may join."""
-        self.cache.reserve(num_rows)
-        if self.draft is not None:
-            self.draft.reserve(num_rows)
+        cache = self.cache.reserving(num_rows)
+        draft = self.draft.reserving(num_rows) if self.draft is not None else None
+        self.cache, self.draft = cache, draft
 
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
-        self.cache.join(other.cache)
-        if self.draft is not None:
-            self.draft.join(other.draft)
-        self.chooser.join(other.chooser)
-        self.sequences = self.sequences + other.sequences
+        cache, chooser = self.cache.joining(other.cache), self.chooser.joining(other.chooser)
+        draft = self.draft.joining(other.draft) if self.draft is not None else None
+        sequences = self.sequences + other.sequences
+        self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
 
-    def keep(self, rows: SequenceOf[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        self.sequences = [self.sequences[row] for row in rows]
-        self.cache.keep(rows)
-        self.chooser.keep(rows)
-        if self.draft is not None:
-            self.draft.keep(rows)
+    def keep(self, rows: Iterable[int]) -> None:
+        """Goes on with these rows alone; the last ones take the places of those that go."""
+        places = _places(set(rows))
+        cache, chooser = self.cache.keeping(places), self.chooser.keeping(places)
+        draft = self.draft.keeping(places) if self.draft is not None else None
+        sequences = [self.sequences[row] for row in places]
+        self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
+
+
+def _places(rows: set[int]) -> list[int]:
+    """Rows that stay, in an order in which few move, and those to places that nobody has any more."""
+    last = iter(sorted(row for row in rows if row >= len(rows)))
+    return [place if place in rows else next(last) for place in range(len(rows))]

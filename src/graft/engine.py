@@ -174,6 +174,8 @@ class Engine:
         while batch.sequences:
             start = time.perf_counter()
             self.run_round(batch, clock)
+            for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
+                raise failure
             seconds = time.perf_counter() - start
             for sequence in batch.sequences:
                 sequence.stats.prefill_seconds = prefill_seconds
@@ -207,9 +209,12 @@ class Engine:
         considered = grown.considered if tree is grown.tree else None
         common = self.policy.common_sources
         for row, sequence in enumerate(batch.sequences):
-            seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
-            sequence.stats.draft_passes += grown.passes[row]
-            sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
+            try:
+                seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
+                sequence.stats.draft_passes += grown.passes[row]
+                sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
+            except Exception as error:  # of its own text: the other rows' are what they should be
+                sequence.failure = error
         is_plain = tree.width == 1 and grown.considered is None
         return Round(is_plain, sum(map(len, accepted.tokens)))
 

@@ -6,6 +6,7 @@ text whatever tree was verified, and with none. Acceptance itself is in `accept`
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from graft.constraint import Constraint
 from graft.hashing import GOLDEN, mix64
 from graft.settings import Settings, require
+from graft.target.cache import kept_rows
 from graft.tree import DraftTree
 
 
@@ -147,31 +149,30 @@ class Sampler:
             for row, s in enumerate(settings):
                 self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        index = torch.tensor(rows, dtype=torch.int64)
-        self._settings = [self._settings[row] for row in rows]
-        self._constraints = [self._constraints[row] for row in rows]
-        self._positions = [self._positions[row] for row in rows]
-        self._generated = [self._generated[row] for row in rows]
+    def keeping(self, rows: Sequence[int]) -> Sampler:
+        """For these rows alone, in this order; see `TreeCache.keeping`."""
+        there = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(self, name, value[index.to(value.device)])
+                setattr(there, name, kept_rows(value, rows))
+            elif isinstance(value, list):
+                setattr(there, name, [value[row] for row in rows])
+        return there
 
-    def join(self, other: Sampler) -> None:
-        """Takes in the rows of another sampler, behind its own."""
+    def joining(self, other: Sampler) -> Sampler:
+        """With the rows of another sampler behind its own."""
         num_own, num_new = len(self._settings), len(other._settings)
-        self._settings = self._settings + other._settings
-        self._constraints = self._constraints + other._constraints
-        self._positions = self._positions + other._positions
-        self._generated = self._generated + other._generated
-        for name, own in list(vars(self).items()):
+        there = copy.copy(self)
+        for name, own in vars(self).items():
             new = getattr(other, name)
-            if isinstance(own, Tensor) or isinstance(new, Tensor):
+            if isinstance(own, list):
+                setattr(there, name, own + new)
+            elif isinstance(own, Tensor) or isinstance(new, Tensor):
                 # What only the one's rows ask for is nothing at all for the other's.
                 own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
                 new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
-                setattr(self, name, torch.cat([own, new]))
+                setattr(there, name, torch.cat([own, new]))
+        return there
 
     def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         scores = self._constrained(self._penalized(logits.float()), walking)
@@ -184,13 +185,12 @@ class Sampler:
         self._remember(tokens, walking)
         return tokens
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> Tensor | None:
-        if any(tensor is not None for tensor in (self._seen, self._counts, self._bias, self._endings)):
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
+        is_known = [self._needs_logits_alone(row) for row in range(len(self._settings))]
+        if not any(is_known):
             return None
-        if any(self._constraints) or any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
-            return None
-        if not any(s.temperature for s in self._settings):
-            return best
+        if not any(s.temperature for s, known in zip(self._settings, is_known, strict=True) if known):
+            return best, is_known
         from graft.target import choice_kernels  # needs Triton, which only a GPU's users have
 
         positions = torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)
@@ -198,7 +198,14 @@ class Sampler:
             positions = positions.pin_memory()  # else the transfer waits for the device
         with torch.cuda.device_of(logits):
             there = positions.to(logits.device, non_blocking=True)
-            return choice_kernels.draw(logits, self._seeds, there, self._temperature)
+            return choice_kernels.draw(logits, self._seeds, there, self._temperature), is_known
+
+    def _needs_logits_alone(self, row: int) -> bool:
+        """Whether a row's choice is a function of logits, temperature and noise: then the device makes it by itself."""
+        s = self._settings[row]
+        penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+        cuts = s.top_k or s.top_p < 1 or s.min_p or self._generated[row] < s.min_tokens
+        return not (penalties or cuts or self._constraints[row] is not None)
 
     def move_on(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]

@@ -49,6 +49,7 @@ class Sequence:
         self.stats = Stats()
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
+        self.failure: Exception | None = None  # why it cannot go on
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # what its text must be, as JSON of a schema
         self.is_recorded = False  # whether the last round is kept, for somebody who watches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -50,20 +50,20 @@ class DraftState(Protocol):
 
     cache: TreeCache  # an entry a token; a row's may be behind the target's
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order."""
+    def keeping(self, rows: Sequence[int]) -> Self:
+        """These rows alone, in this order; see `TreeCache.keeping`."""
         ...
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row what another is."""
         ...
 
-    def reserve(self, num_rows: int) -> None:
-        """Makes room for so many rows that may join."""
+    def reserving(self, num_rows: int) -> Self:
+        """With room for so many rows that may join."""
         ...
 
-    def join(self, other: Any) -> None:
-        """Takes in the rows of another state of the same drafter, behind its own."""
+    def joining(self, other: Any) -> Self:
+        """With the rows of another state of the same drafter behind its own, which itself stays as it was."""
         ...
 
 

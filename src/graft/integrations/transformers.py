@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -153,13 +154,16 @@ class _ProcessorChooser:
     def move_on(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")
 
-    def keep(self, rows: SequenceOf[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-        self._seeds = [self._seeds[row] for row in rows]
+    def keeping(self, rows: SequenceOf[int]) -> _ProcessorChooser:
+        return self._with([self._rows[row] for row in rows], [self._seeds[row] for row in rows])
 
-    def join(self, other: _ProcessorChooser) -> None:
-        self._rows = self._rows + other._rows
-        self._seeds = self._seeds + other._seeds
+    def joining(self, other: _ProcessorChooser) -> _ProcessorChooser:
+        return self._with(self._rows + other._rows, self._seeds + other._seeds)
+
+    def _with(self, rows: list[_CriteriaSequence], seeds: list[int | None]) -> _ProcessorChooser:
+        there = copy(self)
+        there._rows, there._seeds = rows, seeds
+        return there
 
 
 class _EngineSlot:

@@ -33,7 +33,7 @@ class Prospect:
         state = drafter.open(1, num_slots=8)
         self.seconds = math.inf
         for _ in range(3):
-            state.keep([0])  # what is drafted already is forgotten, and drafted again
+            state = state.keeping([0])  # what is drafted already is forgotten, and drafted again
             passes = drafter.levels(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # none is made ahead
             float(next(passes).probabilities[0, 0])  # waits for the device; the first runs no beams yet
             start = time.perf_counter()

@@ -185,13 +185,13 @@ class Graft(Policy):
         self._credit.close(num_rows)
 
     def catch_up(self) -> None:
-        if self._uncounted is not None:
-            self.calibrate(*self._uncounted)
-            self._uncounted = None
-        if self._found is not None:
-            self._prospect_from(self._found)
-            self._hope_from(self._found)
-            self._found = None
+        # Forgotten first: what fails is not tried again, round after round.
+        uncounted, found, self._uncounted, self._found = self._uncounted, self._found, None, None
+        if uncounted is not None:
+            self.calibrate(*uncounted)
+        if found is not None:
+            self._prospect_from(found)
+            self._hope_from(found)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         self.catch_up()

@@ -23,11 +23,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from graft import __version__
-from graft.engine import Engine
+from graft.engine import Engine, Prompt
 from graft.errors import GraftError
 from graft.sampling import SamplingSettings
 from graft.serve.answers import Answers, ChatShape, Json, Shape, TextShape
-from graft.serve.grammar import Grammars
+from graft.serve.grammar import Grammars, SchemasBusyError
 from graft.serve.guard import Guard
 from graft.serve.metrics import Metrics
 from graft.serve.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
@@ -46,6 +46,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+_LONG_TEXT = 20_000  # characters
 
 log = logging.getLogger("graft.serve")
 T = TypeVar("T")
@@ -122,7 +124,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
             404: "No such model.",
             413: "The body is too large.",
             429: "Too many requests are waiting.",
-            503: "The server is shutting down.",
+            503: "The server is shutting down, or at work on JSON schemas that take long.",
             504: "The request took longer than allowed.",
         }.items()
     }
@@ -130,13 +132,13 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     @app.post("/v1/chat/completions", responses=refusals)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         here = serving(request)
-        prompt = await here.off_loop(lambda: engine.encode([message.as_dict() for message in body.messages]))
+        prompt = await here.encode([message.as_dict() for message in body.messages])
         return await here.answer(body, [prompt], ChatShape(name, grammars), request)
 
     @app.post("/v1/completions", responses=refusals)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         here = serving(request)
-        prompts = await here.off_loop(lambda: [engine.encode(prompt) for prompt in body.prompts])
+        prompts = [await here.encode(prompt) for prompt in body.prompts]
         return await here.answer(body, prompts, TextShape(name, grammars), request)
 
     @app.get("/v1/models")
@@ -153,16 +155,17 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         here = serving(request)
         here.check_model(body.model)
         prompt: Any = body.prompt if body.messages is None else [message.as_dict() for message in body.messages]
-        ids = await here.off_loop(lambda: engine.encode(prompt)) if prompt else []
+        ids = await here.encode(prompt) if prompt else []
         return {"tokens": ids, "count": len(ids), "max_model_len": engine.target.max_positions}
 
     @app.post("/detokenize", responses=refusals)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
-        ids = await here.off_loop(lambda: engine.encode(body.tokens)) if body.tokens else []
-        assert engine.tokenizer is not None
-        return {"prompt": engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
+        tokenizer, ids = engine.tokenizer, await here.encode(body.tokens) if body.tokens else []
+        assert tokenizer is not None
+        text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
+        return {"prompt": text}
 
     @app.get("/health", responses={503: {"description": "The server no longer decodes."}})
     async def health(request: Request) -> Json:
@@ -195,15 +198,20 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.scheduler, self.model_name)
-        # One thread: tokenizers and templates are not made for several at once.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text")
+        # One thread each: texts come in turn, and long ones do not keep others waiting.
+        self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Runs what may take a while beside the event loop."""
+    async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
+        """Runs what may take a while beside the event loop. size: of the texts it is about, in characters."""
+        worker = self._workers[size > _LONG_TEXT]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+            return await asyncio.get_running_loop().run_in_executor(worker, work)
         except TemplateError as error:
             raise RefusedError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        sizes = [len(part["content"]) if isinstance(part, dict) else 1 for part in prompt]
+        return await self.off_loop(lambda: self.engine.encode(prompt), sum(sizes))
 
     def check_model(self, asked: str | None) -> None:
         if asked not in (None, self.model_name):
@@ -217,7 +225,9 @@ class Serving:
         self.check_model(body.model)
         news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
-        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant) for prompt in prompts])
+        grammar = await self._grammar(body)
+        size = sum(map(len, prompts))
+        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar) for prompt in prompts], size)
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
             job.listener = _passing_on(news, number)
@@ -237,11 +247,19 @@ class Serving:
         whole = await _unless_gone(request, _drained(answers, chunks))
         return AsciiJson(whole) if whole is not None else _nobody_there()
 
-    def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str) -> Job:
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Any | None:
+        """Of the JSON that the answer must be, if it must."""
+        if body.wanted_schema is None:
+            return None
+        try:
+            return await self.grammars.compile(body.wanted_schema)
+        except SchemasBusyError as error:
+            self.metrics.failed("busy")
+            raise RefusedError(503, f"{error}; try again later", "response_format", Retry_After="5") from error
+
+    def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str, grammar: Any | None) -> Job:
         settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
         sequences = self.engine.new_sequences(prompt, settings)
-        schema = body.wanted_schema
-        grammar = self.grammars.compile(schema) if schema is not None else None
         for sequence in sequences:
             sequence.is_recorded = bool(body.return_rounds)
             sequence.owner = self._owner(tenant)

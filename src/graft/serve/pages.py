@@ -41,9 +41,14 @@ class PageStore:
             if name not in self._pages:
                 break
             found.append(name)
-        for place, cache in enumerate(caches):
-            if found:
-                cache.append(row, [self._pages[name][place] for name in found])
+        try:
+            for place, cache in enumerate(caches):
+                if found:
+                    cache.append(row, [self._pages[name][place] for name in found])
+        except Exception:
+            for cache in caches:
+                cache.lengths[row] = 0
+            raise
         self._touch(found)
         num_entries = len(found) * PAGE - 1 if found else 0
         self.num_asked += len(prompt)
@@ -54,13 +59,15 @@ class PageStore:
         """Keeps what a row has committed of a text, as far as whole pages go."""
         num_entries = min(cache.lengths[row] for cache in caches)
         names = list(_names(text[: num_entries + 1], salt))[: self._max_pages]
-        for number, name in enumerate(names):
-            if name not in self._pages:
-                start, end = max(number * PAGE - 1, 0), (number + 1) * PAGE - 1
-                self._pages[name] = tuple(cache.read(row, start, end) for cache in caches)
-        self._touch(names)
-        while len(self._pages) > self._max_pages:
-            self._pages.popitem(last=False)
+        try:
+            for number, name in enumerate(names):
+                if name not in self._pages:
+                    start, end = max(number * PAGE - 1, 0), (number + 1) * PAGE - 1
+                    self._pages[name] = tuple(cache.read(row, start, end) for cache in caches)
+            self._touch(names)
+        finally:  # there may be no memory for one more
+            while len(self._pages) > self._max_pages:
+                self._pages.popitem(last=False)
 
     def _touch(self, names: Sequence[bytes]) -> None:
         """Marks pages as used, a text's first page last: without it those behind it are of no use."""

@@ -3,6 +3,9 @@
 A request's prompt is read on its own, a chunk between two rounds, and its rows then join those that are decoded.
 Requests that must not speculate are decoded in a lane of their own, which takes turns with the other by time spent.
 When trees do not pay for as many rows as there are, all are decoded there, until there are fewer for whom they do.
+
+Whatever fails, the thread goes on: a batch is always the one before a step or the one after it, so only requests whose
+own step failed, or whose round did, end without their answers.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,8 +31,9 @@ from graft.serve.pace import Pace
 from graft.serve.pages import PageStore
 from graft.settings import Settings, require
 from graft.stats import Clock
-from graft.target import TreeCache
+from graft.target import CacheLimit, NoRoomError, TreeCache
 
+_PATIENCE = 3  # steps in a row that may fail without a known cause, before requests are given up
 _LEAST_CHUNK = 32  # a forward costs as much as this many tokens, however few it reads
 
 log = logging.getLogger("graft.serve")
@@ -41,7 +45,7 @@ class SchedulerSettings(Settings):
 
     max_rows: int = 16  # answers decoded together
     max_waiting: int = 64  # requests that wait for room; more are refused
-    max_cache_tokens: int = 65536  # rows times the longest row, in tokens
+    max_cache_tokens: int = 65536  # slots of all caches of the target, whoever has them or had them
     prefix_cache_tokens: int = 8192  # of texts kept, so that the same beginning is not read again; 0 keeps none
 
     def __post_init__(self) -> None:
@@ -89,6 +93,7 @@ class Job:
     num_cached_tokens: int = 0  # of the prompt, those that were not read again
     joined: float | None = None  # when its first round began, by time.monotonic
     told: list[int] = field(default_factory=list)  # tokens of each answer that the listener has heard of
+    ended: set[int] = field(default_factory=set)  # answers of whose end it has
 
     def __post_init__(self) -> None:
         self.told = [0] * len(self.sequences)
@@ -104,8 +109,9 @@ class _Newcomer:
     """A request whose prompt is being read."""
 
     job: Job
-    batch: Batch
-    chunks: Iterator[int]
+    batch: Batch | None = None  # once it is opened
+    chunks: Iterator[int] = field(default_factory=lambda: iter(()))
+    is_read: bool = False
     seconds: float = 0.0
 
 
@@ -148,9 +154,15 @@ class Scheduler:
             exact=engine.target.is_exact,
         )
         self._lanes = {True: _Lane(engine), False: _Lane(plain)}
+        self._limit = CacheLimit(self.settings.max_cache_tokens)
+        least = plain.target.num_slots_of(1, MAX_BUDGET + 3)
+        require(least <= self._limit.most, f"max_cache_tokens must be at least {least} here, not {self._limit.most}")
+        for lane in self._lanes.values():
+            lane.engine.target.keep_to(self._limit)
         self.pages = PageStore(self.settings.prefix_cache_tokens)
         self._waiting: deque[Job] = deque()
         self._pace = Pace() if engine.policy.adapts else None  # none: there are to be trees whatever they cost
+        self._is_prepared = False  # whether trees can be grown
         self._num_resting = 0  # rows for which trees do not pay, while all are decoded plainly
         self._changed = threading.Condition()
         self._closing = False
@@ -163,7 +175,7 @@ class Scheduler:
         """Raises a GraftError if the request could never be decoded here."""
         num_rows, most = len(job.sequences), self.settings
         require(num_rows <= most.max_rows, f"n={num_rows} answers are more than the {most.max_rows} decoded at once")
-        needed = num_rows * job.num_slots
+        needed = self._lanes[False].engine.target.num_slots_of(num_rows, job.num_slots)
         require(
             needed <= most.max_cache_tokens,
             f"the request needs {needed} tokens of cache and there are {most.max_cache_tokens}: ask for fewer or "
@@ -218,19 +230,56 @@ class Scheduler:
     # The thread
 
     def _run(self) -> None:
+        num_failures = 0
         try:
-            self._lanes[True].engine.policy.prepare()
             while self._wait_for_work():
-                self._drop_unwanted()
-                self._take_in()
-                busy = [lane for lane in self._lanes.values() if lane.batch is not None]
-                if busy:
-                    self._round(min(busy, key=lambda lane: lane.seconds))
-        except Exception as error:
+                try:
+                    self._step()
+                    num_failures = 0
+                except Exception as error:
+                    num_failures += 1
+                    self._recover(error, gives_up=num_failures >= _PATIENCE)
+        except BaseException as error:  # a library's panic, say: nobody is to wait for ever
             with self._changed:
                 self._closing = True
-                for job in [*self._waiting, *self._running]:
-                    self._fail(job, error)
+                jobs = [*self._waiting, *self._running]
+                self._waiting.clear()
+            for job in jobs:
+                self._fail(job, error)
+
+    def _step(self) -> None:
+        if not self._is_prepared and not any(lane.batch is not None for lane in self._lanes.values()):
+            self._prepare()
+        self._drop_unwanted()
+        self._take_in()
+        busy = [lane for lane in self._lanes.values() if lane.batch is not None]
+        if busy:
+            self._round(min(busy, key=lambda lane: lane.seconds))
+
+    def _prepare(self) -> None:
+        """Until it succeeds, all are decoded plainly."""
+        with _logged("trees cannot be grown, for now"):
+            self._lanes[True].engine.policy.prepare()
+            self._is_prepared = True
+
+    def _recover(self, error: Exception, gives_up: bool) -> None:
+        """After a step that failed beside its requests: what they have got is told, and they go on."""
+        log.error("a step failed", exc_info=error)
+        for lane in self._lanes.values():
+            try:
+                self._settle(lane)
+            except Exception as another:
+                self._fail_lane(lane, another)
+        if gives_up:  # the next would fail as well
+            with self._changed:
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            for lane in self._lanes.values():
+                waiting += [lane.newcomer.job] if lane.newcomer is not None else []
+                lane.newcomer = None
+                self._fail_lane(lane, error)
+            for job in waiting:
+                self._fail(job, error)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -269,18 +318,32 @@ class Scheduler:
             lane = next((lane for lane in self._lanes.values() if lane.newcomer is not None), None) or self._admit()
             if lane is None:
                 return
-            budget -= self._read_on(lane)
+            num_read = self._read_on(lane)
+            if num_read is None:
+                return
+            budget -= num_read
 
-    def _read_on(self, lane: _Lane) -> int:
+    def _read_on(self, lane: _Lane) -> int | None:
         """Reads another chunk of the prompt of the lane's newcomer, who joins when there is none left. Returns what it
-        cost, in tokens. When this has ended nobody holds what a newcomer had, and the next may have it."""
+        cost, in tokens; None if the newcomer has to wait for others to go. When this has ended nobody holds what a
+        newcomer had that is gone, and the next may have it."""
         newcomer = lane.newcomer
         assert newcomer is not None
         start = time.perf_counter()
+        num_read = 0
         try:
-            num_read = next(newcomer.chunks, 0)
+            if newcomer.batch is None:
+                self._open(lane, newcomer)
+            if not newcomer.is_read:
+                num_read = next(newcomer.chunks, 0)
             if num_read == 0:
                 self._join(lane, newcomer)
+        except NoRoomError as error:
+            if any(other.batch is not None for other in self._lanes.values()):
+                return None
+            lane.newcomer = None
+            self._fail(newcomer.job, error)
+            return 0
         except Exception as error:
             lane.newcomer = None
             self._fail(newcomer.job, error)
@@ -289,21 +352,22 @@ class Scheduler:
         return max(num_read, _LEAST_CHUNK) if num_read else 0
 
     def _admit(self) -> _Lane | None:
-        """Starts on the request that has waited longest, if there is room for it."""
+        """Takes in the request that has waited longest, if there is room for it; where nothing runs there is."""
         with self._changed:
-            if not self._waiting or not self._is_room_for(self._waiting[0]):
+            if not self._waiting or (self._running and not self._is_room_for(self._waiting[0])):
                 return None
             job = self._waiting.popleft()
             lane = self._lane_for(job)
-            try:
-                batch = lane.engine.open(job.sequences)
-                prompt = job.sequences[0].ids
-                job.num_cached_tokens = self.pages.load(prompt, _salt(job, batch), _caches(batch), 0)
-            except Exception as error:
-                self._fail(job, error)
-                return None
-            lane.newcomer = _Newcomer(job, batch, lane.engine.prefill_row(batch, 0))
+            lane.newcomer = _Newcomer(job)
         return lane
+
+    def _open(self, lane: _Lane, newcomer: _Newcomer) -> None:
+        """Not under the lock: a cache may take long, and others ask and go meanwhile."""
+        job = newcomer.job
+        batch = lane.engine.open(job.sequences)
+        with _logged("kept pages are not used"):
+            job.num_cached_tokens = self.pages.load(job.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
+        newcomer.batch, newcomer.chunks = batch, lane.engine.prefill_row(batch, 0)
 
     @property
     def _running(self) -> set[Job]:
@@ -318,46 +382,52 @@ class Scheduler:
         own = self._lane_for(job)
         num_tokens = sum(lane.num_tokens(*([job] if lane is own else [])) for lane in self._lanes.values())
         num_rows = self._num_rows + len(job.sequences)
-        return num_rows <= self.settings.max_rows and num_tokens <= self.settings.max_cache_tokens
+        fits = num_rows <= self.settings.max_rows and num_tokens <= self.settings.max_cache_tokens
+        return fits and self._limit.has(own.engine.target.num_slots_of(len(job.sequences), job.num_slots))
 
     def _join(self, lane: _Lane, newcomer: _Newcomer) -> None:
         """The prompt is read: its rows, one an answer, are decoded with the others from now on."""
         job, batch = newcomer.job, newcomer.batch
-        self.pages.save(batch.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
-        for row in range(1, len(batch.sequences)):
-            batch.copy_row(0, row)
+        assert batch is not None
+        if not newcomer.is_read:
+            with _logged("a prompt's pages are not kept"):
+                self.pages.save(batch.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
+            for row in range(1, len(batch.sequences)):
+                batch.copy_row(0, row)
+            newcomer.is_read = True
+        jobs = dict.fromkeys(job.sequences, job)
+        if lane is not self._lanes[False] and self._num_resting and lane.batch is None:  # since its prompt was begun
+            try:
+                self._leave_to_plain(batch, jobs)
+            except torch.OutOfMemoryError:
+                self._add(lane, batch, jobs)
+        else:
+            self._add(lane, batch, jobs)
         job.joined = time.monotonic()
         for sequence in job.sequences:
             sequence.stats.prefill_seconds = newcomer.seconds
-        jobs = dict.fromkeys(job.sequences, job)
-        if lane is not self._lanes[False] and self._num_resting:  # since its prompt was begun
-            self._leave_to_plain(batch, jobs)
-        else:
-            self._add(lane, batch, jobs)
         lane.newcomer = None
 
     def _add(self, lane: _Lane, batch: Batch, jobs: dict[Sequence, Job]) -> None:
+        jobs = lane.jobs | jobs
         if lane.batch is None:
             others = [other.seconds for other in self._lanes.values() if other.batch is not None]
-            room = max(self.settings.max_cache_tokens // batch.cache.num_slots, len(batch.sequences))
-            with suppress(torch.OutOfMemoryError):  # then it moves when it must
-                batch.reserve(min(self.settings.max_rows, room))
+            with _logged("rows have no room in advance: they move when they must"):
+                batch.reserve(self.settings.max_rows)
             lane.batch, lane.seconds = batch, min(others, default=0.0)
         else:
             lane.batch.join(batch)
-        lane.jobs = lane.jobs | jobs
+        lane.jobs = jobs
 
     def _lane_for(self, job: Job) -> _Lane:
         """Where a request is decoded from now on."""
-        return self._lanes[job.speculates and not self._num_resting]
+        return self._lanes[job.speculates and self._is_prepared and not self._num_resting]
 
     def _leave_to_plain(self, batch: Batch, jobs: dict[Sequence, Job]) -> None:
         """Adds the rows to plain decoding, which needs nothing but their cache."""
         plain = self._lanes[False]
-        cache = plain.engine.target.open(len(batch.sequences), max(job.num_slots for job in jobs.values()))
-        cache.keep([])
-        cache.join(batch.cache)
-        self._add(plain, Batch(batch.sequences, cache, batch.chooser), jobs)
+        room = plain.engine.target.open(len(batch.sequences), max(job.num_slots for job in jobs.values()))
+        self._add(plain, Batch(batch.sequences, room.keeping([]).joining(batch.cache), batch.chooser), jobs)
 
     def _rest_or_wake(self) -> None:
         """Leaves all rows to plain decoding when trees do not pay for as many as there will be, and new ones no longer
@@ -380,6 +450,10 @@ class Scheduler:
                 self._leave_to_plain(lane.batch, lane.jobs)
             except torch.OutOfMemoryError:
                 log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
+                pace.restart(num_rows)
+                return
+            except Exception:
+                log.exception("%d rows could not be left to plain decoding", len(lane.batch.sequences))
                 pace.restart(num_rows)
                 return
         lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
@@ -405,27 +479,39 @@ class Scheduler:
             round = lane.engine.run_round(lane.batch, lane.clock)
         except Exception as error:
             # Whose fault it was cannot be told, and their caches are no longer what they should be.
-            jobs = set(lane.jobs.values())
-            lane.batch, lane.jobs = None, {}
-            for job in jobs:
-                self._fail(job, error)
+            self._fail_lane(lane, error)
             return
         seconds = time.perf_counter() - start
         lane.seconds += seconds
-        if self._pace is not None and lane.engine.num_setups == num_setups:  # else later rounds will not take as long
-            if lane is self._lanes[True]:
-                self._pace.observe(num_rows, seconds, round.num_tokens, round.is_plain)
-            elif self._num_resting:
-                self._pace.rested(min(num_rows, self._num_resting))
-        failed = set[Job]()
         for sequence in lane.batch.sequences:
             sequence.stats.decode_seconds += seconds
+        self._settle(lane)
+        with _logged("a round's pace is not noted"):
+            if self._pace is not None and lane.engine.num_setups == num_setups:  # else later ones will not take as long
+                if lane is self._lanes[True]:
+                    self._pace.observe(num_rows, seconds, round.num_tokens, round.is_plain)
+                elif self._num_resting:
+                    self._pace.rested(min(num_rows, self._num_resting))
+
+    def _settle(self, lane: _Lane) -> None:
+        """Tells requests what they have got; those that have ended or failed go. May be repeated."""
+        if lane.batch is None:
+            return
+        failed = set[Job]()
+        for sequence in lane.batch.sequences:
             job = lane.jobs[sequence]
-            if sequence.constraint is not None and sequence.constraint.error is not None:
-                self._tell(job, Failure("request", sequence.constraint.error))
+            if job.cancelled:
+                continue
+            try:
+                if sequence.failure is not None:
+                    raise sequence.failure
+                if sequence.constraint is not None and sequence.constraint.error is not None:
+                    raise GraftError(sequence.constraint.error)
+                if (update := _update(job, sequence)) is not None:
+                    self._tell(job, update)
+            except Exception as error:
                 failed.add(job)
-            elif not job.cancelled and job not in failed:
-                self._tell(job, _update(job, sequence))
+                self._fail(job, error)
         self._leave(lane, failed)
         self._end(lane, {sequence for sequence in lane.jobs if sequence.finish_reason is not None})
 
@@ -444,22 +530,49 @@ class Scheduler:
         for row, sequence in enumerate(lane.batch.sequences):
             if sequence in gone:
                 job = lane.jobs[sequence]
-                self.pages.save(sequence.ids, _salt(job, lane.batch), _caches(lane.batch), row)
+                with _logged("an answer's pages are not kept"):
+                    self.pages.save(sequence.ids, _salt(job, lane.batch), _caches(lane.batch), row)
                 if sequence.finish_reason is not None:
-                    self._lanes[job.speculates].engine.policy.finish(sequence)
+                    with _logged("nothing is learned from an answer"):
+                        self._lanes[job.speculates].engine.policy.finish(sequence)
+        rows = [row for row, sequence in enumerate(lane.batch.sequences) if sequence not in gone]
+        if rows and (error := self._keep(lane.batch, rows) and self._keep(lane.batch, rows)) is not None:
+            self._fail_lane(lane, error, gone)
+            return
+        for sequence in gone:
+            sequence.failure = None  # its traceback has the whole batch
+        lane.batch = lane.batch if rows else None
         lane.jobs = {sequence: job for sequence, job in lane.jobs.items() if sequence not in gone}
-        rows = _without([row for row, s in enumerate(lane.batch.sequences) if s in gone], len(lane.batch.sequences))
-        if rows:
-            lane.batch.keep(rows)
-        else:
-            lane.batch = None
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    @staticmethod
+    def _keep(batch: Batch, rows: list[int]) -> Exception | None:
+        """Takes no memory, and what fails has changed nothing: a second time it may succeed."""
+        try:
+            batch.keep(rows)
+        except Exception as error:
+            log.warning("rows could not go", exc_info=error)
+            return error
+        return None
+
+    def _fail_lane(self, lane: _Lane, error: Exception, gone: Collection[Sequence] = ()) -> None:
+        """Ends all that are decoded there but those that are gone already."""
+        jobs = {job for sequence, job in lane.jobs.items() if sequence not in gone}
+        for sequence in lane.jobs:
+            sequence.failure = None
+        lane.batch, lane.jobs = None, {}
+        for job in jobs:
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """Says so, if anybody still listens, and nothing more."""
+        if job.cancelled:
+            return
         if isinstance(error, GraftError):
             self._tell(job, Failure("request", str(error)))
         else:
             log.error("a request failed", exc_info=error)
             self._tell(job, Failure("server", "the request failed; the server's log says why"))
+        job.cancelled = True
 
     @staticmethod
     def _tell(job: Job, news: Update | Failure) -> None:
@@ -470,11 +583,13 @@ class Scheduler:
             job.cancelled = True
 
 
-def _without(gone: list[int], num_rows: int) -> list[int]:
-    """The rows that stay, in an order that moves few of them: the last ones take the places of those that go."""
-    num_left = num_rows - len(gone)
-    last = iter([row for row in range(num_left, num_rows) if row not in gone])
-    return [next(last) if row in gone else row for row in range(num_left)]
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """What fails inside costs a lesson or a short cut, and no request its answer."""
+    try:
+        yield
+    except Exception:
+        log.warning("%s", what, exc_info=True)
 
 
 def _caches(batch: Batch) -> list[TreeCache]:
@@ -486,13 +601,14 @@ def _salt(job: Job, batch: Batch) -> str:
     return f"{batch.draft is not None}/{job.salt}"
 
 
-def _update(job: Job, sequence: Sequence) -> Update:
+def _update(job: Job, sequence: Sequence) -> Update | None:
+    """What the listener has not heard of yet, if anything."""
     assert sequence.text is not None
-    index = job.sequences.index(sequence)
+    index, ended = job.sequences.index(sequence), sequence.finish_reason is not None
     told = job.told[index]
-    ended = sequence.finish_reason is not None
-    job.told[index] = sequence.stats.tokens
-    return Update(
+    if index in job.ended or (told == sequence.stats.tokens and not ended):
+        return None
+    update = Update(
         index=index,
         text=sequence.text.take(final=ended),
         ids=sequence.new_ids[told:],
@@ -500,3 +616,6 @@ def _update(job: Job, sequence: Sequence) -> Update:
         round=sequence.last_round,
         finish_reason=sequence.finish_reason,
     )
+    job.told[index] = sequence.stats.tokens
+    job.ended |= {index} if ended else set()
+    return update

@@ -12,13 +12,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from graft.target import kernels
-from graft.target.cache import TreeCache
+from graft.target.cache import CacheLimit, Claim, TreeCache
 from graft.target.fast_layers import Rotary
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -91,9 +91,13 @@ class Numbers:
         return self._num_columns * whole(self._rows) + number * whole(self._rows * self._room)
 
 
+class Lease:
+    """The use of an arena, for as long as a cache has this."""
+
+
 @dataclass(eq=False)
 class Arena:
-    """Tensors of a cache that stay where they are, and the steps bound to them. One cache at a time has them."""
+    """Tensors of a cache that stay where they are, and the steps bound to them. One lease at a time is out."""
 
     keys: Tensor  # [layers, rows, slots, kv_heads, head_dim]
     values: Tensor
@@ -101,11 +105,12 @@ class Arena:
     pool: Any  # of memory that its graphs share; None without a GPU
     steps: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what was captured, by bucket
     places: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what steps of several buckets read and write
-    lessee: weakref.ref[ArenaCache] | None = None
+    lease: weakref.ref[Lease] | None = None
+    claim: Claim | None = None  # of a limit, on its slots
 
     @property
     def is_free(self) -> bool:
-        return self.lessee is None or self.lessee() is None
+        return self.lease is None or self.lease() is None
 
     @property
     def num_slots(self) -> int:
@@ -129,17 +134,28 @@ class ArenaCache(TreeCache):
     """A cache in an arena. What it holds stays in place: rows that stay move up within it."""
 
     def __init__(
-        self, arena: Arena, num_rows: int, owner: Arenas | None = None, max_positions: int | None = None
+        self,
+        arena: Arena,
+        num_rows: int,
+        owner: Arenas | None = None,
+        max_positions: int | None = None,
+        num_needed: int = 0,
     ) -> None:
-        """owner: who captures what is done to it, and has larger arenas."""
+        """owner: who captures what is done to it, and has larger arenas. num_needed: slots that were asked for."""
         super().__init__(len(arena.keys), num_rows, arena.num_slots)
+        self._owner, self._max_positions, self._num_needed = owner, max_positions, num_needed
+        self._lease = Lease() if owner is not None else None
+        arena.lease = weakref.ref(self._lease) if self._lease is not None else arena.lease
         self.arena = arena
-        self._owner, self._max_positions = owner, max_positions
         self._keys, self._values = arena.keys, arena.values
 
     def aim_at_first(self, num_rows: int) -> None:
         """Readies the first rows for a step, which finds its slots by itself."""
         self._rows = slice(0, num_rows)
+
+    @property
+    def num_needed(self) -> int:
+        return self._num_needed
 
     @property
     def aimed(self) -> tuple[slice, int]:
@@ -154,39 +170,28 @@ class ArenaCache(TreeCache):
             self._owner.move(self.arena, self.lengths[self._rows], paths)
         self.advance([1 + len(path) for path in paths])
 
-    def keep(self, rows: Sequence[int]) -> None:
-        kept = list(rows)
-        if kept and kept != list(range(len(kept))):
-            longest = max(self.lengths[row] for row in kept)
-            for stored in (self.arena.keys, self.arena.values):
-                stored[:, : len(kept), :longest] = stored[:, kept, :longest]
-        self.lengths = [self.lengths[row] for row in kept]
-
-    def reserve(self, num_rows: int) -> None:
-        if not self.arena.holds(next_power(num_rows), self.num_slots):
-            self._move(num_rows, self.num_slots)
-
-    def join(self, other: TreeCache) -> None:
-        """Takes in another cache's rows behind its own, in a larger arena where they do not fit."""
-        first, num_rows = self.num_rows, self.num_rows + other.num_rows
-        if not self.arena.holds(next_power(num_rows), other.num_slots):
-            self._move(num_rows, max(self.num_slots, other.num_slots))
-        for own, new in ((self.arena.keys, other._keys), (self.arena.values, other._values)):
-            if new is not None:
-                for row, length in enumerate(other.lengths):
-                    own[:, first + row, :length] = new[:, row, :length]
-        self.lengths = self.lengths + other.lengths
-
-    def _move(self, num_rows: int, num_slots: int) -> None:
-        """To an arena of that size, where steps are captured anew."""
+    def reserving(self, num_rows: int) -> Self:
         assert self._owner is not None
-        old, self.arena = self.arena, self._owner.lease(num_rows, num_slots, self._max_positions).arena
+        rows = next_power(num_rows)
+        while rows > self.num_rows and not self._owner.has_plenty(rows * self._num_needed):
+            rows //= 2
+        return self._with_room(max(rows, self.num_rows), self._num_needed)
+
+    def _with_room(self, num_rows: int, num_slots: int) -> Self:
+        """The same rows, in a larger arena where they do not fit; its steps are captured anew."""
+        if self.arena.holds(next_power(num_rows), num_slots):
+            there = self._with_lengths(self.lengths)
+            there._num_needed = num_slots
+            return there
+        assert self._owner is not None
+        lease = self._owner.lease(num_rows, num_slots, self._max_positions)
         longest = max(self.lengths, default=0)
-        for stored, before in ((self.arena.keys, old.keys), (self.arena.values, old.values)):
+        for stored, before in ((lease.arena.keys, self.arena.keys), (lease.arena.values, self.arena.values)):
             stored[:, : self.num_rows, :longest] = before[:, : self.num_rows, :longest]
-        old.lessee, self.arena.lessee = None, weakref.ref(self)
-        self.num_slots = self.arena.num_slots
-        self._keys, self._values = self.arena.keys, self.arena.values
+        there = self._with_lengths(self.lengths)
+        for name in ("arena", "_keys", "_values", "_lease", "_num_needed", "num_slots"):
+            setattr(there, name, getattr(lease, name))
+        return there
 
 
 class Arenas:
@@ -195,6 +200,7 @@ class Arenas:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arenas: list[Arena] = []
+        self.limit: CacheLimit | None = None  # on the slots of all of them
         self.failure: str | None = None  # why there are none
         # Held by whoever leases, captures or starts a step: engines in several threads may share arenas, and trial
         # runs, in a stream of their own, must have what steps share to themselves.
@@ -216,17 +222,47 @@ class Arenas:
         """
         rows, slots = next_power(num_rows), _slots(num_slots)
         with self.lock:
+            if not self.has_plenty(rows * slots):
+                slots = num_slots
             free = sorted((arena for arena in self.arenas if arena.is_free), key=lambda arena: arena.keys.numel())
             arena = next((arena for arena in free if arena.holds(rows, slots)), None)
             kept = [] if arena is None else [arena, free[0], free[-1]]
-            self.arenas = [other for other in self.arenas if other in kept or other not in free]
+            self._drop([other for other in free if other not in kept])
             free.clear()
             if arena is None:
+                claim = self.limit.claim(rows * slots) if self.limit is not None else None
                 arena = self.make_arena(rows, slots, max_positions)
+                arena.claim = claim
                 self.arenas.append(arena)
-            cache = ArenaCache(arena, num_rows, self, max_positions)
-            arena.lessee = weakref.ref(cache)
-            return cache
+            return ArenaCache(arena, num_rows, self, max_positions, num_slots)
+
+    def has_plenty(self, num_slots: int) -> bool:
+        """Whether an arena may be larger than is needed now."""
+        return self.limit is None or self.limit.has_plenty(num_slots)
+
+    @property
+    def num_free_slots(self) -> int:
+        return sum(arena.keys.shape[1] * arena.num_slots for arena in self.arenas if arena.is_free)
+
+    def keep_to(self, limit: CacheLimit) -> None:
+        """From now on; what there is counts too, as far as it is in use."""
+        if self.limit is limit:
+            return
+        self.limit = limit
+        limit.add_keeper(self)
+        self.drop_free()
+        for arena in self.arenas:
+            arena.claim = limit.claim(arena.keys.shape[1] * arena.num_slots)
+
+    def drop_free(self) -> None:
+        """Lets go of what nobody has."""
+        self._drop([arena for arena in self.arenas if arena.is_free])
+
+    def _drop(self, gone: Sequence[Arena]) -> None:
+        self.arenas = [arena for arena in self.arenas if arena not in gone]
+        for arena in gone:
+            arena.steps.clear()  # which have it in turn: else its memory would stay until a search for cycles
+            arena.places.clear()
 
     @property
     def num_setups(self) -> int:
@@ -266,8 +302,8 @@ class Arenas:
         if not arena.steps:
             arena.pool = new_pool(self.device)  # what a capture has begun and not ended cannot be used again
         free = [other for other in self.arenas if other.is_free and other is not arena]
-        self.arenas = [other for other in self.arenas if other not in free]
         num_free = len(free)
+        self._drop(free)
         free.clear()
         if not self._is_cuda:
             return num_free > 0

@@ -38,7 +38,7 @@ from graft.target.arena import (
     whole,
 )
 from graft.target.attention import Paths
-from graft.target.cache import Aim, TreeCache
+from graft.target.cache import Aim, CacheLimit, TreeCache
 from graft.target.fast_layers import FastLayers, touched_module, why_not
 from graft.target.product_kernels import FEW
 from graft.target.runner import TargetRunner, side_by_side
@@ -240,7 +240,19 @@ class CapturedTarget(TargetRunner):
             return super().open(num_rows, num_slots)
         if not graphs.arenas and graphs.num_captured == 0:
             self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
-        return graphs.lease(num_rows, num_slots + max(self.widths[-1], self.prompt_widths[-1]), self.max_positions)
+        return graphs.lease(num_rows, num_slots + self._num_more, self.max_positions)
+
+    def keep_to(self, limit: CacheLimit) -> None:
+        super().keep_to(limit)
+        self._graphs.keep_to(limit)
+
+    def num_slots_of(self, num_rows: int, num_slots: int) -> int:
+        return next_power(num_rows) * (num_slots + self._num_more)
+
+    @property
+    def _num_more(self) -> int:
+        """Slots behind a text, for the places of a step that hold no node."""
+        return max(self.widths[-1], self.prompt_widths[-1])
 
     @property
     def num_setups(self) -> int:

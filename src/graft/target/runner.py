@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graft.errors import GraftError
 from graft.report import Report
 from graft.target import attention
-from graft.target.cache import Aim, TreeCache
+from graft.target.cache import Aim, CacheLimit, TreeCache
 from graft.target.loan import evaluating, tree_attention
 from graft.target.support import check_supported
 from graft.target.verified import Verified
@@ -36,6 +36,7 @@ class TargetRunner:
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
         self.progress: Callable[[Report], None] = lambda report: None  # told of what takes time, once
+        self._limit: CacheLimit | None = None
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +72,15 @@ class TargetRunner:
         return {}
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
-        return TreeCache(self._num_layers, num_rows, num_slots)
+        return TreeCache(self._num_layers, num_rows, num_slots, self._limit)
+
+    def keep_to(self, limit: CacheLimit) -> None:
+        """All caches that it opens from now on take no more than that together."""
+        self._limit = limit
+
+    def num_slots_of(self, num_rows: int, num_slots: int) -> int:
+        """What a cache of that size takes of a limit, at the least."""
+        return num_rows * num_slots
 
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[Verified]:
         """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""

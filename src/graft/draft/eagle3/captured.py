@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -40,6 +40,7 @@ from graft.target.arena import (
     on_host,
 )
 from graft.target.attention import Paths
+from graft.target.cache import kept_rows
 
 _PENDING = (1, 4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
 _AHEAD = 4  # levels that are started while the host is busy with the last round, where any may be the last one wanted
@@ -134,33 +135,29 @@ class CapturedState:
     def arena(self) -> DraftArena:
         return cast(DraftArena, self.cache.arena)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self.cache.keep(rows)
+    def keeping(self, rows: Sequence[int]) -> CapturedState:
         for stored in (self.arena.features, self.arena.root):
-            stored[: len(rows)] = stored[list(rows)]
-        self.following = [self.following[row] for row in rows]
-        self._start_anew()
+            kept_rows(stored, rows)
+        return self._started_anew(self.cache.keeping(rows), [self.following[row] for row in rows])
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
         for stored in (self.arena.features, self.arena.root):
             stored[target] = stored[source]
         self.following[target] = list(self.following[source])
-        self._start_anew()
+        self.num_begun, self.is_counted = 0, False
 
-    def reserve(self, num_rows: int) -> None:
-        before = self.arena
-        self.cache.reserve(num_rows)
-        self._take_from(before, self.cache.num_rows)
-        self._start_anew()
+    def reserving(self, num_rows: int) -> CapturedState:
+        there = self._started_anew(self.cache.reserving(num_rows), self.following)
+        there._take_from(self.arena, self.cache.num_rows)
+        return there
 
-    def join(self, other: CapturedState) -> None:
-        before, num_rows = self.arena, self.cache.num_rows
-        self.cache.join(other.cache)
-        self._take_from(before, num_rows)
-        self._take_from(other.arena, self.cache.num_rows - num_rows, num_rows)
-        self.following = self.following + other.following
-        self._start_anew()
+    def joining(self, other: CapturedState) -> CapturedState:
+        num_rows = self.cache.num_rows
+        there = self._started_anew(self.cache.joining(other.cache), self.following + other.following)
+        there._take_from(self.arena, num_rows)
+        there._take_from(other.arena, other.cache.num_rows, num_rows)
+        return there
 
     def _take_from(self, arena: DraftArena, count: int, first: int = 0) -> None:
         """Copies what is beside the cache of another arena's first rows to the rows from `first` on."""
@@ -168,9 +165,10 @@ class CapturedState:
             for own, new in ((self.arena.features, arena.features), (self.arena.root, arena.root)):
                 own[first : first + count] = new[:count]
 
-    def _start_anew(self) -> None:
-        """Rows are no longer those that the device knows of."""
-        self.num_begun, self.is_counted = 0, False
+    def _started_anew(self, cache: ArenaCache, following: Sequence[Sequence[int]]) -> CapturedState:
+        """With rows that are no longer those that the device knows of."""
+        copies = [list(tokens) for tokens in following]
+        return replace(self, cache=cache, following=copies, num_begun=0, is_counted=False)
 
 
 class CapturedDrafter(Eagle3Drafter):

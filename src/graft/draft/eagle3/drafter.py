@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from graft.draft.eagle3.head import Eagle3Head
 from graft.settings import require
 from graft.target import TreeCache, Verified
 from graft.target.attention import Visibility, attend
+from graft.target.cache import kept_rows
 
 _MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
 
@@ -32,25 +33,25 @@ class Eagle3State:
     waiting: Tensor  # [B, places, 3H] features of entries that came in with the last rounds
     following: list[list[int]]  # by row the token after each of them
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self.cache.keep(rows)
-        self.hidden = self.hidden[list(rows)]
-        self.waiting = self.waiting[list(rows)]
-        self.following = [self.following[row] for row in rows]
+    def keeping(self, rows: Sequence[int]) -> Eagle3State:
+        hidden, waiting = (kept_rows(stored, rows) for stored in (self.hidden, self.waiting))
+        return Eagle3State(self.cache.keeping(rows), hidden, waiting, [list(self.following[row]) for row in rows])
 
     def copy_row(self, source: int, target: int) -> None:
         self.cache.copy_row(source, target)
         self.hidden[target] = self.hidden[source]
 
-    def reserve(self, num_rows: int) -> None:
-        self.cache.reserve(num_rows)
+    def reserving(self, num_rows: int) -> Eagle3State:
+        return replace(self, cache=self.cache.reserving(num_rows))
 
-    def join(self, other: Eagle3State) -> None:
-        self.cache.join(other.cache)
-        self.hidden = torch.cat([self.hidden, other.hidden])
+    def joining(self, other: Eagle3State) -> Eagle3State:
         num_places = max(self.waiting.shape[1], other.waiting.shape[1])
-        self.waiting = torch.cat([_with_places(state.waiting, num_places) for state in (self, other)])
-        self.following = self.following + other.following
+        return Eagle3State(
+            cache=self.cache.joining(other.cache),
+            hidden=torch.cat([self.hidden, other.hidden]),
+            waiting=torch.cat([_with_places(state.waiting, num_places) for state in (self, other)]),
+            following=[list(following) for following in self.following + other.following],
+        )
 
 
 class Eagle3Drafter:

@@ -1,0 +1,398 @@
+"""Whatever fails while requests are decoded together: all others get the text they get alone, and the server goes on.
+
+A scenario in which requests join, are read, decoded, moved between lanes, end and are cancelled is run once to list
+every point at which something could fail: each call of a function of Graft, each allocation, each call of a grammar's
+matcher, each call of a listener. Then it is run again for each of them, and fails there. Nobody names these points, so
+code that is new has its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graft
+from graft import Engine
+from graft import engine as engines
+from graft.draft.eagle3.drafter import Eagle3Drafter
+from graft.policy import make_policy
+from graft.sampling import SamplingSettings
+from graft.serve import scheduler as scheduling
+from graft.serve.grammar import Grammars, LLMatcher
+from graft.serve.pace import Pace
+from graft.serve.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
+from graft.text import _decoded_before
+from test_drafter import SMALL_TREE, make_head
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+SOURCE = str(Path(graft.__file__).parent)
+GUARD = str(Path(scheduling.__file__))  # what must not fail is what looks after the rest
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+LONG = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. "
+
+
+_ASKING = ("_tell", "check", "_is_room_for")  # a listener that asks for more: what it does is its own affair
+_FORWARDS = ("_round", "_read_on")  # where nearly all is arithmetic
+
+
+class FaultError(RuntimeError):
+    """What is raised where nothing else would be."""
+
+
+class Driven(Scheduler):
+    """Runs in the thread that calls `_run`, until there is nothing left to do."""
+
+    def _wait_for_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+
+class Resting(Pace):
+    """Trees do not pay for five rows, so that rows move to plain decoding; when they are fewer, new ones speculate."""
+
+    def pays(self, num_rows):
+        return num_rows < 5
+
+
+class Asked:
+    """A request, what its listener heard, and what it should have heard."""
+
+    def __init__(self, world, name, prompt, speculates=True, matcher=None, is_recorded=False, hear=None, **options):
+        self.name, self.news, self._hear, self._world = name, [], hear, world
+        sequences = world.engine.new_sequences(
+            world.engine.encode(prompt), SamplingSettings(ignore_eos=True, **options)
+        )
+        for sequence in sequences:
+            sequence.is_recorded = is_recorded
+            sequence.constraint = world.grammars.constraint(matcher) if matcher is not None else None
+        self.job = Job(sequences, self.listen, speculates)
+
+    def listen(self, news):
+        self.news.append(news)
+        if self._hear is not None:
+            self._hear(len(self.news))
+        self._world.heard(self)
+
+    @property
+    def failure(self):
+        return next((news for news in self.news if isinstance(news, Failure)), None)
+
+    def check(self, expected):
+        """Whole texts, each piece and each end told once; or nothing more after a failure."""
+        if self.failure is not None:
+            assert self.news[-1] is self.failure, f"{self.name} heard more after its failure"
+            return
+        assert [sequence.text.text for sequence in self.job.sequences] == expected, self.name
+        for index, (sequence, text) in enumerate(zip(self.job.sequences, expected, strict=True)):
+            own = [news for news in self.news if isinstance(news, Update) and news.index == index]
+            assert "".join(news.text for news in own) == text, self.name
+            assert [token for news in own for token in news.ids] == sequence.new_ids, self.name
+            assert [news.finish_reason is not None for news in own] == [False] * (len(own) - 1) + [True], self.name
+
+
+class World:
+    """A scheduler, and requests of every kind."""
+
+    def __init__(self, shared, tracer):
+        self.shared, self.tracer = shared, tracer
+        self.engine, self.grammars = shared.make_engine(), shared.grammars
+        self.scheduler = Driven(self.engine, SchedulerSettings(max_rows=5, max_cache_tokens=6000))
+        self.scheduler._pace = Resting()
+        self.asked, matcher = [], shared.matcher
+        late = {"max_new_tokens": 6, "temperature": 1.0, "seed": 4, "logprobs": 1, "stop": ["q", "zz"]}
+
+        def hear(count):
+            if count == 2:
+                self.ask("late", LONG + "And", is_recorded=True, **late)
+            if count == 6:
+                self.scheduler.cancel(gone.job)
+
+        self.ask("first", LONG, max_new_tokens=12, hear=hear)
+        self.ask("json", "give", matcher=matcher, max_new_tokens=8)
+        self.ask("plain", "abcabc", speculates=False, max_new_tokens=5, frequency_penalty=0.5)
+        gone = self.ask("gone", "never mind", max_new_tokens=60)
+        self.ask("two", "ab" * 40, n=2, max_new_tokens=4, temperature=0.8, seed=1, top_p=0.9)
+        self.ask("penalty", "dcdcdc", max_new_tokens=6, repetition_penalty=1.3, logit_bias={30: 1.0})
+        self.ask("expired", "too late", max_new_tokens=5).job.deadline = 0.0
+        self.ask("read again", LONG, max_new_tokens=4, temperature=0.7, seed=9)
+
+    def ask(self, name, prompt, **options):
+        asked = Asked(self, name, prompt, **options)
+        self.asked.append(asked)
+        self.scheduler.submit(asked.job)
+        return asked
+
+    def heard(self, asked):
+        self.tracer.at(("listener", asked.name, "_tell"), lambda: {asked.job})
+
+    def run(self):
+        with self.tracer:
+            self.scheduler._run()
+
+    def check(self, allowed):
+        """That only those failed who may, and nothing is left behind; and that another is answered."""
+        scheduler, expected = self.scheduler, self.shared.expected
+        for asked in self.asked:
+            if asked.name == "expired":
+                assert asked.failure == Failure("timeout", "the request took longer than allowed")
+            elif asked.job.cancelled:
+                assert asked.name == "gone" or asked.job in allowed
+            else:
+                assert asked.failure is None or asked.job in allowed, (asked.name, asked.failure)
+                asked.check(expected[asked.name])
+        for _ in range(2):  # and again, over what the first has left
+            assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
+            assert all(lane.batch is None and lane.newcomer is None for lane in scheduler._lanes.values())
+            assert scheduler._limit._num_used == 0, "memory is not given back"
+            assert scheduler.pages.num_tokens <= scheduler.settings.prefix_cache_tokens
+            more = self.ask("more", "one more", max_new_tokens=5)
+            scheduler._run()
+            assert more.failure is None
+            more.check(expected["more"])
+
+
+class Shared:
+    """What all runs have in common, made once."""
+
+    def __init__(self, make_drafter=Eagle3Drafter):
+        self.model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
+        self.tokenizer = byte_tokenizer()
+        self.head = make_head(self.model)
+        self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
+        self.matcher = self.grammars._compiled(SCHEMA)
+        self.make_drafter = make_drafter
+        self.expected = {}
+        plain = Engine(self.model, self.tokenizer, policy="off")
+        listing = World(self, Tracer())
+        listing.ask("late", LONG + "And", max_new_tokens=6, temperature=1.0, seed=4, logprobs=1, stop=["q", "zz"])
+        listing.ask("more", "one more", max_new_tokens=5)
+        for asked in listing.asked:
+            for sequence in asked.job.sequences:
+                for _ in plain.rounds([sequence]):
+                    pass
+            self.expected[asked.name] = [sequence.text.text for sequence in asked.job.sequences]
+
+    def make_engine(self):
+        drafter = self.make_drafter(self.head, SMALL_TREE)
+        target = engines.target_for(self.model, drafter.hidden_layers, 32)
+        policy = make_policy("graft", target, drafter, budget=6, pass_cost=0.01)
+        return Engine(self.model, self.tokenizer, policy, drafter, chunk_size=32)
+
+
+class Tracer:
+    """Lists the points that are passed, or fails at one of them."""
+
+    def __init__(self, point=None, count=0):
+        self.points, self.allowed = Counter(), None
+        self._point, self._count = point, count
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def at(self, point, allowed, error=FaultError):
+        self.points[point] += 1
+        if point == self._point and self.points[point] == self._count and self.allowed is None:
+            self.allowed = allowed()
+            raise error(f"at {point}, time {self._count}")
+
+
+class CallTracer(Tracer):
+    """Calls of Graft's functions, by function and caller, and of a grammar's matcher."""
+
+    def __enter__(self):
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, arg):
+        if event == "c_call" and isinstance(getattr(arg, "__self__", None), LLMatcher):
+            self.at((arg.__name__, _place(frame), _phase(frame)), lambda: _those_who_may_fail(frame))
+        elif event == "call" and _is_ours(frame.f_code.co_filename):
+            caller = frame.f_back
+            if caller is not None and caller.f_code.co_filename != weakref.__file__:  # errors in finalizers are ignored
+                self.at((_place(frame), _place(caller), _phase(caller)), lambda: _those_who_may_fail(frame))
+
+
+class AllocationTracer(Tracer, TorchDispatchMode):
+    """Tensors that are made, by operation and by the line of Graft that makes them."""
+
+    def __init__(self, point=None, count=0):
+        Tracer.__init__(self, point, count)
+        TorchDispatchMode.__init__(self)
+
+    __enter__, __exit__ = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if not (name.endswith("_") or func.is_view):
+            frame = sys._getframe(1)
+            while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
+                frame = frame.f_back
+            if frame is not None:
+                point = (name, _place(frame), _phase(frame))
+                self.at(point, lambda: _those_who_may_fail(frame), torch.OutOfMemoryError)
+        return func(*args, **(kwargs or {}))
+
+
+def _place(frame):
+    code = frame.f_code
+    return f"{code.co_filename.removeprefix(SOURCE)}:{code.co_qualname}"
+
+
+def _phase(frame):
+    """What the scheduler is about."""
+    while frame is not None and frame.f_code.co_filename != GUARD:
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""
+
+
+def _is_ours(file):
+    return file.startswith(SOURCE) and file != GUARD
+
+
+def _those_who_may_fail(frame):
+    """Requests whose own step it is, and nobody else's: of a round that is all who are in it."""
+    while frame is not None:
+        place, own = _place(frame), frame.f_locals
+        if place == "/engine.py:Engine.run_round" and "sequence" in own and "accepted" in own:
+            sequence = own["sequence"]  # it takes in its tokens
+            return {job for job in own_jobs(frame) if sequence in job.sequences}
+        if place in ("/serve/pages.py:PageStore.save", "/serve/pages.py:PageStore.load"):
+            return set()
+        if place == "/serve/scheduler.py:Scheduler._tell":
+            return {own["job"]}
+        if place == "/serve/scheduler.py:Scheduler._read_on":
+            return {own["newcomer"].job}
+        if place == "/serve/scheduler.py:Scheduler._round" and "seconds" not in own:
+            return set(own["lane"].jobs.values())
+        if place == "/serve/scheduler.py:Scheduler._settle" and "update" not in own and "job" in own:
+            return {own["job"]}
+        frame = frame.f_back
+    return set()
+
+
+def own_jobs(frame):
+    while frame.f_code.co_name != "_round":
+        frame = frame.f_back
+    return set(frame.f_locals["lane"].jobs.values())
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch)
+        yield Shared()
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    prepare(monkeypatch)
+
+
+def prepare(patch):
+    """No thread of its own, turns by a clock that always ticks alike, and no log that keeps errors, and so memory."""
+    patch.setattr(scheduling.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3, monotonic=lambda: 1.0)
+    patch.setattr(scheduling, "time", clock)
+    patch.setattr(logging.getLogger("graft.serve"), "disabled", True)
+    _decoded_before.cache_clear()
+
+
+def listed(shared, kind):
+    """All points of a run in which nothing fails, and how often it comes to each."""
+    _decoded_before.cache_clear()
+    world = World(shared, kind())
+    world.run()
+    points = Counter(world.tracer.points)
+    world.check(allowed=set())
+    return Counter(
+        {point: number for point, number in points.items() if point[2] not in _ASKING or "listener" in point}
+    )
+
+
+def fail_at(shared, kind, point, count):
+    """Runs the scenario with a failure at a point, and checks what became of all. False if it never came there."""
+    _decoded_before.cache_clear()
+    world = World(shared, kind(point, count))
+    world.run()
+    if world.tracer.allowed is None:
+        return False
+    try:
+        world.check(world.tracer.allowed)
+    except BaseException as error:
+        error.add_note(f"after a failure at {point}, time {count}")
+        raise
+    return True
+
+
+def fail_everywhere(shared, kind, part=0, of=1, every=1, counts=lambda number: {1}):
+    """Fails at one part of all points; of those inside forwards, which all end alike, at every so manieth."""
+    points = listed(shared, kind)
+    outside = [point for point in points if point[2] not in _FORWARDS]
+    inside = [point for point in points if point[2] in _FORWARDS][::every]
+    chosen = [*outside, *inside][part::of]
+    failed = [fail_at(shared, kind, point, count) for point in chosen for count in sorted(counts(points[point]))]
+    assert sum(failed) >= 0.75 * len(failed), "runs are alike but for what is made once: most come to their points"
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
+    fail_everywhere(shared, CallTracer, part, of=3, every=12)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
+    fail_everywhere(shared, AllocationTracer, part, of=2, every=12)
+
+
+def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared):
+    fail_everywhere(shared, Tracer, counts=lambda number: {1, number})
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The code of a GPU, with plain kernels, where what would be replayed is called."""
+    pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+    import plain_kernels
+    from test_captured import SmallDrafter, small_target
+
+    plain_kernels.use_plain_kernels(monkeypatch)
+    monkeypatch.setattr("graft.engine.target_for", small_target)
+    return Shared(SmallDrafter)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")
+@pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
+def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
+    """A run takes seconds here, so a few points stand for all."""
+    fail_everywhere(captured, kind, of=40 if kind is CallTracer else 30, every=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")
+@pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
+def test_what_fails_at_any_point_where_steps_are_captured_harms_nobody_else(captured, kind):
+    fail_everywhere(captured, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
+@pytest.mark.parametrize("part", range(16))
+def test_what_fails_at_any_point_at_several_times_harms_nobody_else(shared, kind, part):
+    fail_everywhere(shared, kind, part, of=16, counts=lambda number: {1, min(2, number), (number + 1) // 2, number})
