@@ -163,7 +163,7 @@ def test_fused_layers_with_the_real_kernels():
     for target in (TargetRunner(model, (1,)), Small(model, (1,))):
         cache = target.open(1, 64)
         list(target.prefill(cache, 0, [7, 8]))
-        verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]], device=DEVICE)))
+        verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]])))
         results.append((verified.logits, verified.hidden))
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
@@ -528,11 +528,41 @@ def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhil
         short.setattr(captured.Graphs, "capture", raising(shortage))
         first = engine.generate(PROMPT, max_new_tokens=20)
         assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
-        assert engine.target._graphs.num_shortages == 1 and "captured" in engine.target.mode
-    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target.num_setups == 1, "in patience"
+        num_tries = engine.target._graphs.num_shortages
+        assert 1 <= num_tries <= 2 and "captured" in engine.target.mode, "twice if there was something to give back"
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected, "in patience"
+    assert engine.target.num_setups == num_tries
     engine.target._graphs._no_memory_until = 0.0
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target._graphs.num_captured > 2
     assert engine.target.mode.startswith("captured") and engine.target.is_exact == exact
+
+
+@pytest.mark.parametrize("num_interruptions", [1, 5])
+def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypatch, num_interruptions):
+    model = model_of("llama")
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    engine = Engine(model_of("llama"), policy=RandomTrees(6))
+    capture, left = captured.Graphs.capture, [1] * num_interruptions
+
+    def interrupted(graphs, run, pool):
+        if left:
+            left.pop()
+            raise arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
+        return capture(graphs, run, pool)
+
+    monkeypatch.setattr(captured.Graphs, "capture", interrupted)
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
+    assert engine.target.mode.startswith("captured") and engine.target._graphs.num_captured > 0
+
+
+def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
+    engine = Engine(model_of("llama"), policy=RandomTrees(6))
+    expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids
+    error = arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
+    monkeypatch.setattr(captured.Graphs, "capture", raising(error))
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        assert engine.generate(PROMPT, max_new_tokens=40).ids == expected
+    assert engine.target.mode.startswith("eager")
 
 
 def test_arenas_that_nobody_uses_go_when_there_is_no_memory_for_a_capture(plain, monkeypatch):

@@ -29,8 +29,13 @@ MAX_PATH = 128  # tokens of a round, at most
 _PATIENCE = 5.0  # seconds without captures when there was no memory for one
 
 _SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
+_MAX_FAILURES = 8  # of captures that may be others' doing; a model that cannot be captured fails at each try
 
 Run = Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """What runs could not be captured: it cannot be, or another thread asked something of the device meanwhile."""
 
 
 class Moment:
@@ -207,6 +212,7 @@ class Arenas:
         self.lock = threading.RLock()
         self.num_captured = 0
         self.num_shortages = 0  # captures that there was no memory for
+        self.num_failures = 0  # other captures that failed
         self._no_memory_until = -math.inf  # by time.monotonic
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
@@ -267,11 +273,11 @@ class Arenas:
     @property
     def num_setups(self) -> int:
         """What was done once, or in vain: rounds in which it was are no measure."""
-        return self.num_captured + self.num_shortages
+        return self.num_captured + self.num_shortages + self.num_failures
 
     def captured(self, arena: Arena, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
-        """What replays `run`, captured under `key` if it is not yet; where there is no memory for that, `run` itself,
-        which does the same to the bit, only slower. A later call tries again.
+        """What replays `run`, captured under `key` if it is not yet; where there is no memory for that, or another
+        thread breaks into it, `run` itself, which does the same to the bit, only slower. A later call tries again.
 
         moving: what trial runs change, and a capture must not.
         """
@@ -288,7 +294,10 @@ class Arenas:
                 return captured
             except Exception as error:  # whatever a model, a compiler or a driver may raise
                 if not is_shortage(error):
-                    raise
+                    if not isinstance(error, CaptureError) or self.num_failures == _MAX_FAILURES:
+                        raise
+                    self.num_failures += 1
+                    continue
                 self.num_shortages += 1
                 if not self._make_memory(arena) or is_last:
                     self._no_memory_until = time.monotonic() + _PATIENCE
@@ -325,8 +334,11 @@ class Arenas:
         finally:
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        except Exception as error:
+            raise CaptureError(str(error)) from error
         replay: Run = graph.replay
         return replay
 

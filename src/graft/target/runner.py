@@ -53,9 +53,10 @@ class TargetRunner:
         return "eager"
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was given."""
+        """Waits until the device has done what this thread gave it; not for the whole device, as that is an error, and
+        ends the capture, while another thread captures a graph."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def wait_for(self, verified: Verified) -> None:
         """Waits until it is there, though not for what the device was given to do since."""
