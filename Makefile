@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell uname -m)
-SOURCES := setup.py pyproject.toml constraints.txt src/graft/kernels.c src/graft/target/cpu_linear.c
+SOURCES := setup.py pyproject.toml constraints.txt src/graft/spec_decode/native.c src/graft/model/cpu_linear.c
 
 .PHONY: help demo test lint model setup clean
 

@@ -58,8 +58,8 @@ setup(
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
     ext_modules=[
-        library("_kernels", "kernels.c", EXACT),
-        library("_cpu_linear", "target/cpu_linear.c", FAST),
-        *([library("_cpu_linear_avx2", "target/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),
+        library("spec_decode._native", "spec_decode/native.c", EXACT),
+        library("model._cpu_linear", "model/cpu_linear.c", FAST),
+        *([library("model._cpu_linear_avx2", "model/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),
     ],
 )

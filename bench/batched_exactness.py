@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from graft.bench.tasks import Question, built_in_tasks, questions, read_tasks
+from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine
+from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load
-from graft.models.registry import DEFAULT_MODEL
-from graft.sampling import SamplingSettings
-from graft.serve.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
+from graft.model.sampler import SamplingSettings
 
 LONGEST = 72  # tokens of an answer
 

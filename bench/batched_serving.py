@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from graft.bench.costume import Shape, wear, wear_head
+from graft.bench.cost_emulation import Shape, widen, widen_head
 from graft.bench.results import environment
 from graft.bench.tasks import Question, Task, questions, read_tasks
-from graft.draft.eagle3.drafter import drafter_for
+from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine
-from graft.learn.profile import equip
+from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head, tree_settings
-from graft.models.registry import DEFAULT_MODEL
-from graft.sampling import SamplingSettings
-from graft.serve.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
+from graft.model.sampler import SamplingSettings
+from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
 PLAIN, GRAFT = "plain", "graft"
 
@@ -126,9 +126,9 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
     drafter = load_drafter(name, model, tree_settings("graft", model.device)) if name not in (None, "none") else None
     if arguments.as_cost_of is not None:
         shape = Shape.named(arguments.as_cost_of)
-        model = wear(model, shape)
+        model = widen(model, shape)
         if drafter is not None:
-            head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
+            head = widen_head(drafter.head, shape, model.model.embed_tokens.weight)
             drafter = drafter_for(head, drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")

@@ -33,16 +33,16 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from step_time import MODELS, make_model
 
-from graft.batch import Batch
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
+from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.loading import load
-from graft.policy import Grown, Policy, make_policy
-from graft.sampling import Sampler, SamplingSettings
+from graft.model.cuda_graphs import CapturedTarget
+from graft.model.sampler import Sampler, SamplingSettings
 from graft.sequence import Sequence as TokenSequence
+from graft.spec_decode.policies import DraftResult, Policy, make_policy
+from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from graft.target.captured import CapturedTarget
-from graft.tree import DraftTree
 
 
 @dataclass
@@ -141,12 +141,12 @@ class Known(Policy):
         self._answers, self._budget, self._vocab_size = answers, budget, vocab_size
         self._random = random.Random(0)
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         rows = [self._tree(sequence, root) for sequence, root in zip(batch.sequences, roots.tolist(), strict=True)]
         tokens, parents = (torch.tensor(column) for column in zip(*rows, strict=True))
         sources, zeros = torch.ones_like(tokens), torch.zeros_like(tokens)
         sources[:, 0] = 0
-        return Grown.without_drafts(DraftTree(self._budget, tokens, parents, sources.float(), sources, zeros))
+        return DraftResult.without_drafts(DraftTree(self._budget, tokens, parents, sources.float(), sources, zeros))
 
     def _tree(self, sequence: TokenSequence, root: int) -> tuple[list[int], list[int]]:
         place = sequence.stats.tokens

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from graft.data import read_prompts, user_message
-from graft.draft.base import TreeSettings
 from graft.engine import Engine
 from graft.loading import load, load_drafter
+from graft.spec_decode.proposers.drafter import TreeSettings
 
 
 def main() -> None:

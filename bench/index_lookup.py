@@ -21,14 +21,14 @@ from statistics import median
 
 import torch
 
-from graft.index.build import build_index
-from graft.index.corpus import Corpus
-from graft.index.layout import HEADER
-from graft.index.store import Datastore, Match
-from graft.models.load import load_tokenizer
-from graft.pool import Pool, before_roots
-from graft.report import Report
-from graft.retrieve import DatastoreLookup
+from graft.datastore.build import build_index
+from graft.datastore.corpus import Corpus
+from graft.datastore.format import HEADER
+from graft.datastore.lookup import Datastore, Match
+from graft.hub.load import load_tokenizer
+from graft.progress import Report
+from graft.spec_decode.candidates import Pool, before_roots
+from graft.spec_decode.proposers import DatastoreLookup
 
 SUFFIXES = {".py", ".pyi", ".h", ".c", ".hpp", ".pyx", ".rst", ".md", ".txt"}
 BYTES_PER_TOKEN = 3.4  # of such text, about, to choose as many files as make the tokens asked for
@@ -138,8 +138,8 @@ def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[li
     for context, truth in zip(contexts, truths, strict=True):
         pool = propose(lookup, context)
         is_tried, fits = pool.judged([truth])
-        tried += torch.bincount(pool.nodes.evidence[is_tried], minlength=len(tried))
-        fitted += torch.bincount(pool.nodes.evidence[is_tried & fits], minlength=len(tried))
+        tried += torch.bincount(pool.nodes.score_bucket[is_tried], minlength=len(tried))
+        fitted += torch.bincount(pool.nodes.score_bucket[is_tried & fits], minlength=len(tried))
     print("  fitted, by match length (rows) and share (columns)")
     for row, counts in zip((fitted / tried).reshape(5, 5).tolist(), tried.reshape(5, 5).tolist(), strict=True):
         print("   ", "  ".join(f"{rate:.2f} of {count:6.0f}" for rate, count in zip(row, counts, strict=True)))
@@ -148,7 +148,7 @@ def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[li
 def propose(lookup: DatastoreLookup, context: list[int]) -> Pool:
     """A pool with what the lookup proposes after the context."""
     pool = Pool(torch.tensor(context[-1:]), *before_roots([context]))
-    chances = torch.nn.functional.pad(lookup.prior, (0, 0, 1, 0))[None]  # by standing, source and evidence
+    chances = torch.nn.functional.pad(lookup.prior, (0, 0, 1, 0))[None]  # by agreement, source and score bucket
     lookup.propose(pool, [History(context)], 1, chances, LENGTH)
     return pool
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.index.build import sorted_suffixes
-from graft.index.layout import part_path
+from graft.datastore.build import sorted_suffixes
+from graft.datastore.format import part_path
 
 DEPTH = 32
 Tokens = NDArray[np.uint16]

@@ -2,7 +2,7 @@
 
     python bench/products.py --shape llama-8b
 
-For each weight of a model's shape and 1 to 512 tokens: the kernel of `target/product_kernels.py`, PyTorch's product,
+For each weight of a model's shape and 1 to 512 tokens: the kernel of `model/kernels/matmul.py`, PyTorch's product,
 and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's products together, and
 how much longer ours take. Weights are read from memory, not from the device's cache: each is there many times over.
 `same` says whether tokens had the same bits beside any number of others, at any place and beside other tokens.
@@ -26,7 +26,7 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from step_time import DEVICE, DTYPE, MODELS, copy_bandwidth, milliseconds
 
-from graft.target.product_kernels import Products, can_multiply
+from graft.model.kernels.matmul import Products, can_multiply
 
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 FAR_FROM_CACHED = 600e6  # bytes of one kind of weight

@@ -1,5 +1,5 @@
 /* Whether the same proposals give the same trees elsewhere: prints one number of a few hundred made-up rounds, in which
-   everything that `kernels.c` sums, multiplies and ranks has its part. All machines, compilers and flags must print the
+   everything that `native.c` sums, multiplies and ranks has its part. All machines, compilers and flags must print the
    same. Another processor can be emulated:
 
        cc -std=c99 -O2 bench/same_tree.c -o same_tree && ./same_tree
@@ -8,7 +8,7 @@
 
 #include <stdio.h>
 
-#include "../src/graft/kernels.c"
+#include "../src/graft/spec_decode/native.c"
 
 enum { ROUNDS = 400, ROWS = 3, CAPACITY = 4096, SUCCESSORS = 8, SOURCES = 7, BUCKETS = 32, TOKENS = 8, BEST = 61 };
 
@@ -25,7 +25,7 @@ static void take(const void *bytes, size_t count) {
     for (const unsigned char *at = bytes; count--; at++) hash = (hash ^ *at) * UINT64_C(1099511628211);
 }
 
-static int64_t fields[(STANDING + 1) * ROWS * CAPACITY], factors[64], tags[256];
+static int64_t fields[(AGREEMENT + 1) * ROWS * CAPACITY], factors[64], tags[256];
 static float paths[ROWS * CAPACITY], values[3 * SOURCES * BUCKETS];
 static float tried[3 * SOURCES * BUCKETS], fitted[3 * SOURCES * BUCKETS];
 static int32_t trigrams[256 * SUCCESSORS], adjacency[TOKENS * SUCCESSORS];
@@ -70,7 +70,7 @@ static int hang(Pool *pool, const Chances *chances) {
         failed = graft_index_begin(index) || graft_index_extend(&index, 1, &count, text, -1);
         if (r < ROWS) own[r] = index, past[r] = indices + ROWS;
     }
-    if (!failed) failed = graft_hang_copies(pool, own, past, 2, chances, 10, 9, 32, 40, &scale, &width);
+    if (!failed) failed = graft_attach_copies(pool, own, past, 2, chances, 10, 9, 32, 40, &scale, &width);
     for (int64_t r = 0; r <= ROWS; r++) graft_index_free(indices + r);
     return failed;
 }

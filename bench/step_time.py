@@ -30,11 +30,11 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tree_attention import random_tree
 
-from graft.bench.costume import SHAPES, Shape
-from graft.target import TargetRunner, TreeCache
-from graft.target.captured import ArenaCache, CapturedTarget
-from graft.target.fast_layers import why_not
-from graft.tree import DraftTree
+from graft.bench.cost_emulation import SHAPES, Shape
+from graft.model import TargetRunner, TreeCache
+from graft.model.cuda_graphs import ArenaCache, CapturedTarget
+from graft.model.llama import why_not
+from graft.spec_decode.tree import DraftTree
 
 SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
 MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {

@@ -33,10 +33,10 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from graft.target.attention import Visibility, attend
-from graft.target.cache import Aim
-from graft.target.kernels import Tiles, scratch_size, tiles_for, tree_attention
-from graft.tree import DraftTree
+from graft.model.attention import Visibility, attend
+from graft.model.kernels.attention import Tiles, scratch_size, tiles_for, tree_attention
+from graft.model.kv_cache import WritePosition
+from graft.spec_decode.tree import DraftTree
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -86,7 +86,7 @@ class Case:
         self.lengths = torch.tensor([context], dtype=torch.int32, device=DEVICE)
         self.paths, self.depths = self.tree.paths().int(), self.tree.depths().int()
         self.make_scratch()
-        aim = Aim(self.lengths, exact_end=True)
+        aim = WritePosition(self.lengths, exact_end=True)
         visibility = Visibility(aim, self.tree.positions(self.lengths), self.tree.ancestors(), DTYPE)
         self.mask = visibility.mask(context + width, None, heads // kv_heads)
         self.read_bytes = layer_bytes

@@ -23,18 +23,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import graft.target.verified
-from graft.accept import Accepted
-from graft.batch import Batch
-from graft.draft.base import Level, TreeSettings
-from graft.policy import make_policy
-from graft.policy.graft import KEPT_OF_A_LEVEL
-from graft.retrieve.base import Judged
-from graft.sampling import SamplingSettings
+import graft.model.verified
+from graft.core.batch import Batch
+from graft.model import VerifyOutput
+from graft.model.sampler import SamplingSettings
 from graft.sequence import Sequence, TreeRow
+from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
+from graft.spec_decode.proposers.base import TargetTopK
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.tree import ROOT, DraftTree
 from graft.stats import Clock
-from graft.target import Verified
-from graft.tree import ROOT, DraftTree
 
 VOCAB = 49_152
 BUDGET = 60
@@ -94,7 +95,7 @@ class MadeUpDrafter:
     def levels(self, state: Any, roots: Any, keep: int | None = None, stops: Any = None) -> Iterator[Level]:
         return iter(self._levels)
 
-    def num_begun(self, state: Any) -> int:
+    def num_prefetched(self, state: Any) -> int:
         return 0
 
     def learn(self, *round: Any) -> None: ...
@@ -111,12 +112,12 @@ class Judge:
         for token, following in pairwise(text):
             self._following[token].add(following)
 
-    def verified(self, tokens: Tensor) -> Verified:
+    def verified(self, tokens: Tensor) -> VerifyOutput:
         logits = self._logits[:, : tokens.shape[1]].clone()
         for node, token in enumerate(tokens[0].tolist()):
             for rank, following in enumerate(self._following[token]):
                 logits[0, node, following] = SURE - rank
-        return Verified(tokens, logits, logits)
+        return VerifyOutput(tokens, logits, logits)
 
 
 class Stopwatch:
@@ -158,7 +159,7 @@ def run(policy: Any, drafter: MadeUpDrafter, judge: Judge, text: list[int], watc
     judge.learn(text)
     prompt = torch.tensor([text[: half - 1]])
     for chunk in prompt.split(BUDGET, dim=1):
-        policy.learn_judged(Judged.of_chunk(judge.verified(chunk), []))
+        policy.learn_top_k(TargetTopK.of_chunk(judge.verified(chunk), []))
     counts = []
     while sequence.finish_reason is None:
         following = text[len(sequence.ids) :]
@@ -211,8 +212,8 @@ def main() -> None:
     watch.watch(policy, "_best_of", "- width")
     watch.watch(policy, "_prospect_from", "- worth of passes")
     watch.watch(policy, "learn", "learn")
-    watch.watch(graft.target.verified, "likeliest", LIKELIEST)
-    watch.watch(policy, "learn_judged", "- tables")
+    watch.watch(graft.model.verified, "likeliest", LIKELIEST)
+    watch.watch(policy, "learn_top_k", "- tables")
     watch.watch(policy, "learn_accepted", "- calibration")
     watch.rounds.clear()
     counts = [count for _ in range(options.texts) for count in run(policy, drafter, judge, phrases.text(400), watch)]

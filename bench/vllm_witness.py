@@ -136,11 +136,11 @@ def vllm_counters(llm: Any) -> Json:
 def run_graft(options: argparse.Namespace) -> Json:
     import torch
 
-    from graft.draft.base import TreeSettings
-    from graft.draft.eagle3.checkpoint import load_head
-    from graft.draft.eagle3.drafter import drafter_for
     from graft.engine import Engine
     from graft.loading import load
+    from graft.spec_decode.proposers.drafter import TreeSettings
+    from graft.spec_decode.proposers.eagle3.checkpoint import load_head
+    from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
     torch.set_num_threads(options.threads)
     plain = load(options.model, policy="off", dtype="fp32", device="cpu")
@@ -162,7 +162,7 @@ def run_graft(options: argparse.Namespace) -> Json:
 
 def graft_rounds(engine: Any, prompt_ids: list[int], max_new_tokens: int, counters: Json) -> Iterator[Json]:
     """The first token alone, without a draft, as vLLM has it from reading the prompt; then rounds behind it."""
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
     from graft.sequence import Sequence
 
     first = engine.generate(prompt_ids, max_new_tokens=1)

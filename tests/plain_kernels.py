@@ -7,23 +7,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graft.draft.eagle3 import head_kernels
-from graft.sampling import gumbel_noise
-from graft.target import choice_kernels, kernels, layer_kernels, product_kernels
-from graft.target.attention import Paths
-from graft.tree import DraftTree
+from graft.model.attention import Paths
+from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import matmul as matmul_kernels
+from graft.model.kernels import topk as topk_kernels
+from graft.model.sampler import gumbel_noise
+from graft.spec_decode.tree import DraftTree
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (tree_attention, commit):
-        monkeypatch.setattr(kernels, function.__name__, function)
+        monkeypatch.setattr(attention_kernels, function.__name__, function)
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
-    monkeypatch.setattr(product_kernels.Products, "multiply", multiply)
+    monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
     for function in (highest, draw):
-        monkeypatch.setattr(choice_kernels, function.__name__, function)
+        monkeypatch.setattr(topk_kernels, function.__name__, function)
     for function in (enter, follow, spread):
-        monkeypatch.setattr(head_kernels, function.__name__, function)
+        monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +77,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
-def multiply(products: product_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(products: matmul_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
@@ -179,7 +182,7 @@ def spread(
     logits: Tensor,
     totals: Tensor,
     to_target: Tensor,
-    beams: head_kernels.Beams,
+    beams: eagle3_kernels.Beams,
     numbers: Tensor,
     keep: int | None,
     is_first: bool,

@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from graft.policy import Grown, Policy
-from graft.pool import Pool
-from graft.tree import PADDING, DraftTree
+from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.policies import DraftResult, Policy
+from graft.spec_decode.tree import PADDING, DraftTree
 
 
 class RandomTrees(Policy):
@@ -22,7 +22,7 @@ class RandomTrees(Policy):
 
     def grow(self, batch, roots, clock):
         tree = random_tree(self._random, roots.tolist(), self._num_nodes, self._vocab_size)
-        return Grown.without_drafts(each_path_once(tree) if self._merge else tree)
+        return DraftResult.without_drafts(each_path_once(tree) if self._merge else tree)
 
 
 class Oracle(Policy):
@@ -41,7 +41,7 @@ class Oracle(Policy):
             tokens += [(token + 1) % 61, token]
             parents += [parent, parent]
             parent = len(tokens) - 1
-        return Grown.without_drafts(tree_of([tokens], [parents]))
+        return DraftResult.without_drafts(tree_of([tokens], [parents]))
 
 
 def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:
@@ -61,11 +61,11 @@ def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size
 
 def each_path_once(tree: DraftTree) -> DraftTree:
     """The tree as a pool makes it of the same proposals."""
-    pool = Pool(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
+    candidates = Candidates(tree.tokens[:, 0], tree.tokens[:, :1].tolist())
     if tree.width > 1:
-        columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.evidence)
-        pool.add(*(column[:, 1:] for column in columns))
-    return pool.best(tree.width - 1, tree.max_depth)[0]
+        columns = (tree.tokens, tree.parents, tree.probabilities * tree.valid, tree.sources, tree.score_bucket)
+        candidates.add(*(column[:, 1:] for column in columns))
+    return candidates.best(tree.width - 1, tree.max_depth)[0]
 
 
 def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
@@ -79,7 +79,7 @@ def tree_of(tokens, parents, sources=None, probabilities=None) -> DraftTree:
         parents=torch.tensor(parents),
         probabilities=ones,
         sources=torch.tensor(sources),
-        evidence=torch.zeros_like(tokens),
+        score_bucket=torch.zeros_like(tokens),
     )
 
 

@@ -1,4 +1,4 @@
-"""Slow and obvious: what `kernels.c` does for a round, node by node and by the letter, to compare it with.
+"""Slow and obvious: what `native.c` does for a round, node by node and by the letter, to compare it with.
 
 Products are taken in the same order, in float32, so that results are the same to the last bit. Paths are compared as
 what they are, tuples of tokens, and probabilities are put into buckets by whole numbers.
@@ -13,8 +13,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from graft.pool import AGREED, ALONE, NO_TOKEN, OPPOSED
-from graft.retrieve.table import _FACTORS
+from graft.spec_decode.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED
+from graft.spec_decode.proposers.successor_table import _FACTORS
 
 NUM_BUCKETS = 16
 MAX_MATCH, MAX_OCCURRENCES = 24, 12
@@ -47,11 +47,11 @@ class Node:
     path: np.float32
     needs: int
     source: int
-    evidence: int
-    standing: int = ALONE
+    score_bucket: int
+    agreement: int = ALONE
 
 
-class Pool:
+class Candidates:
     """Rows of nodes, the root first."""
 
     def __init__(self, roots, histories, salts=()):
@@ -63,15 +63,15 @@ class Pool:
     def width(self):
         return len(self.rows[0])
 
-    def _add(self, row, token, parent, chance, source, evidence, needs=None):
+    def _add(self, row, token, parent, chance, source, score_bucket, needs=None):
         nodes = self.rows[row]
         above = nodes[parent]
         own_needs = above.needs if needs is None else needs
         path = path_of(above.path, chance)
-        nodes.append(Node(token, parent, (*above.words, token), path, own_needs, source, evidence))
+        nodes.append(Node(token, parent, (*above.words, token), path, own_needs, source, score_bucket))
 
-    def add(self, tokens, parents, probabilities, sources, evidence, needs=None):
-        columns = (tokens, parents, probabilities, sources, evidence)
+    def add(self, tokens, parents, probabilities, sources, score_bucket, needs=None):
+        columns = (tokens, parents, probabilities, sources, score_bucket)
         for row in range(len(self.rows)):
             for node in zip(*(column[row].tolist() for column in columns), strict=True):
                 self._add(row, *node, needs)
@@ -82,10 +82,10 @@ class Pool:
             start = len(self.rows[row])
             columns = (level.tokens, level.parents, level.probabilities)
             for token, parent, q in zip(*(column[row].tolist() for column in columns), strict=True):
-                evidence = 0 if chances is None else bucket_of(q)
-                chance = q if chances is None else float(chances[ALONE, source, evidence])
+                score_bucket = 0 if chances is None else bucket_of(q)
+                chance = q if chances is None else float(chances[ALONE, source, score_bucket])
                 chance = chance if going[row] else 0.0
-                self._add(row, token, parent + first if parent else 0, chance, source, evidence, needs)
+                self._add(row, token, parent + first if parent else 0, chance, source, score_bucket, needs)
             total = np.float32(0)
             for node in self.rows[row][start : start + num_beams]:
                 total += node.path
@@ -95,9 +95,9 @@ class Pool:
     def add_rows(self, rows, chances):
         width = max(len(columns.tokens) for columns in rows)
         for row, columns in enumerate(rows):
-            nodes = zip(columns.tokens, columns.parents, columns.sources, columns.evidence, strict=True)
-            for token, parent, source, evidence in nodes:
-                self._add(row, token, parent, float(chances[ALONE, source, evidence]), source, evidence)
+            nodes = zip(columns.tokens, columns.parents, columns.sources, columns.score_bucket, strict=True)
+            for token, parent, source, score_bucket in nodes:
+                self._add(row, token, parent, float(chances[ALONE, source, score_bucket]), source, score_bucket)
             for _ in range(width - len(columns.tokens)):
                 self._add(row, 0, 0, 0.0, 0, 0)
 
@@ -129,23 +129,23 @@ class Pool:
                 node.parent = stand_in[old[place].parent]
                 node.needs = min(copy.needs for copy in copies) if is_kept else 0
                 node.path = old[place].path if is_kept else np.float32(0)
-                node.standing = ALONE
+                node.agreement = ALONE
                 if chances is None:
                     continue
                 if is_kept and len({copy.source for copy in copies}) > 1:  # several propose it
-                    node.standing = AGREED
+                    node.agreement = AGREED
                 elif node.parent in spoken and node.source != drafted:
-                    node.standing = OPPOSED
+                    node.agreement = OPPOSED
             if chances is None:
                 continue
             for place in sorted(range(1, len(nodes)), key=lambda place: len(nodes[place].words)):
                 node = nodes[place]
                 if node.path > 0:
-                    chance = chances[node.standing, node.source, node.evidence]
+                    chance = chances[node.agreement, node.source, node.score_bucket]
                     node.path = path_of(nodes[node.parent].path, float(chance))
 
     def best(self, budget):
-        """By row: (token, parent, source, evidence, probability after the parent, path) of the likeliest."""
+        """By row: (token, parent, source, score bucket, probability after the parent, path) of the likeliest."""
         rows = []
         for nodes in self.rows:
             chosen = highest([node.path for node in nodes], budget + 1)
@@ -157,7 +157,7 @@ class Pool:
                 is_node = node.path > 0
                 parent = place_of.get(node.parent, 0) if is_node else 0
                 source = node.source if is_node else -1
-                row.append((node.token, parent, source, node.evidence, node.path / above, node.path))
+                row.append((node.token, parent, source, node.score_bucket, node.path / above, node.path))
             rows.append(row)
         return rows
 
@@ -220,11 +220,11 @@ class Pool:
                     if not paths[place] > 0:
                         entries = None
                     for rank in range(num_successors):
-                        token, evidence, chance = 0, NUM_BUCKETS - 1, 0.0
+                        token, score_bucket, chance = 0, NUM_BUCKETS - 1, 0.0
                         if entries is not None and rank < len(entries):
-                            token, evidence = entries[rank]
-                            chance = float(chances[ALONE, number + first, evidence])
-                        self._add(row, token, place, chance, number + first, evidence)
+                            token, score_bucket = entries[rank]
+                            chance = float(chances[ALONE, number + first, score_bucket])
+                        self._add(row, token, place, chance, number + first, score_bucket)
                     done.add(place)
 
     def _add_successor(self, row, tables, parent, rank, chance, source):
@@ -258,7 +258,7 @@ class Pool:
 
     # Copies
 
-    def hang_copies(self, own, past, first, chances, num_places, max_depth, length, num_nodes):
+    def attach_copies(self, own, past, first, chances, num_places, max_depth, length, num_nodes):
         """own: each row's text; past: texts."""
         for row, places in enumerate(self.places(num_places, max_depth)):
             for place in places:
@@ -266,10 +266,10 @@ class Pool:
                 suffix = [*own[row][-MAX_MATCH:], *node.words]
                 depth = min(length, max_depth - len(node.words))
                 start = len(self.rows[row])
-                for token, parent, source, evidence in copies([[own[row]], past], suffix, depth, num_nodes):
-                    chance = float(chances[ALONE, first + source, evidence])
+                for token, parent, source, score_bucket in copies([[own[row]], past], suffix, depth, num_nodes):
+                    chance = float(chances[ALONE, first + source, score_bucket])
                     at = start + parent - 1 if parent else place
-                    self._add(row, token, at, chance, first + source, evidence)
+                    self._add(row, token, at, chance, first + source, score_bucket)
         self._pad()
 
 
@@ -325,7 +325,7 @@ def occurrences(texts, suffix, length):
 def copies(sources, suffix, length, num_nodes):
     """A tree of what followed the longest matches in each of some lists of texts, breadth first.
 
-    Nodes are (token, parent, source, evidence); parents count from 1, and 0 is the place that the tree hangs at.
+    Nodes are (token, parent, source, score bucket); parents count from 1, and 0 is the place that the tree hangs at.
     """
     tree, numbers = [], {}
     for source, texts in enumerate(sources):

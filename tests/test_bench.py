@@ -16,19 +16,19 @@ from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
 from graft.bench.ablations import ABLATIONS
-from graft.bench.lineup import make_methods
 from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
 from graft.bench.runner import BenchSettings, check_states, contestants, rotated, run
+from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
-from graft.checking import transformers_answer
 from graft.cli.bench import DECODING
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3 import Eagle3Config, Eagle3Head, save_head
-from graft.policy import POLICIES
+from graft.compare import transformers_answer
+from graft.spec_decode.policies import POLICIES
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.stats import Stats
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model

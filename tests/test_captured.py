@@ -16,20 +16,23 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
-from graft.draft.eagle3.captured import CapturedDrafter
-from graft.learn.prospect import Prospect
-from graft.policy import Grown, make_policy
-from graft.sampling import Sampler
-from graft.serve.pace import Pace
-from graft.serve.scheduler import Job, Scheduler, SchedulerSettings
+from graft.core.pace import Pace
+from graft.core.scheduler import Job, Scheduler, SchedulerSettings
+from graft.model import TargetRunner
+from graft.model import arena as arenas
+from graft.model import cuda_graphs as captured
+from graft.model import llama as fast_layers
+from graft.model.attention import Paths
+from graft.model.cuda_graphs import CapturedTarget, Graphs
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels.matmul import Products
+from graft.model.llama import FastLayers, why_not
+from graft.model.sampler import Sampler
+from graft.spec_decode.policies import DraftResult, make_policy
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
+from graft.spec_decode.prospect import Prospect
+from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from graft.target import TargetRunner, captured, fast_layers, layer_kernels
-from graft.target import arena as arenas
-from graft.target.attention import Paths
-from graft.target.captured import CapturedTarget, Graphs
-from graft.target.fast_layers import FastLayers, why_not
-from graft.target.product_kernels import Products
-from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -58,7 +61,7 @@ class Resting:
         self._policy = policy
 
     def grow(self, batch, roots, clock):
-        return Grown.without_drafts(DraftTree.roots(roots))
+        return DraftResult.without_drafts(DraftTree.roots(roots))
 
     def __getattr__(self, name):
         return getattr(self._policy, name)
@@ -251,18 +254,18 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
     foreseen, has_foreseen = [], CapturedDrafter._has_foreseen
 
     def note(drafter, state, counts):
-        was_begun = state.num_foreseen > 0
+        was_begun = state.num_drafted_ahead > 0
         foreseen.append((was_begun, has_foreseen(drafter, state, counts)))
         return foreseen[-1][1]
 
     monkeypatch.setattr(CapturedDrafter, "_has_foreseen", note)
-    monkeypatch.setattr("graft.draft.eagle3.captured._MOST_FORESEEN", most)
-    monkeypatch.setattr("graft.draft.eagle3.captured._PENDING", (1, 3, 16, 128))
+    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._MOST_FORESEEN", most)
+    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._PENDING", (1, 3, 16, 128))
     runs = []
     for foresees in (True, False):
         drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
         if not foresees:
-            drafter.foresee = lambda *given: None
+            drafter.draft_ahead = lambda *given: None
         policy = make_policy("dense", TargetRunner(model), drafter, 9)
         engine = Engine(model, policy=policy, drafter=drafter)
         for options in ({}, {"temperature": 0.7, "seed": 3}):
@@ -586,7 +589,7 @@ def test_arenas_that_nobody_uses_go_when_there_is_no_memory_for_a_capture(plain,
 def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, monkeypatch):
     engine = Engine(model_of("llama"), policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=8).ids
-    for place in ("graft.target.fast_layers.FastLayers.__call__", "graft.target.captured.Place.__init__"):
+    for place in ("graft.model.llama.FastLayers.__call__", "graft.model.cuda_graphs.GraphBuffers.__init__"):
         with monkeypatch.context() as short:
             short.setattr(place, raising(torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(torch.OutOfMemoryError):

@@ -11,7 +11,7 @@ import pytest
 
 from graft import __version__
 from graft.cli import VERBS, main
-from graft.models.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL
 
 GRAFT = [sys.executable, "-c", "from graft.cli import main; main()"]
 
@@ -75,7 +75,7 @@ def test_interrupt_exits_with_130_and_no_traceback(
     def interrupted(name: str, force: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graft.models.pull.pull", interrupted)
+    monkeypatch.setattr("graft.hub.pull.pull", interrupted)
     assert run(monkeypatch, "pull") == 130
     assert "Traceback" not in capsys.readouterr().err
 

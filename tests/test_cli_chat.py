@@ -8,7 +8,7 @@ import pytest
 
 import graft as library
 from conftest import Finished
-from graft.text import TextStream
+from graft.detokenizer import TextStream
 
 Run = Callable[..., Finished]
 

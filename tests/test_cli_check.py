@@ -9,8 +9,9 @@ import torch
 
 import graft as library
 from conftest import Finished
-from graft import SamplingSettings, checking
-from graft.checking import Answer, compare, find_difference, first_difference, plain_twin
+from graft import SamplingSettings
+from graft import compare as checking
+from graft.compare import Answer, compare, find_difference, first_difference, plain_twin
 from proposers import Oracle
 from tiny import tiny_model
 

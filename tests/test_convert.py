@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from graft.models.convert import convert_gguf
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub.convert import convert_gguf
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab"]
 HIDDEN = 8

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from graft import kernels
-from graft.target import cpu
+from graft.model import cpu_linear as cpu
 from tiny import tiny_model
 
 needs_kernel = pytest.mark.skipif(cpu._kernel() is None, reason="the kernel was not built")
@@ -118,7 +117,7 @@ def test_layer_works_where_there_is_no_kernel(no_kernel):
 
 
 def test_no_kernel_is_no_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "_HERE", tmp_path)
+    monkeypatch.setattr(cpu, "HERE", tmp_path)
     assert cpu._kernel.__wrapped__() is None
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from graft import Engine, load
+from graft.core.scheduler import Scheduler
+from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
-from graft.models.registry import DEFAULT_MODEL
-from graft.serve.scheduler import Scheduler
 from test_scheduler import Asked
 
 QUESTION = [{"role": "user", "content": "Repeat exactly, twice: the cat sat on the mat, the dog lay by the door."}]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from graft import Engine, GraftError, SamplingSettings
-from graft.accept import walk
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.draft.eagle3.head import Eagle3Config, Eagle3Head
 from graft.sequence import TreeRow
+from graft.spec_decode.acceptance import walk
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from graft.tree import DraftTree
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]

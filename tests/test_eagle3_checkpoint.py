@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from graft.cli import main
-from graft.draft.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
-from graft.draft.eagle3.layouts import LAYOUTS
 from graft.errors import GraftError
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, inspect_head, load_head, save_head
+from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 61, 20, 32
 TARGET = LlamaConfig(
@@ -255,7 +255,7 @@ def test_a_hub_id_is_fetched_without_its_other_files(tmp_path: Path, monkeypatch
         asked.append((repository, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("graft.draft.eagle3.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.checkpoint.snapshot_download", download)
     assert inspect_head("owner/head").folder == tmp_path
     assert asked == [("owner/head", ["config.json", "*.safetensors", "*.bin"])]
 
@@ -264,7 +264,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     def download(repository: str, allow_patterns: list[str]) -> str:
         raise OSError("no network.\nmore about it")
 
-    monkeypatch.setattr("graft.draft.eagle3.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.checkpoint.snapshot_download", download)
     with pytest.raises(
         GraftError, match=r"no head at owner/head: there is no such folder, and as a hub id: no network$"
     ):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from graft.draft.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
 from graft.errors import GraftError
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, default_target_layers
 
 WIDTH = 6
 TARGET = LlamaConfig(

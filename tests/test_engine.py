@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from graft import Engine, GraftError, SamplingSettings, load
-from graft.policy import Grown
-from graft.policy.base import Policy
+from graft.detokenizer import TextStream
+from graft.spec_decode.policies import DraftResult
+from graft.spec_decode.policies.base import Policy
+from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from graft.text import TextStream
-from graft.tree import DraftTree
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -289,7 +289,7 @@ class LooksInVain(Policy):
     def grow(self, batch, roots, clock):
         self._looks = not self._looks
         tree = DraftTree.roots(roots)
-        return Grown(tree, [0], considered=tree if self._looks else None)
+        return DraftResult(tree, [0], considered=tree if self._looks else None)
 
 
 def test_a_round_that_looked_in_vain_is_not_a_plain_one(byte_model):
@@ -306,6 +306,6 @@ def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monke
     def broken(stream, token, may_stop=True):
         raise RuntimeError("no such token")
 
-    monkeypatch.setattr("graft.text.TextStream.push", broken)
+    monkeypatch.setattr("graft.detokenizer.TextStream.push", broken)
     with pytest.raises(RuntimeError, match="no such token"):
         engine.generate("abc", max_new_tokens=4)

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graft
 from graft import Engine
 from graft import engine as engines
-from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.policy import make_policy
-from graft.sampling import SamplingSettings
-from graft.serve import scheduler as scheduling
-from graft.serve.grammar import Grammars, LLMatcher
-from graft.serve.pace import Pace
-from graft.serve.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
-from graft.text import _decoded_before
+from graft.core import scheduler as scheduling
+from graft.core.pace import Pace
+from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
+from graft.detokenizer import _decoded_before
+from graft.model.sampler import SamplingSettings
+from graft.server.grammar import Grammars, LLMatcher
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -270,15 +270,15 @@ def _those_who_may_fail(frame):
         if place == "/engine.py:Engine.run_round" and "sequence" in own and "accepted" in own:
             sequence = own["sequence"]  # it takes in its tokens
             return {job for job in own_jobs(frame) if sequence in job.sequences}
-        if place in ("/serve/pages.py:PageStore.save", "/serve/pages.py:PageStore.load"):
+        if place in ("/core/prefix_cache.py:PageStore.save", "/core/prefix_cache.py:PageStore.load"):
             return set()
-        if place == "/serve/scheduler.py:Scheduler._tell":
+        if place == "/core/scheduler.py:Scheduler._tell":
             return {own["job"]}
-        if place == "/serve/scheduler.py:Scheduler._read_on":
+        if place == "/core/scheduler.py:Scheduler._read_on":
             return {own["newcomer"].job}
-        if place == "/serve/scheduler.py:Scheduler._round" and "seconds" not in own:
+        if place == "/core/scheduler.py:Scheduler._round" and "seconds" not in own:
             return set(own["lane"].jobs.values())
-        if place == "/serve/scheduler.py:Scheduler._settle" and "update" not in own and "job" in own:
+        if place == "/core/scheduler.py:Scheduler._settle" and "update" not in own and "job" in own:
             return {own["job"]}
         frame = frame.f_back
     return set()
@@ -308,7 +308,7 @@ def prepare(patch):
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3, monotonic=lambda: 1.0)
     patch.setattr(scheduling, "time", clock)
-    patch.setattr(logging.getLogger("graft.serve"), "disabled", True)
+    patch.setattr(logging.getLogger("graft.server"), "disabled", True)
     _decoded_before.cache_clear()
 
 

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Finished
+from graft.datastore.build import build_index
+from graft.datastore.corpus import Corpus
+from graft.datastore.format import HEADER, PARTS, part_path
+from graft.datastore.lookup import MAX_MATCH, NO_MATCH, Continuation, Datastore
 from graft.errors import GraftError
-from graft.index.build import build_index
-from graft.index.corpus import Corpus
-from graft.index.layout import HEADER, PARTS, part_path
-from graft.index.store import MAX_MATCH, NO_MATCH, Continuation, Datastore
-from graft.pool import Pool
-from graft.retrieve import DatastoreLookup
+from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.proposers import DatastoreLookup
 from tiny import byte_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -302,13 +302,13 @@ def test_an_interrupted_build_leaves_nothing_and_the_old_index_as_it_was(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("graft.index.build._write_fences", interrupted)
+        patched.setattr("graft.datastore.build._write_fences", interrupted)
         with pytest.raises(error):
             build(tmp_path, ["abcd"])
         assert visible(tmp_path) == ["rows.jsonl"]
 
     build(tmp_path, ["abcd"])
-    monkeypatch.setattr("graft.index.build._write_fences", interrupted)
+    monkeypatch.setattr("graft.datastore.build._write_fences", interrupted)
     with pytest.raises(error):
         build(tmp_path, ["wxyz"])
     assert visible(tmp_path) == ["index", "rows.jsonl"]
@@ -354,7 +354,7 @@ def test_two_processes_look_up_the_same_index_without_torch(tmp_path: Path) -> N
     build(tmp_path, ["abcdefgh"])
     code = (
         "import sys; sys.modules.update(torch=None, transformers=None, pydivsufsort=None)\n"
-        "from graft.index.store import Datastore\n"
+        "from graft.datastore.lookup import Datastore\n"
         f"store = Datastore({str(tmp_path / 'index')!r})\n"
         "print('open', flush=True); sys.stdin.readline()\n"
         "print(store.continuations([0, 1, 2], 1, 3).continuations[0].tokens)"
@@ -374,14 +374,14 @@ def test_two_processes_look_up_the_same_index_without_torch(tmp_path: Path) -> N
 
 def test_proposals_are_one_small_tree_with_evidence_by_match_and_share(tmp_path: Path) -> None:
     lookup = DatastoreLookup(build(tmp_path, ["abcde", "xabcdf", "yabcde"]))
-    pool = pool_for("qabc", "zz")
-    propose(lookup, pool, "qabc", "zz", max_depth=8, first=3)
-    nodes = pool.nodes
+    candidates = pool_for("qabc", "zz")
+    propose(lookup, candidates, "qabc", "zz", max_depth=8, first=3)
+    nodes = candidates.nodes
     assert nodes.tokens[0].tolist() == ids("cdef")
     assert nodes.parents.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     assert nodes.sources[0].tolist() == [0, 3, 3, 3]
     assert (nodes.paths[0] > 0).all() and nodes.paths[1].tolist() == [1, 0, 0, 0], "nothing is known after zz"
-    d, e, f = (float(lookup.prior[0, bucket]) for bucket in nodes.evidence[0, 1:])
+    d, e, f = (float(lookup.prior[0, bucket]) for bucket in nodes.score_bucket[0, 1:])
     assert d > e > f
     assert nodes.paths[0].tolist() == pytest.approx([1, d, d * e, d * f])
 
@@ -389,20 +389,20 @@ def test_proposals_are_one_small_tree_with_evidence_by_match_and_share(tmp_path:
 def test_proposals_are_no_deeper_than_asked(tmp_path: Path) -> None:
     lookup = DatastoreLookup(build(tmp_path, ["abcdefghijklmnopqrstuvwxyz"]))
     for asked, depth in ((1, 1), (3, 3), (40, 16)):
-        pool = pool_for("abc")
-        propose(lookup, pool, "abc", max_depth=asked)
-        assert int(pool.nodes.depths.max()) == depth
+        candidates = pool_for("abc")
+        propose(lookup, candidates, "abc", max_depth=asked)
+        assert int(candidates.nodes.depths.max()) == depth
 
 
 @pytest.mark.parametrize("max_depth", [1, 2, 9])
 def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path, max_depth: int) -> None:
-    pool = pool_for("xyab", "xyz")
+    candidates = pool_for("xyab", "xyz")
     drafted = torch.tensor([ids("c")] * 2)
     ones = torch.ones_like(drafted)
-    pool.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones, needs=1)
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xyz", max_depth=max_depth, first=2)
-    nodes = pool.nodes
-    new = [(int(nodes.parents[0, n]), LETTERS[int(nodes.tokens[0, n])]) for n in range(2, pool.width)]
+    candidates.add(drafted, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones, needs=1)
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "xyab", "xyz", max_depth=max_depth, first=2)
+    nodes = candidates.nodes
+    new = [(int(nodes.parents[0, n]), LETTERS[int(nodes.tokens[0, n])]) for n in range(2, candidates.width)]
     assert (0, "c") not in new, "what follows the text was looked up before"
     assert ((1, "d") in new) == (max_depth > 1), "below the drafted node, if that may have children"
     assert int(nodes.depths[0].max()) == min(max_depth, len("cdefgh"))
@@ -410,21 +410,21 @@ def test_drafted_nodes_are_looked_up_as_if_they_had_come(tmp_path: Path, max_dep
 
 
 def test_what_others_retrieved_does_not_keep_the_text_itself_from_being_looked_up(tmp_path: Path) -> None:
-    pool = pool_for("xyab", "xxab")
+    candidates = pool_for("xyab", "xxab")
     copied = torch.tensor([ids("z")] * 2)
     ones = torch.ones_like(copied)
-    pool.add(copied, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "xyab", "xxab", max_depth=1, first=2)
-    nodes = pool.nodes
+    candidates.add(copied, 0 * ones, torch.tensor([[0.9], [0.0]]), ones, 0 * ones)
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "xyab", "xxab", max_depth=1, first=2)
+    nodes = candidates.nodes
     for row, found in enumerate(("zc", "c")):
         is_node = (nodes.depths[row] > 0) & (nodes.paths[row] > 0)
         assert nodes.tokens[row][is_node].tolist() == ids(found)
 
 
 def test_a_context_of_one_token_and_one_of_foreign_tokens_propose_nothing(tmp_path: Path) -> None:
-    pool = pool_for("a", "!")
-    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), pool, "a", "!", max_depth=4)
-    assert pool.width == 1
+    candidates = pool_for("a", "!")
+    propose(DatastoreLookup(build(tmp_path, ["abcdefgh"])), candidates, "a", "!", max_depth=4)
+    assert candidates.width == 1
 
 
 def test_a_datastore_learns_nothing_and_has_no_state(tmp_path: Path) -> None:
@@ -432,9 +432,9 @@ def test_a_datastore_learns_nothing_and_has_no_state(tmp_path: Path) -> None:
     lookup.finish(history("abab"))
     assert lookup.state() == {}
     lookup.restore({})
-    pool = pool_for("ab")
-    propose(lookup, pool, "ab", max_depth=1)
-    assert pool.nodes.tokens.tolist() == [ids("bc")]
+    candidates = pool_for("ab")
+    propose(lookup, candidates, "ab", max_depth=1)
+    assert candidates.nodes.tokens.tolist() == [ids("bc")]
 
 
 def test_every_evidence_has_a_prior_and_more_of_it_is_worth_more() -> None:
@@ -447,14 +447,14 @@ def history(text: str) -> Any:
     return SimpleNamespace(ids=ids(text) or [1000])  # an id that the index cannot hold, where there is no letter
 
 
-def pool_for(*texts: str) -> Pool:
+def pool_for(*texts: str) -> Candidates:
     histories = [history(text).ids for text in texts]
-    return Pool(torch.tensor([each[-1] for each in histories]), histories)
+    return Candidates(torch.tensor([each[-1] for each in histories]), histories)
 
 
-def propose(lookup: DatastoreLookup, pool: Pool, *texts: str, max_depth: int, first: int = 1) -> None:
-    chances = torch.nn.functional.pad(lookup.prior, (0, 0, first, 0))[None]  # by standing, source and evidence
-    lookup.propose(pool, [history(text) for text in texts], first, chances, max_depth)
+def propose(lookup: DatastoreLookup, candidates: Candidates, *texts: str, max_depth: int, first: int = 1) -> None:
+    chances = torch.nn.functional.pad(lookup.prior, (0, 0, first, 0))[None]  # by agreement, source and score bucket
+    lookup.propose(candidates, [history(text) for text in texts], first, chances, max_depth)
 
 
 # As a command

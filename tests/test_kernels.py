@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from graft.target import TreeCache
-from graft.tree import DraftTree
+from graft.model import TreeCache
+from graft.spec_decode.tree import DraftTree
 from proposers import random_tree
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
-from graft.draft.eagle3 import head_kernels
-from graft.target import choice_kernels, kernels
-from graft.target.kernels import Tiles, scratch_size, tree_attention
-from graft.target.product_kernels import Products, Tile, can_multiply, tile_for
+from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels.attention import Tiles, scratch_size, tree_attention
+from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
@@ -155,7 +156,7 @@ def test_keys_outside_the_window_are_not_seen(lengths, window):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tiles_of_real_use(dtype):
-    check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=kernels.tiles_for(64, dtype))
+    check(Problem.random([63, 270], width=2, head_dim=64, dtype=dtype), tiles=attention_kernels.tiles_for(64, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,7 +165,7 @@ def test_a_long_path_in_the_tiles_of_large_models(dtype):
     chain = DraftTree.chain(torch.ones(1, 64, dtype=torch.int64))
     nodes = [4, 27, 28, 29, 63] if DEVICE == "cpu" else list(range(64))
     problem = Problem.make([100], chain, nodes=nodes, group=4, head_dim=128, dtype=dtype)
-    check(problem, tiles=kernels.tiles_for(128, dtype))
+    check(problem, tiles=attention_kernels.tiles_for(128, dtype))
 
 
 def test_room_for_a_longer_context_changes_nothing():
@@ -223,7 +224,7 @@ def test_committing_moves_what_the_cache_moves(paths):
         torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
         for numbers in (cache.lengths[1:], places, [len(path) for path in paths])
     )
-    kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
+    attention_kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
     cache.commit(paths)
     assert torch.equal(keys, cache._keys) and torch.equal(values, cache._values)
 
@@ -343,7 +344,7 @@ def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size):
     logits = torch.randn(3, vocab_size).round(decimals=1).to(DEVICE)  # many are equal
     logits[1] = -torch.inf
     logits[1, -2:] = 3.0
-    tokens, values, total = choice_kernels.highest(logits, 4)
+    tokens, values, total = topk_kernels.highest(logits, 4)
     expected = plain_kernels.highest(logits, 4)
     torch.testing.assert_close((values, total), expected[1:])
     finite = values > -torch.inf
@@ -356,7 +357,7 @@ def test_draws_are_those_of_the_keyed_noise_at_every_node():
     seeds, positions = torch.tensor([7, -(2**61)]), torch.tensor([[5, 6, 6], [900, 901, 902]])
     for temperatures in ([1.0, 0.3], [0.0, 2.5]):
         inputs = (seeds.to(DEVICE), positions.to(DEVICE), torch.tensor(temperatures, device=DEVICE))
-        assert torch.equal(choice_kernels.draw(logits, *inputs), plain_kernels.draw(logits, *inputs))
+        assert torch.equal(topk_kernels.draw(logits, *inputs), plain_kernels.draw(logits, *inputs))
 
 
 # The head's passes
@@ -371,7 +372,7 @@ def test_entries_of_the_head(keeps_normed):
         options = (tuple(norms.to(DEVICE)), 1e-5, keeps_normed)
         there = [None if part is None else part.to(DEVICE) for part in inputs]
         expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
-        ours = tuple(part.cpu() for part in head_kernels.enter(*there, *options))
+        ours = tuple(part.cpu() for part in eagle3_kernels.enter(*there, *options))
         torch.testing.assert_close(ours, expected)
 
 
@@ -384,7 +385,7 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
     trees = [torch.tensor(part, dtype=torch.int32) for part in (tokens, parents)]
     starts = torch.tensor([5, 0, 7, 9], dtype=torch.int32)
     results = []
-    for function, device in ((head_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
+    for function, device in ((eagle3_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
         written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (4, 4, (4, room), (4, room))]
         function(*(part.to(device) for part in (*trees, chosen, starts)), *written)
         results.append([part.tolist() for part in written])
@@ -398,7 +399,7 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])
 def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
     rows, passes, vocab = 2, 3, 20
-    beams = [head_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
+    beams = [eagle3_kernels.Beams.make(rows, topk, passes, torch.device(device)) for device in ("cpu", DEVICE)]
     levels = [
         torch.zeros(passes, 3, rows * topk * topk, dtype=torch.int64, device=device) for device in ("cpu", DEVICE)
     ]
@@ -408,7 +409,7 @@ def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
         found = rows * (1 if number == 0 else topk)
         ids = torch.stack([torch.randperm(vocab)[:topk] for _ in range(found)]).int()
         logits, totals = torch.randn(found, topk).sort(dim=1, descending=True).values, torch.full((found,), 3.0)
-        for module, own, level in zip((plain_kernels, head_kernels), beams, levels, strict=True):
+        for module, own, level in zip((plain_kernels, eagle3_kernels), beams, levels, strict=True):
             if module is plain_kernels and number == passes:
                 continue
             inputs = (part.to(level.device) for part in (ids, logits, totals, to_target))

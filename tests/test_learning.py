@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
-from graft.learn.calibration import Calibration
-from graft.learn.cost import MeansBySize, VerifyCost, plans_for
-from graft.learn.credit import Credit, Hopes
-from graft.learn.prospect import Prospect
-from graft.policy import make_policy
-from graft.pool import NO_TOKEN, Pool
-from graft.retrieve import Judged, Recall, SuffixLookup
-from graft.retrieve.suffix import SuffixIndex
-from graft.retrieve.table import COLD, SuccessorTable, SuccessorTables, adjacency_table
-from graft.target import TargetRunner, Verified
-from graft.target.verified import NUM_SUCCESSORS, likeliest
+from graft.model import TargetRunner, VerifyOutput
+from graft.model.verified import NUM_SUCCESSORS, likeliest
+from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
+from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.candidates import NO_TOKEN, Candidates
+from graft.spec_decode.cost_model import MeansBySize, VerifyCost, plans_for
+from graft.spec_decode.credit import Credit, Hopes
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
+from graft.spec_decode.proposers.suffix import SuffixIndex
+from graft.spec_decode.prospect import Prospect
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
@@ -36,33 +36,33 @@ class Words:
 
 def pool_for(*histories):
     roots = torch.tensor([history.ids[-1] for history in histories])
-    return Pool(roots, [history.ids for history in histories])
+    return Candidates(roots, [history.ids for history in histories])
 
 
-def draft(pool, chain, chance=0.9):
+def draft(candidates, chain, chance=0.9):
     """Adds a drafted chain to the pool's first row; it is padding in the others."""
     for depth, token in enumerate(chain):
-        parents = torch.full_like(pool.nodes.tokens[:, :1], pool.width - 1 if depth else 0)
+        parents = torch.full_like(candidates.nodes.tokens[:, :1], candidates.width - 1 if depth else 0)
         only_first = torch.tensor([[float(row == 0)] for row in range(len(parents))])
         ones = torch.ones_like(parents)
-        pool.add(token * ones, parents, chance * only_first, ones, 0 * ones, needs=depth + 1)
+        candidates.add(token * ones, parents, chance * only_first, ones, 0 * ones, needs=depth + 1)
 
 
-def proposed(retriever, pool, *histories, max_depth=8, first=1):
-    """What a retriever adds to the pool: by row, {token path: (source, evidence)}; the likeliest of equal ones."""
-    before = pool.width
+def proposed(retriever, candidates, *histories, max_depth=8, first=1):
+    """What a retriever adds: by row, {token path: (source, score bucket)}; the likeliest of equal ones."""
+    before = candidates.width
     priors = [torch.ones(1)] * (first - 1) + list(retriever.prior)
-    retriever.propose(pool, histories, first, Calibration(priors).chances, max_depth)
-    nodes = pool.nodes
+    retriever.propose(candidates, histories, first, Calibration(priors).chances, max_depth)
+    nodes = candidates.nodes
     rows = []
     for row in range(len(histories)):
         paths = {0: ()}
         found = {}
-        for n in range(1, pool.width):
+        for n in range(1, candidates.width):
             paths[n] = (*paths[int(nodes.parents[row, n])], int(nodes.tokens[row, n]))
             if n >= before and nodes.paths[row, n] > 0:
                 assert int(nodes.depths[row, n]) == len(paths[n]) <= max_depth
-                found.setdefault(paths[n], (int(nodes.sources[row, n]) - first, int(nodes.evidence[row, n])))
+                found.setdefault(paths[n], (int(nodes.sources[row, n]) - first, int(nodes.score_bucket[row, n])))
         rows.append(found)
     return rows
 
@@ -81,8 +81,8 @@ def judged_alone(tokens, before, earlier, logits, salt=0):
     """A judgement of one token a text. logits: [texts, 1, vocabulary]"""
     tokens = torch.tensor(tokens)[:, None]
     zeros = torch.zeros_like(tokens)
-    said = Verified(tokens, logits, logits).likeliest()
-    return Judged(tokens, zeros, zeros, *said, before, earlier, [salt] * len(tokens))
+    said = VerifyOutput(tokens, logits, logits).likeliest()
+    return TargetTopK(tokens, zeros, zeros, *said, before, earlier, [salt] * len(tokens))
 
 
 def learn(table, *judgements):
@@ -92,12 +92,14 @@ def learn(table, *judgements):
 
 def successors(table, ngram, salt=0):
     """Tokens and buckets that the table has after the n-gram (earlier, before, token), likeliest first."""
-    pool = Pool(torch.tensor(ngram[-1:]), [list(ngram)], [salt])
-    pool.follow(SuccessorTables([table]), torch.full((3, 2, NUM_BUCKETS), 0.5), 1, waves=1, beam=1, max_depth=1)
-    nodes = pool.nodes
+    candidates = Candidates(torch.tensor(ngram[-1:]), [list(ngram)], [salt])
+    candidates.follow(
+        SuccessorTables([table]).structs, torch.full((3, 2, NUM_BUCKETS), 0.5), 1, waves=1, beam=1, max_depth=1
+    )
+    nodes = candidates.nodes
     known = nodes.paths[0] > 0
-    assert known[0] and (nodes.depths[0, 1:] == 1).all() and pool.width == 1 + NUM_SUCCESSORS
-    return nodes.tokens[0, known][1:].tolist(), nodes.evidence[0, known][1:].tolist()
+    assert known[0] and (nodes.depths[0, 1:] == 1).all() and candidates.width == 1 + NUM_SUCCESSORS
+    return nodes.tokens[0, known][1:].tolist(), nodes.score_bucket[0, known][1:].tolist()
 
 
 def first_successor(table, ngram, salt=0):
@@ -117,7 +119,7 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
         ([1, 2, 3, 4], [3, 4]),
     ):
         table = SuccessorTable(3, NUM_ROWS, isolated=True)
-        learn(table, Judged.of_chunk(Verified(torch.tensor([[7, 8, 9]]), logits, logits), preceding, salt=6))
+        learn(table, TargetTopK.of_chunk(VerifyOutput(torch.tensor([[7, 8, 9]]), logits, logits), preceding, salt=6))
         text = [*text, 7, 8, 9]
         for place, token in enumerate(said):
             assert first_successor(table, text[place : place + 3], salt=6) == token
@@ -128,7 +130,7 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
 def test_of_tokens_that_come_again_in_a_chunk_the_last_judgement_stays():
     logits = torch.randn(1, 6, VOCAB)
     table = SuccessorTable(1, VOCAB, hashed=False)
-    learn(table, Judged.of_chunk(Verified(torch.tensor([[7, 8, 7, 8, 7, 9]]), logits, logits), []))
+    learn(table, TargetTopK.of_chunk(VerifyOutput(torch.tensor([[7, 8, 7, 8, 7, 9]]), logits, logits), []))
     said = logits[0].argmax(dim=1).tolist()
     assert [first_successor(table, (0, 0, token)) for token in (7, 8, 9)] == [said[4], said[3], said[5]]
 
@@ -142,7 +144,7 @@ def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, n
     logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
     salts = [rng.randrange(9) for _ in histories]
     table = SuccessorTable(3, 1 << 20)
-    learn(table, Judged.of_trees(Verified(tree.tokens, logits, logits), tree, histories, salts))
+    learn(table, TargetTopK.of_trees(VerifyOutput(tree.tokens, logits, logits), tree, histories, salts))
     expected = {}
     for row, history in enumerate(histories):
         valid = tree.valid[row].nonzero().flatten().tolist()
@@ -308,11 +310,11 @@ def test_a_vocabulary_smaller_than_what_is_remembered_fills_a_part_of_a_row():
     assert successors(table, (0, 0, 0))[0] == [2, 4, 3, 1, 0]
 
 
-# Recall
+# NgramTables
 
 
 def recall(**options):
-    return Recall(VOCAB, num_rows=NUM_ROWS, **options)
+    return NgramTables(VOCAB, num_rows=NUM_ROWS, **options)
 
 
 def test_nothing_is_recalled_that_was_never_judged():
@@ -353,9 +355,9 @@ def test_recall_hangs_under_what_others_proposed_and_each_row_has_its_own():
     made = recall(waves=2)
     made.learn(judged([(5, 50, 51)], [52]))
     histories = [Words(4, 5), Words(4, 51)]
-    pool = pool_for(*histories)
-    draft(pool, [50, 51])
-    one, two = proposed(made, pool, *histories)
+    candidates = pool_for(*histories)
+    draft(candidates, [50, 51])
+    one, two = proposed(made, candidates, *histories)
     assert made.names[one[(50, 51, 52)][0]] == "trigram", "5 50 51 comes true if what was drafted does"
     assert made.names[two[(52,)][0]] == "adjacency"
     assert not any(path[:1] == (50,) for path in two)
@@ -365,23 +367,23 @@ def test_recall_goes_no_deeper_than_asked_and_looks_up_no_node_twice():
     made = recall(waves=3)
     made.learn(judged([(4, 5, 50), (5, 50, 51), (50, 51, 52)], [51, 52, 53]))
     history = Words(4, 5)
-    pool = pool_for(history)
-    draft(pool, [50, 51])
-    (found,) = proposed(made, pool, history, max_depth=2)
+    candidates = pool_for(history)
+    draft(candidates, [50, 51])
+    (found,) = proposed(made, candidates, history, max_depth=2)
     assert (50, 51) in found
-    nodes = pool.nodes
+    nodes = candidates.nodes
     edges = list(zip(nodes.parents[0].tolist(), nodes.tokens[0].tolist(), strict=True))
     new = [edge for edge, path in zip(edges[3:], nodes.paths[0, 3:], strict=True) if path > 0]
     assert len(new) == len(set(new)) == NUM_SUCCESSORS, "the second has been as deep as asked, the others are unknown"
 
 
 def test_texts_recall_under_their_own_salts_only():
-    made = Recall(VOCAB, isolated=True)
+    made = NgramTables(VOCAB, isolated=True)
     made.learn(judged([(1, 2, 5)], [20], salt=1))
     made.learn(judged([(1, 2, 5)], [30], salt=2))
     histories = [Words(1, 2, 5)] * 3
-    pool = Pool(torch.tensor([5] * 3), [[1, 2, 5]] * 3, [1, 2, 3])
-    one, two, three = proposed(made, pool, *histories, max_depth=1)
+    candidates = Candidates(torch.tensor([5] * 3), [[1, 2, 5]] * 3, [1, 2, 3])
+    one, two, three = proposed(made, candidates, *histories, max_depth=1)
     assert [min(found, key=lambda path: found[path][1]) for found in (one, two)] == [(20,), (30,)]
     assert three == {}
 
@@ -437,17 +439,17 @@ def test_a_longer_match_and_more_agreement_are_better_evidence():
     shorter = Words(1, 2, 5, 9, 1, 2)
     torn = Words(1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4)
     rows = proposed(SuffixLookup(), pool_for(once, shorter, torn), once, shorter, torn)
-    evidence = [found[(5,)][1] for found in rows]
+    score_bucket = [found[(5,)][1] for found in rows]
     prior = SuffixLookup.prior[0]
-    assert prior[evidence[0]] > prior[evidence[1]] and prior[evidence[0]] > prior[evidence[2]]
-    assert evidence[2] == rows[2][(6,)][1]
+    assert prior[score_bucket[0]] > prior[score_bucket[1]] and prior[score_bucket[0]] > prior[score_bucket[2]]
+    assert score_bucket[2] == rows[2][(6,)][1]
 
 
 def test_without_a_match_nothing_is_proposed_nor_for_a_text_of_one_token():
     histories = [Words(1, 2, 3, 4), Words(7)]
-    pool = pool_for(*histories)
-    assert proposed(SuffixLookup(), pool, *histories) == [{}, {}]
-    assert pool.width == 1
+    candidates = pool_for(*histories)
+    assert proposed(SuffixLookup(), candidates, *histories) == [{}, {}]
+    assert candidates.width == 1
 
 
 def test_sequences_of_a_batch_are_looked_up_in_their_own_text():
@@ -481,7 +483,7 @@ def test_finished_texts_of_isolated_owners_are_looked_up_by_their_owner_alone():
 
 
 def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):
-    monkeypatch.setattr("graft.retrieve.suffix._MAX_OWNERS", 5)
+    monkeypatch.setattr("graft.spec_decode.proposers.suffix._MAX_OWNERS", 5)
     lookup = SuffixLookup(isolated=True, max_past_tokens=40)
     for owner in range(20):
         lookup.finish(owned(owner, 1, 2, 30 + owner))
@@ -507,14 +509,14 @@ def test_finished_texts_are_looked_up_behind_the_texts_own_and_are_part_of_the_s
 
 def test_drafted_nodes_are_looked_up_as_if_they_had_come():
     history = Words(1, 2, 3, 9, 1)
-    pool = pool_for(history, Words(4, 5))
-    draft(pool, [2, 3])
-    one, two = proposed(SuffixLookup(), pool, history, Words(4, 5), max_depth=4)
+    candidates = pool_for(history, Words(4, 5))
+    draft(candidates, [2, 3])
+    one, two = proposed(SuffixLookup(), candidates, history, Words(4, 5), max_depth=4)
     assert {(2, 3), (2, 3, 9), (2, 3, 9, 1)} <= set(one)
     assert two == {}
-    pool = pool_for(history)
-    draft(pool, [2, 3])
-    (found,) = proposed(SuffixLookup(), pool, history, max_depth=2)
+    candidates = pool_for(history)
+    draft(candidates, [2, 3])
+    (found,) = proposed(SuffixLookup(), candidates, history, max_depth=2)
     assert set(found) == {(2, 3)}, "not below what is as deep as it may be"
 
 
@@ -533,12 +535,12 @@ def test_calibration_learns_how_often_a_source_is_right():
     rng = random.Random(1)
     for _ in range(400):
         # Source 1 proposes token 7, right three times in four; source 2 proposes 8 below it, never right.
-        pool = pool_for(Words(1))
+        candidates = pool_for(Words(1))
         one = torch.ones(1, 1, dtype=torch.int64)
-        pool.add(7 * one, 0 * one, 0.5 * one, one, 0 * one)
-        pool.add(8 * one, one, 0.5 * one, 2 * one, 0 * one)
-        pool.merge()
-        calibration.observe(pool, [[7, 9] if rng.random() < 0.75 else [5, 8]])
+        candidates.add(7 * one, 0 * one, 0.5 * one, one, 0 * one)
+        candidates.add(8 * one, one, 0.5 * one, 2 * one, 0 * one)
+        candidates.merge()
+        calibration.observe(candidates, [[7, 9] if rng.random() < 0.75 else [5, 8]])
     probability = calibration.probability(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 0]]))[0].tolist()
     assert probability == pytest.approx([1.0, 0.75, 0.0], abs=0.06)
     assert calibration.probability(torch.tensor([[1]]), torch.tensor([[1]])).item() == 0.5, "unseen: the prior"
@@ -546,36 +548,36 @@ def test_calibration_learns_how_often_a_source_is_right():
 
 def test_calibration_follows_a_source_that_gets_better():
     calibration = Calibration([torch.tensor([0.5])])
-    pool = pool_for(Words(1))
-    draft(pool, [7])
-    pool.merge()
+    candidates = pool_for(Words(1))
+    draft(candidates, [7])
+    candidates.merge()
     seen = []
     for token in (5, 7):
         for _ in range(4000):
-            calibration.observe(pool, [[token]])
+            calibration.observe(candidates, [[token]])
         seen.append(calibration.probability(torch.tensor([1]), torch.tensor([0])).item())
     assert seen == pytest.approx([0.0, 1.0], abs=0.05)
 
 
 def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
     calibration = Calibration([torch.tensor([0.5])])
-    pool = pool_for(Words(1), Words(2))
-    draft(pool, [7, 8, 3])
-    pool.merge()
+    candidates = pool_for(Words(1), Words(2))
+    draft(candidates, [7, 8, 3])
+    candidates.merge()
     before = calibration.state()["tried"]
-    calibration.observe(pool, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
+    calibration.observe(candidates, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
     assert (calibration.state()["tried"] - before).sum() == 1
 
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():
     made, other = (Calibration([torch.tensor([0.5, 0.2])]) for _ in range(2))
-    pool = pool_for(Words(1))
-    draft(pool, [7])
-    pool.merge()
+    candidates = pool_for(Words(1))
+    draft(candidates, [7])
+    candidates.merge()
     both = (torch.tensor([1, 1]), torch.tensor([0, 1]))
-    made.observe(pool, [[7]])
+    made.observe(candidates, [[7]])
     state = made.state()
-    made.observe(pool, [[7]])
+    made.observe(candidates, [[7]])
     other.restore(state)
     once, twice = other.probability(*both)[0].item(), made.probability(*both)[0].item()
     assert 0.5 < once < twice, "a state is a copy"

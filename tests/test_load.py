@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graft.errors import ModelError
-from graft.models import load as loading
-from graft.models.load import load_model
-from graft.models.manifest import write_manifest
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub import load as loading
+from graft.hub.load import load_model
+from graft.hub.manifest import write_manifest
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 
 @pytest.fixture(scope="module")

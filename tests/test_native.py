@@ -18,18 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from graft import kernels
-from graft import pool as pools
-from graft.accept import paths
-from graft.draft.base import Level
 from graft.errors import GraftError
-from graft.learn.calibration import Calibration
-from graft.learn.cost import total_gains
-from graft.policy.template import make_template
-from graft.pool import NOBODY, Columns, Pool
-from graft.retrieve import Judged, SuffixLookup
-from graft.retrieve.suffix import SuffixIndex
-from graft.retrieve.table import SuccessorTable, SuccessorTables
+from graft.spec_decode import candidates as candidates_module
+from graft.spec_decode import native
+from graft.spec_decode.acceptance import paths
+from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
+from graft.spec_decode.cost_model import total_gains
+from graft.spec_decode.policies.template import make_template
+from graft.spec_decode.proposers import SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
+from graft.spec_decode.proposers.suffix import SuffixIndex
 from proposers import random_tree
 
 TOKENS = 4  # few, so that equal paths are common
@@ -57,7 +56,7 @@ class Both:
         self.texts = [[self.rng.randrange(TOKENS) for _ in range(self.rng.randrange(1, 4))] for _ in range(num_rows)]
         roots = torch.tensor([text[-1] for text in self.texts])
         salts = self.rng.choice([(), [self.rng.randrange(3) for _ in range(num_rows)]])
-        self.pools = [kind(roots, self.texts, salts) for kind in (reference.Pool, Pool)]
+        self.pools = [kind(roots, self.texts, salts) for kind in (reference.Candidates, Candidates)]
         # Products of such numbers are often equal, or nearly: that is where machines could differ.
         numbers = [self.rng.randrange(1, 20) / 20 for _ in range(3 * NUM_SOURCES * NUM_BUCKETS)]
         self.chances = torch.tensor(numbers).view(3, NUM_SOURCES, NUM_BUCKETS)
@@ -74,24 +73,24 @@ class Both:
     def add(self):
         count, width = self.rng.randrange(1, 6), self.pools[0].width
         needs = self.rng.choice([None, None, 1, 2, 3])
-        sources, evidence = self.tokens(count, NUM_SOURCES - 1) + 1, self.tokens(count, NUM_BUCKETS)
-        columns = (self.tokens(count), self.tokens(count, width), self.scores(count), sources, evidence)
-        for pool in self.pools:
-            pool.add(*columns, needs)
+        sources, score_bucket = self.tokens(count, NUM_SOURCES - 1) + 1, self.tokens(count, NUM_BUCKETS)
+        columns = (self.tokens(count), self.tokens(count, width), self.scores(count), sources, score_bucket)
+        for candidates in self.pools:
+            candidates.add(*columns, needs)
 
     def add_chain(self):
         length, width = self.rng.randrange(1, 9), self.pools[0].width
         parents = torch.tensor([[self.rng.randrange(width), *range(width, width + length - 1)]] * self.num_rows)
         columns = (self.tokens(length), parents, self.scores(length), self.tokens(length) + 1, self.tokens(length))
-        for pool in self.pools:
-            pool.add(*columns)
+        for candidates in self.pools:
+            candidates.add(*columns)
 
     def add_level(self):
         count = self.rng.randrange(1, 6)
         level = Level(self.tokens(count), self.tokens(count, self.pools[0].width), self.scores(count), torch.empty(0))
         going = [self.rng.random() < 0.7 for _ in range(self.num_rows)]
         chances = self.rng.choice([self.chances, None])
-        one, other = (pool.add_level(level, chances, DRAFTED, 2, 0, going, 3) for pool in self.pools)
+        one, other = (candidates.add_level(level, chances, DRAFTED, 2, 0, going, 3) for candidates in self.pools)
         assert one == other
 
     def add_rows(self):
@@ -104,21 +103,21 @@ class Both:
                 for column, value in zip(columns, values, strict=True):
                     column.append(value)
             rows.append(columns)
-        for pool in self.pools:
-            pool.add_rows(rows, self.chances)
+        for candidates in self.pools:
+            candidates.add_rows(rows, self.chances)
 
     def assert_equal(self):
         expected, nodes = self.pools[0].rows, self.pools[1].nodes
-        standing = self.pools[1].standing.tolist()
-        names = ("tokens", "parents", "needs", "sources", "evidence", "paths", "depths", "before", "earlier")
+        agreement = self.pools[1].agreement.tolist()
+        names = ("tokens", "parents", "needs", "sources", "score_bucket", "paths", "depths", "before", "earlier")
         columns = [getattr(nodes, name).tolist() for name in names]
         for row, known in enumerate(expected):
             text = self.pools[0].texts[row]
-            found = list(zip(*(column[row] for column in columns), standing[row], strict=True))
+            found = list(zip(*(column[row] for column in columns), agreement[row], strict=True))
             wanted = []
             for n in known:
-                own = (n.token, n.parent, n.needs, n.source, n.evidence, float(n.path), len(n.words))
-                wanted.append((*own, *([*text, *n.words][-2:-4:-1]), n.standing))
+                own = (n.token, n.parent, n.needs, n.source, n.score_bucket, float(n.path), len(n.words))
+                wanted.append((*own, *([*text, *n.words][-2:-4:-1]), n.agreement))
             assert found == wanted
 
 
@@ -142,19 +141,19 @@ def test_nodes_are_added(both):
 @settings(deadline=None)
 @given(both_pools(), st.sampled_from([NOBODY, DRAFTED]), st.booleans(), st.integers(0, 40))
 def test_equal_paths_become_one_and_the_best_become_the_tree(both, drafted, weighed, budget):
-    for pool in both.pools:
-        pool.merge(drafted, both.chances if weighed else None)
+    for candidates in both.pools:
+        candidates.merge(drafted, both.chances if weighed else None)
     both.assert_equal()
     assert_same_best(both, budget)
-    known, pool = both.pools
-    assert pool.best_gains(budget) == pytest.approx(known.best_gains(budget), abs=1e-12)
-    for found, values in zip(pool.values_by_need(3, budget), known.values_by_need(3, budget), strict=True):
+    known, candidates = both.pools
+    assert candidates.best_gains(budget) == pytest.approx(known.best_gains(budget), abs=1e-12)
+    for found, values in zip(candidates.values_by_need(3, budget), known.values_by_need(3, budget), strict=True):
         assert found == pytest.approx(values, abs=1e-12)
 
 
 def assert_same_best(both, budget):
     tree, shares = both.pools[1].best(budget, 99)
-    columns = (tree.tokens, tree.parents, tree.sources, tree.evidence, tree.probabilities, shares)
+    columns = (tree.tokens, tree.parents, tree.sources, tree.score_bucket, tree.probabilities, shares)
     found = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(both.num_rows)]
     assert found == [[tuple(map(float, node)) for node in row] for row in both.pools[0].best(budget)]
 
@@ -162,8 +161,8 @@ def assert_same_best(both, budget):
 @settings(deadline=None)
 @given(both_pools(), st.integers(0, 12), st.integers(1, 5))
 def test_places_to_look_up_are_the_likeliest_nodes(both, count, max_depth):
-    known, pool = both.pools
-    found = pool.places(count, max_depth)
+    known, candidates = both.pools
+    found = candidates.places(count, max_depth)
     assert [[place.node for place in row] for row in found] == known.places(count, max_depth)
     for row, nodes in zip(found, known.rows, strict=True):
         assert all((place.depth, tuple(place.path)) == (len(place.path), nodes[place.node].words) for place in row)
@@ -172,7 +171,7 @@ def test_places_to_look_up_are_the_likeliest_nodes(both, count, max_depth):
 @settings(deadline=None)
 @given(both_pools(), st.data())
 def test_what_was_put_to_the_test_is_counted(both, data):
-    known, pool = both.pools
+    known, candidates = both.pools
     for each in both.pools:
         each.merge(DRAFTED, both.chances)
     emitted = []
@@ -184,13 +183,13 @@ def test_what_was_put_to_the_test_is_counted(both, data):
     expected = [tried.clone(), fitted.clone()]
     for nodes, tested in zip(known.rows, known.judged(emitted), strict=True):
         for place, fits in tested.items():
-            cell = (nodes[place].standing, nodes[place].source, nodes[place].evidence)
+            cell = (nodes[place].agreement, nodes[place].source, nodes[place].score_bucket)
             expected[0][cell] += 1
             expected[1][cell] += fits
-    pool.count(emitted, tried, fitted, 1024.0)
+    candidates.count(emitted, tried, fitted, 1024.0)
     assert torch.equal(tried, expected[0]) and torch.equal(fitted, expected[1])
     faded = tried.clone()
-    pool.count(emitted, faded, fitted, 10.0)
+    candidates.count(emitted, faded, fitted, 10.0)
     assert (faded <= 10.0).all()
 
 
@@ -199,8 +198,8 @@ def test_what_was_put_to_the_test_is_counted(both, data):
 def test_only_the_best_are_kept_and_a_copy_stays_as_it_is(both, counts):
     kept = copy(both.pools[1])
     before = kept.nodes.paths.clone()
-    for pool in both.pools:
-        pool.keep_best(counts[: both.num_rows])
+    for candidates in both.pools:
+        candidates.keep_best(counts[: both.num_rows])
     both.assert_equal()
     assert torch.equal(kept.nodes.paths, before)
 
@@ -227,9 +226,9 @@ def learn_something(both, known, tables, num_successors):
     )[0]
     logits = logits.expand(*tree.tokens.shape, -1).contiguous()
     is_text, salts = rng.random() < 0.3, [rng.randrange(3) for _ in both.texts]
-    before, earlier = pools.before_roots(both.texts)
+    before, earlier = candidates_module.before_roots(both.texts)
     tables.learn(
-        Judged(tree.tokens, tree.parents, tree.sources, successors.int(), logits, before, earlier, salts, is_text)
+        TargetTopK(tree.tokens, tree.parents, tree.sources, successors.int(), logits, before, earlier, salts, is_text)
     )
     ngrams = []
     for row, text in enumerate(both.texts):
@@ -239,7 +238,7 @@ def learn_something(both, known, tables, num_successors):
             while at:
                 words.insert(0, int(tree.tokens[row, at]))
                 at = int(tree.parents[row, at])
-            context = [pools.NO_TOKEN, pools.NO_TOKEN, *text, *words]
+            context = [candidates_module.NO_TOKEN, candidates_module.NO_TOKEN, *text, *words]
             ngram = (context[-1], context[-2], context[-3], salts[row])
             ngrams.append((ngram, successors[row, node].tolist(), logits[row, node].tolist()))
     known.learn(ngrams)
@@ -258,8 +257,8 @@ def test_tables_learn_and_are_followed(both, bits, isolated, num_successors, max
     known, tables = some_tables(bits, isolated)
     for _ in range(both.rng.randrange(4)):
         learn_something(both, known, tables, num_successors)
-    for pool, each in zip(both.pools, (known, tables), strict=True):
-        pool.follow(each, both.chances, first=3, waves=3, beam=beam, max_depth=max_depth)
+    for candidates, each in zip(both.pools, (known, tables.structs), strict=True):
+        candidates.follow(each, both.chances, first=3, waves=3, beam=beam, max_depth=max_depth)
     both.assert_equal()
 
 
@@ -273,11 +272,11 @@ def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_success
     templates = [make_template(both.rng.choice([(), (2,), (3, 4, 2), (8, 1)])) for _ in range(both.num_rows)]
     written = [list(zip(t.parents[: t.count], t.ranks[: t.count], t.depths[: t.count], strict=True)) for t in templates]
     both.pools[0].fill(known, written, 0.5, 2, max_depth)
-    both.pools[1].fill(tables, templates, 0.5, 2, max_depth)
+    both.pools[1].fill(tables.structs, templates, 0.5, 2, max_depth)
     both.assert_equal()
     count = both.rng.randrange(5)
-    for pool, each in zip(both.pools, (known, tables), strict=True):
-        pool.extend_leaves(each, count, 2, 0.5, 3, max_depth)
+    for candidates, each in zip(both.pools, (known, tables.structs), strict=True):
+        candidates.extend_leaves(each, count, 2, 0.5, 3, max_depth)
     both.assert_equal()
 
 
@@ -286,11 +285,11 @@ def test_a_probability_is_in_the_bucket_of_its_face_value(edge):
     at = torch.tensor(0.5**edge, dtype=torch.float64).sqrt().float()
     around = [torch.nextafter(at, torch.tensor(0.0)), at, torch.nextafter(at, torch.tensor(1.0))]
     for probability in around:
-        pool = Pool(torch.tensor([1]), [[1]])
+        candidates = Candidates(torch.tensor([1]), [[1]])
         one = torch.ones(1, 1, dtype=torch.int64)
         chances = torch.ones(3, 2, NUM_BUCKETS)
-        pool.add_level(Level(one, 0 * one, probability.view(1, 1), one), chances, 1, 1, 0, [True], 1)
-        assert int(pool.nodes.evidence[0, 1]) == reference.bucket_of(probability)
+        candidates.add_level(Level(one, 0 * one, probability.view(1, 1), one), chances, 1, 1, 0, [True], 1)
+        assert int(candidates.nodes.score_bucket[0, 1]) == reference.bucket_of(probability)
 
 
 @given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=8))
@@ -300,7 +299,7 @@ def test_shares_of_logits_are_those_of_a_softmax(logits):
     zero = torch.zeros(1, 1, dtype=torch.int64)
     tokens = torch.arange(len(logits), dtype=torch.int32)
     SuccessorTables([table]).learn(
-        Judged(zero, zero, zero, tokens.view(1, 1, -1), logits.view(1, 1, -1), [-1], [-1], [0])
+        TargetTopK(zero, zero, zero, tokens.view(1, 1, -1), logits.view(1, 1, -1), [-1], [-1], [0])
     )
     buckets = (table.state()["entries"][0, : len(logits)] % NUM_BUCKETS).tolist()
     for bucket, share in zip(buckets, logits.double().softmax(dim=0).tolist(), strict=True):
@@ -322,14 +321,17 @@ def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, h
         lookup.finish(Text(text))
     while sum(map(len, finished)) > 50 and len(finished) > 1:
         finished = finished[1:]
-    with patch.object(pools, "_SPARE", []), patch.object(pools, "_CAPACITY", 1024 if has_room else 1):
+    with (
+        patch.object(candidates_module, "_SPARE", []),
+        patch.object(candidates_module, "_CAPACITY", 1024 if has_room else 1),
+    ):
         for number in range(3):
             both = Both(seed + number, len(texts))
             for _ in range(number):
                 both.add_something()
             chances = Calibration([*both.chances[0, :2], *SuffixLookup.prior]).chances
             known = [history.ids for history in histories]
-            both.pools[0].hang_copies(known, finished, 3, chances, num_drafted, 6, depth, num_nodes)
+            both.pools[0].attach_copies(known, finished, 3, chances, num_drafted, 6, depth, num_nodes)
             lookup.propose(both.pools[1], histories, 3, chances, 6)
             both.assert_equal()
             for history in histories:
@@ -400,17 +402,17 @@ def golden_rounds():
         past, lookup = [[both.rng.randrange(3) for _ in range(60)]], SuffixLookup()
         lookup.finish(Text(past[0]))
         own = [text.ids for text in texts]
-        both.pools[0].hang_copies(own, past, 2, both.chances, num_places=10, max_depth=8, length=32, num_nodes=40)
+        both.pools[0].attach_copies(own, past, 2, both.chances, num_places=10, max_depth=8, length=32, num_nodes=40)
         lookup.propose(both.pools[1], texts, 2, both.chances, 8)
         for _ in range(5):
             both.add_level()
-        for pool, each in zip(both.pools, tables, strict=True):
-            pool.follow(each, both.chances, 4, waves=3, beam=6, max_depth=8)
-            pool.merge(DRAFTED, both.chances)
+        for candidates, each in zip(both.pools, (tables[0], tables[1].structs), strict=True):
+            candidates.follow(each, both.chances, 4, waves=3, beam=6, max_depth=8)
+            candidates.merge(DRAFTED, both.chances)
         both.assert_equal()
         assert_same_best(both, 40)
         tree, shares = both.pools[1].best(40, 8)
-        trees = [column.tolist() for column in (tree.tokens, tree.parents, tree.sources, tree.evidence)]
+        trees = [column.tolist() for column in (tree.tokens, tree.parents, tree.sources, tree.score_bucket)]
         rounds.append([*trees, [[share.hex() for share in row] for row in shares.tolist()]])
     return rounds
 
@@ -432,17 +434,17 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path
     """However hard it tries: a machine that joins a product and a sum in one step is no different."""
     if not (shutil.which("cc") if compiler == "cc" else importlib.util.find_spec("ziglang")):
         pytest.skip(f"there is no {compiler}")
-    source = Path(kernels.__file__).with_name("kernels.c")
+    source = Path(native.__file__).with_name("native.c")
     command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(source)]
-    subprocess.run([*command, "-o", str(tmp_path / "_kernels.abi3.so")], check=True, timeout=100)
-    monkeypatch.setattr(kernels, "_HERE", tmp_path)
-    kernels.kernels.cache_clear()
+    subprocess.run([*command, "-o", str(tmp_path / "_native.abi3.so")], check=True, timeout=100)
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    native.native.cache_clear()
     try:
-        assert Path(kernels.kernels()._name).parent == tmp_path
+        assert Path(native.native()._name).parent == tmp_path
         assert golden_rounds() == json.loads(GOLDEN.read_text())
     finally:
         monkeypatch.undo()
-        kernels.kernels.cache_clear()
+        native.native.cache_clear()
 
 
 def test_recorded_trees_have_what_machines_could_differ_in():
@@ -460,56 +462,56 @@ def test_recorded_trees_have_what_machines_could_differ_in():
 
 
 def test_what_is_out_of_range_is_refused():
-    pool = Pool(torch.tensor([1]), [[3, 2, 1]])
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
     one = torch.ones(1, 1, dtype=torch.int64)
     with pytest.raises(IndexError):
-        pool.add(one, one, 0.5 * one, one, one)  # below itself
+        candidates.add(one, one, 0.5 * one, one, one)  # below itself
     with pytest.raises(IndexError):
-        pool.add_rows([Columns([5], [0], [1], [1], [NUM_BUCKETS])], torch.ones(3, 2, NUM_BUCKETS))
+        candidates.add_rows([Columns([5], [0], [1], [1], [NUM_BUCKETS])], torch.ones(3, 2, NUM_BUCKETS))
     table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
     said = (one[None].int(), 0.5 * one[None])
     with pytest.raises(IndexError):
-        table.learn(Judged(TOKENS * one, 0 * one, 0 * one, *said, [1], [1], [0]))
-    assert pool.width == 1
+        table.learn(TargetTopK(TOKENS * one, 0 * one, 0 * one, *said, [1], [1], [0]))
+    assert candidates.width == 1
 
 
 def test_a_pool_grows_beyond_its_first_room():
     texts = [[3, 2, 1], [4, 3, 2]]
-    both = [kind(torch.tensor([1, 2]), texts) for kind in (reference.Pool, Pool)]
-    for pool in both:
+    both = [kind(torch.tensor([1, 2]), texts) for kind in (reference.Candidates, Candidates)]
+    for candidates in both:
         for n in range(3):
             tokens = torch.arange(700).expand(2, -1) + n
             ones = torch.ones_like(tokens)
-            pool.add(tokens, torch.full_like(tokens, n * 699), 0.5 * ones, ones, ones)
+            candidates.add(tokens, torch.full_like(tokens, n * 699), 0.5 * ones, ones, ones)
     known = [[float(node.path) for node in nodes] for nodes in both[0].rows]
     assert both[1].nodes.paths.tolist() == known
 
 
 def test_memory_is_used_again_unless_somebody_may_look_at_it():
     roots, texts = torch.tensor([1, 2]), [[1], [2]]
-    pool = Pool(roots, texts)
-    address = pool._room.fields.data_ptr()
-    del pool
-    pool = Pool(roots, texts)
-    assert pool._room.fields.data_ptr() == address
-    nodes = pool.nodes
-    del pool
-    other = Pool(roots + 1, texts)
+    candidates = Candidates(roots, texts)
+    address = candidates._room.fields.data_ptr()
+    del candidates
+    candidates = Candidates(roots, texts)
+    assert candidates._room.fields.data_ptr() == address
+    nodes = candidates.nodes
+    del candidates
+    other = Candidates(roots + 1, texts)
     assert other._room.fields.data_ptr() != address and torch.equal(nodes.tokens[:, 0], roots)
 
 
 @pytest.mark.parametrize("trouble", ["not built", "of another machine"])
 def test_a_library_that_cannot_be_loaded_says_what_to_do(monkeypatch, tmp_path, trouble):
-    monkeypatch.setattr(kernels, "_HERE", tmp_path)
+    monkeypatch.setattr(native, "HERE", tmp_path)
     if trouble == "of another machine":
-        (tmp_path / "_kernels.abi3.so").write_bytes(b"\x7fELF of something else")
-    with pytest.raises(GraftError, match=r"_kernels cannot be loaded .* install the package again"):
-        kernels.kernels.__wrapped__()
+        (tmp_path / "_native.abi3.so").write_bytes(b"\x7fELF of something else")
+    with pytest.raises(GraftError, match=r"_native cannot be loaded .* install the package again"):
+        native.native.__wrapped__()
 
 
 def test_nothing_is_loaded_from_the_folder_of_models(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
-    assert Path(kernels.kernels.__wrapped__()._name).parent == Path(kernels.__file__).parent
+    assert Path(native.native.__wrapped__()._name).parent == Path(native.__file__).parent
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from graft.serve import pace as paces
-from graft.serve.pace import Pace
+from graft.core import pace as paces
+from graft.core.pace import Pace
 
 
 def run(pace, num_rows, rounds, tokens, seconds, plain_every=10):

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.batch import Batch
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.policy import MAX_BUDGET, POLICIES, make_policy
-from graft.policy.paper import _KEPT, _WIDTHS
-from graft.policy.template import ENVELOPE, make_template, scaled
-from graft.target import TargetRunner
+from graft.core.batch import Batch
+from graft.model import TargetRunner
+from graft.spec_decode.policies import MAX_BUDGET, POLICIES, make_policy
+from graft.spec_decode.policies.paper import _KEPT, _WIDTHS
+from graft.spec_decode.policies.template import ENVELOPE, make_template, scaled
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from test_drafter import make_head
 from tiny import tiny_model
 
@@ -140,11 +140,11 @@ def test_grafts_hang_under_drafted_nodes_too():
     grow = engine.policy.grow
 
     def watched(batch, roots, clock):
-        grown = grow(batch, roots, clock)
-        tree = grown.tree
+        draft_result = grow(batch, roots, clock)
+        tree = draft_result.tree
         above = tree.sources.gather(1, tree.parents)
         sources.update(zip(above[0].tolist(), tree.sources[0].tolist(), strict=True))
-        return grown
+        return draft_result
 
     engine.policy.grow = watched
     engine.generate(PROMPTS[0], **GREEDY)

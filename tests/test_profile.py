@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 import graft as library
 from conftest import Finished
 from graft import Engine, GraftError
-from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.learn import profile as profiles
-from graft.learn.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
-from graft.learn.tuning import best_threshold, thresholds, tune
 from graft.loading import load
-from graft.policy.gates import PUBLISHED
+from graft.spec_decode import profile as profiles
+from graft.spec_decode.policies.gates import PUBLISHED
+from graft.spec_decode.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.tuning import best_threshold, thresholds, tune
 from test_drafter import SMALL_TREE, make_head
 from tiny import tiny_model
 
@@ -118,7 +118,7 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
 
 
 def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("graft.learn.tuning._MAX_ROWS", 2)
+    monkeypatch.setattr("graft.spec_decode.tuning._MAX_ROWS", 2)
     engine = engine_for()
     answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
     profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)

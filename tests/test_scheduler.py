@@ -11,17 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft import Engine, GraftError
-from graft.batch import _places
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3.drafter import Eagle3Drafter, Eagle3State
-from graft.learn.cost import plans_for, total_gains
-from graft.policy import Policy, make_policy
-from graft.sampling import Sampler, SamplingSettings
-from graft.serve import pace as paces
-from graft.serve.pace import Pace
-from graft.serve.pages import PAGE, PageStore
-from graft.serve.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
-from graft.target import TargetRunner, TreeCache
+from graft.core import pace as paces
+from graft.core.batch import _places
+from graft.core.pace import Pace
+from graft.core.prefix_cache import PAGE, PageStore
+from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
+from graft.model import TargetRunner, TreeCache
+from graft.model.sampler import Sampler, SamplingSettings
+from graft.spec_decode.cost_model import plans_for, total_gains
+from graft.spec_decode.policies import Policy, make_policy
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3State
 from proposers import RandomTrees
 from test_drafter import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model

@@ -15,9 +15,9 @@ from llguidance import LLMatcher
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
-from graft.serve import grammar
-from graft.serve.app import make_app, make_server
-from graft.serve.settings import SERVING, ServeSettings, gather
+from graft.server import grammar
+from graft.server.app import make_app, make_server
+from graft.server.settings import SERVING, ServeSettings, gather
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 GREEDY = {"temperature": 0, "max_tokens": 12}

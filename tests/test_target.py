@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from graft import Engine, GraftError, SamplingSettings
-from graft.target import TargetRunner
-from graft.tree import DraftTree
+from graft.model import TargetRunner
+from graft.spec_decode.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 

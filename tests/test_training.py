@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.draft.eagle3 import Eagle3Config, Eagle3Head
-from graft.learn.answers import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
-from graft.learn.recipe import write_card
-from graft.learn.training import (
+from graft.model import TargetRunner
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
+from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
+from graft.train.recipe import write_card
+from graft.train.trainer import (
     Batches,
     TrainSettings,
     _split_by_prompt,
@@ -21,7 +22,6 @@ from graft.learn.training import (
     train,
     unrolled_losses,
 )
-from graft.target import TargetRunner
 from test_drafter import make_head, plain_draft
 from tiny import VOCAB, tiny_model
 

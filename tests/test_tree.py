@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.tree import PADDING, DraftTree
+from graft.spec_decode.tree import PADDING, DraftTree
 from proposers import assert_is_tree, random_tree, tree_of
 
 

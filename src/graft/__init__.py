@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Stream
     from graft.integrations.transformers import decode
     from graft.loading import load
-    from graft.record import RoundRecord
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
+    from graft.round_trace import RoundRecord
 
 __version__ = version("graft-decoding")
 __all__ = [
@@ -38,8 +38,8 @@ _HOMES = {
     "Choice": "graft.engine",
     "Engine": "graft.engine",
     "Generation": "graft.engine",
-    "RoundRecord": "graft.record",
-    "SamplingSettings": "graft.sampling",
+    "RoundRecord": "graft.round_trace",
+    "SamplingSettings": "graft.model.sampler",
     "Stream": "graft.engine",
     "decode": "graft.integrations.transformers",
     "load": "graft.loading",

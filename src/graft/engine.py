@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.accept import Chooser, choose_ahead, walk
-from graft.batch import Batch
-from graft.constraint import pruned
-from graft.draft.base import Drafter, num_setups_of
+from graft.core.batch import Batch
+from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
-from graft.index.store import Datastore
-from graft.policy import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
-from graft.record import RoundRecord
-from graft.sampling import Sampler, SamplingSettings
+from graft.model import target_for
+from graft.model.grammar import pruned
+from graft.model.sampler import Sampler, SamplingSettings
+from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
 from graft.settings import require
+from graft.spec_decode.acceptance import Chooser, choose_ahead, walk
+from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.stats import Clock, Stats
-from graft.target import target_for
 
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
@@ -191,13 +191,13 @@ class Engine:
     @torch.no_grad()
     def run_round(self, batch: Batch, clock: Clock) -> Round:
         """Grows a tree for every row, verifies all in one forward, and gives each sequence its new tokens."""
-        grown = self.policy.grow(batch, batch.roots(), clock)
-        tree = pruned(grown.tree, [sequence.constraint for sequence in batch.sequences])
+        draft_result = self.policy.grow(batch, batch.roots(), clock)
+        tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
             verified = self.target.verify(batch.cache, tree)
             choices = choose_ahead(tree, verified, batch.chooser)
             if choices is not None:
-                self.policy.foresee(batch, verified, choices)
+                self.policy.draft_ahead(batch, verified, choices)
             self.policy.catch_up()
             self.target.wait_for(verified)  # the walk waits for it anyway; here it is counted where it belongs
         with clock("accept"):
@@ -206,16 +206,16 @@ class Engine:
         with clock("learn"):
             self.policy.learn(batch, tree, verified, accepted, verify_time())
 
-        considered = grown.considered if tree is grown.tree else None
+        considered = draft_result.considered if tree is draft_result.tree else None
         common = self.policy.common_sources
         for row, sequence in enumerate(batch.sequences):
             try:
                 seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
-                sequence.stats.draft_passes += grown.passes[row]
+                sequence.stats.draft_passes += draft_result.passes[row]
                 sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
             except Exception as error:  # of its own text: the other rows' are what they should be
                 sequence.failure = error
-        is_plain = tree.width == 1 and grown.considered is None
+        is_plain = tree.width == 1 and draft_result.considered is None
         return Round(is_plain, sum(map(len, accepted.tokens)))
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:

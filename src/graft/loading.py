@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graft.draft.base import TreeSettings
-from graft.draft.eagle3.checkpoint import load_head
-from graft.draft.eagle3.drafter import Eagle3Drafter, drafter_for
+from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.index.store import Datastore
-from graft.learn.profile import equip
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
-from graft.policy import DEFAULT_POLICY, POLICIES
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.model.cpu_linear import speed_up
 from graft.settings import require
-from graft.target.cpu import speed_up
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
+from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.checkpoint import load_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +46,7 @@ def load(
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
     packaged model; None drafts with no head.
-    policy: see `graft.policy`.
+    policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
     head's; None starts with nothing learned.
@@ -57,7 +58,7 @@ def load(
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if isinstance(model, str):
-        from graft.models.load import load_model
+        from graft.hub.load import load_model
 
         chosen = pick_device(device)
         if draft == "auto" and policy in _USE_A_HEAD and packaged_head(model) is not None:

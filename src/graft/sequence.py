@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graft.constraint import Constraint
-from graft.record import RoundRecord
-from graft.sampling import SamplingSettings
+from graft.detokenizer import TextStream
+from graft.model.grammar import Constraint
+from graft.model.sampler import SamplingSettings
+from graft.round_trace import RoundRecord
+from graft.spec_decode.tree import PADDING, ROOT, DraftTree
 from graft.stats import Stats
-from graft.text import TextStream
-from graft.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)

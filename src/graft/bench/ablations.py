@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graft.accept import Accepted
-from graft.policy import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
-from graft.policy.graft import Graft
-from graft.pool import Pool
-from graft.retrieve import Recall, Retriever, SuffixLookup
-from graft.target import TargetRunner
-from graft.tree import DraftTree
+from graft.model import TargetRunner
+from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
+from graft.spec_decode.policies.graft import Graft
+from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
+from graft.spec_decode.tree import DraftTree
 
 
 class WithoutSuffix(Graft):
@@ -32,10 +32,10 @@ class _OtherOrders(Graft):
     orders: tuple[int, ...]
 
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
-        usual = [r for r in super().make_retrievers(target, settings) if not isinstance(r, Recall)]
+        usual = [r for r in super().make_retrievers(target, settings) if not isinstance(r, NgramTables)]
         if not self.orders:
             return usual
-        return [*usual, Recall(target.vocab_size, self.orders, isolated=settings.isolated)]
+        return [*usual, NgramTables(target.vocab_size, self.orders, isolated=settings.isolated)]
 
 
 class WithoutNgrams(_OtherOrders):
@@ -59,23 +59,23 @@ class WithoutRecall(_OtherOrders):
 class WithoutCalibration(Graft):
     """Proposers are believed as their priors say, whatever becomes of what they propose."""
 
-    def calibrate(self, pool: Pool, accepted: Accepted) -> None:
+    def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Nothing is learned."""
 
 
 class WithoutPruning(Graft):
     """Every draft pass is made, whether or not it pays."""
 
-    def goes_on(self, pool: Pool, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         return going
 
 
 class WithoutMerging(Graft):
     """A path that several proposed takes a place of the budget for each of them."""
 
-    def best_of(self, pool: Pool, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        pool.keep_best([budget] * pool.num_rows)
-        return super().best_of(pool, budget, max_depth)
+    def best_of(self, candidates: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        candidates.keep_best([budget] * candidates.num_rows)
+        return super().best_of(candidates, budget, max_depth)
 
 
 ABLATIONS: dict[str, type[Graft]] = {

@@ -73,6 +73,7 @@ async def load_test(
                 room.release()
             progress(len(answers))
 
+        failure: BaseException | None = None
         start = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,7 +81,9 @@ async def load_test(
                     await room.acquire()
                     group.create_task(ask(number))
         except* httpx.HTTPError as errors:
-            raise GraftError(f"cannot ask {url}: {errors.exceptions[0]}") from errors
+            failure = errors.exceptions[0]
+        if failure is not None:  # raised up there, some versions of Python would wrap it once more
+            raise GraftError(f"cannot ask {url}: {failure}") from failure
         seconds = time.perf_counter() - start
     return summary(answers, seconds, settings)
 

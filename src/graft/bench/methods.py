@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.bench.ablations import CONTENDERS
-from graft.draft.base import Drafter
 from graft.engine import Engine
-from graft.learn.tuning import thresholds, watch_gates
-from graft.policy import Policy, PolicySettings, policy_with
-from graft.policy.gates import THRESHOLDS
-from graft.sampling import SamplingSettings
+from graft.model import target_for
+from graft.model.sampler import SamplingSettings
+from graft.spec_decode.policies import Policy, PolicySettings, policy_with
+from graft.spec_decode.policies.gates import THRESHOLDS
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.tuning import thresholds, watch_gates
 from graft.stats import Stats
-from graft.target import target_for
 
 PLAIN = "off"  # what speeds and texts are compared with
 DENSE = "dense"  # what modelled speeds are compared with

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from graft.bench.methods import Answer, Method
 from graft.errors import GraftError
-from graft.models.quiet import quiet_transformers
-from graft.sampling import SamplingSettings
+from graft.hub.quiet import quiet_transformers
+from graft.model.sampler import SamplingSettings
 from graft.settings import require
 from graft.stats import Stats
 

@@ -21,22 +21,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graft.accept import Accepted
-from graft.batch import Batch
-from graft.draft.base import Drafter, DraftState, Level, TreeSettings
+from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.policy.base import Grown, Policy
-from graft.policy.graft import KEPT_OF_A_LEVEL
-from graft.retrieve.base import Judged
-from graft.sampling import SamplingSettings
+from graft.model import TargetRunner, VerifyOutput
+from graft.model.sampler import SamplingSettings
+from graft.model.verified import NUM_SUCCESSORS
 from graft.sequence import Sequence as TokenSequence
 from graft.sequence import TreeRow
 from graft.settings import require
+from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
+from graft.spec_decode.proposers.base import TargetTopK
+from graft.spec_decode.proposers.drafter import Drafter, DraftState, TreeSettings
+from graft.spec_decode.tree import ROOT, DraftTree
 from graft.stats import Clock, Stats
-from graft.target import TargetRunner, Verified
-from graft.target.verified import NUM_SUCCESSORS
-from graft.tree import ROOT, DraftTree
 
 FORMAT = "graft-trace-2"
 _JUDGED = 60  # nodes of the recorded dense tree
@@ -70,28 +71,33 @@ class Recorder(Policy):
         self.prompts: defaultdict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by sequence, chunk by chunk
         self.rounds: defaultdict[Any, list[dict[str, Tensor]]] = defaultdict(list)
 
-    def read(self, batch: Batch, row: int, verified: Verified, following: list[int]) -> None:
+    def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
         super().read(batch, row, verified, following)
         successors, logits = _likeliest(verified)
         self.prompts[batch.sequences[row]].append((successors[0], logits[0]))
 
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> Grown:
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL, stops=())
         self._levels = list(islice(levels, self.drafter.settings.depth + 1))
-        pool = self.new_pool(batch, roots)
+        candidates = self.new_candidates(batch, roots)
         for level in self._levels:
             zeros = torch.zeros_like(level.tokens)
-            pool.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
-        pool.merge()
-        tree, _ = pool.best(_JUDGED, len(self._levels))
+            candidates.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
+        candidates.merge()
+        tree, _ = candidates.best(_JUDGED, len(self._levels))
         # Nodes of source 0 are judged like others and never accepted: every round goes on by one token.
         hidden = DraftTree(
-            tree.max_depth, tree.tokens, tree.parents, tree.probabilities, torch.zeros_like(tree.sources), tree.evidence
+            tree.max_depth,
+            tree.tokens,
+            tree.parents,
+            tree.probabilities,
+            torch.zeros_like(tree.sources),
+            tree.score_bucket,
         )
-        return Grown(hidden, [len(self._levels)] * len(roots))
+        return DraftResult(hidden, [len(self._levels)] * len(roots))
 
-    def learn(self, batch: Batch, tree: DraftTree, verified: Verified, accepted: Accepted, seconds: float) -> None:
+    def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
         successors, logits = _likeliest(verified)
         fields = {
@@ -179,14 +185,14 @@ class ReplayedDrafter:
     def open(self, num_rows: int, num_slots: int) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
 
-    def read(self, state: Any, row: int, verified: Verified, following: Sequence[int]) -> None: ...
+    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None: ...
 
-    def num_begun(self, state: Any) -> int:
+    def num_prefetched(self, state: Any) -> int:
         return 0
 
-    def foresee(self, state: Any, verified: Verified, chosen: Tensor) -> None: ...
+    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None: ...
 
-    def learn(self, state: Any, verified: Verified, nodes: Any, tokens: Any) -> None: ...
+    def learn(self, state: Any, verified: VerifyOutput, nodes: Any, tokens: Any) -> None: ...
 
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -216,19 +222,19 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
     batch = Batch([sequence], cast(Any, None), cast(Any, None), state)
     if len(trace.prompt) > 1:
         read = _verified(trace.prompt[None, :-1], trace.prompt_successors, trace.prompt_logits)
-        policy.learn_judged(Judged.of_chunk(read, [], policy.salt_of(sequence)))
+        policy.learn_top_k(TargetTopK.of_chunk(read, [], policy.salt_of(sequence)))
     answer, clock = trace.answer.tolist(), Clock()
     with torch.no_grad():
         while sequence.finish_reason is None:
             place = state.place = sequence.stats.tokens
-            grown = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
-            nodes = _accepted(grown.tree, answer[place:])
+            draft_result = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
+            nodes = _accepted(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
-            policy.learn_judged(_judged(trace, place, sequence.ids, policy.salt_of(sequence)))
-            policy.learn_accepted(grown.tree, Accepted([nodes], [tokens]), seconds=1.0)
-            sequence.stats.draft_passes += grown.passes[0]
-            sequence.extend(tokens, nodes, TreeRow(grown.tree, torch.zeros(1, 1, 1), 0, policy.sources))
+            policy.learn_top_k(_judged(trace, place, sequence.ids, policy.salt_of(sequence)))
+            policy.learn_accepted(draft_result.tree, Accepted([nodes], [tokens]), seconds=1.0)
+            sequence.stats.draft_passes += draft_result.passes[0]
+            sequence.extend(tokens, nodes, TreeRow(draft_result.tree, torch.zeros(1, 1, 1), 0, policy.sources))
     policy.finish(sequence)
     return sequence.stats
 
@@ -250,21 +256,21 @@ def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
     return path
 
 
-def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> Judged:
+def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> TargetTopK:
     """What the recorded round says, under the text so far."""
     tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
     zeros = torch.zeros_like(tokens)
     tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
-    return Judged.of_trees(_verified(tokens, trace.successors[place], trace.logits[place]), tree, [history], [salt])
+    return TargetTopK.of_trees(_verified(tokens, trace.successors[place], trace.logits[place]), tree, [history], [salt])
 
 
-def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> Verified:
+def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutput:
     """As a step gave it that told the host no more than this, of one row."""
     nothing = torch.empty(*tokens.shape, 0)
-    return Verified(tokens, nothing, nothing, highest=(successors[None].int(), logits[None].contiguous()))
+    return VerifyOutput(tokens, nothing, nothing, highest=(successors[None].int(), logits[None].contiguous()))
 
 
-def _likeliest(verified: Verified) -> tuple[Tensor, Tensor]:
+def _likeliest(verified: VerifyOutput) -> tuple[Tensor, Tensor]:
     """The likeliest successors, and their logits less that of the first: small numbers, for which two bytes do."""
     successors, logits = verified.likeliest()
     return successors.long(), logits - logits[:, :, :1]

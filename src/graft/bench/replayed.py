@@ -13,10 +13,10 @@ from graft.bench.ablations import CONTENDERS
 from graft.bench.methods import Answer, Method
 from graft.bench.replay import ReplayedDrafter, Trace, read_traces, replay, replayed_target
 from graft.bench.tasks import Question
-from graft.draft.base import TreeSettings
-from graft.policy import PolicySettings, policy_with
-from graft.sampling import SamplingSettings
+from graft.model.sampler import SamplingSettings
 from graft.settings import require
+from graft.spec_decode.policies import PolicySettings, policy_with
+from graft.spec_decode.proposers.drafter import TreeSettings
 
 # What all files of a replay must have in common.
 _SHARED = ("vocab_size", "depth", "topk", "model", "draft", "max_new_tokens")

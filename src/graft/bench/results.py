@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
-from graft.machine import cpu_name
-from graft.policy.base import USUAL_PASS_COST
-from graft.sampling import SamplingSettings
+from graft.device_info import cpu_name
+from graft.model.sampler import SamplingSettings
+from graft.spec_decode.policies.base import USUAL_PASS_COST
 
 AVERAGE = "average"
 TIMED = ("tokens_per_second", "speedup")  # rates that are no matter of one prompt where prompts share a batch

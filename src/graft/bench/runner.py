@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graft.bench.methods import Answer, Method
 from graft.bench.tasks import Question
-from graft.sampling import SamplingSettings
+from graft.model.sampler import SamplingSettings
 from graft.settings import Settings, require
 
 STATES = ("cold", "warm", "persistent")

@@ -11,14 +11,14 @@ import typer
 from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
 from graft.cli.terminal import aside, load_engine
 from graft.errors import GraftError
-from graft.models.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.bench.costume import Shape
+    from graft.bench.cost_emulation import Shape
     from graft.bench.tasks import Question
-    from graft.draft.eagle3.drafter import Eagle3Drafter
     from graft.engine import Engine
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -89,17 +89,17 @@ def bench(
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
-    from graft.bench.costume import Shape
-    from graft.bench.lineup import OURS, check_names, make_methods
+    from graft.bench.cost_emulation import Shape
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states
+    from graft.bench.runs import OURS, check_names, make_methods
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
     from graft.cli.standings import compete
     from graft.cli.traces import record_traces, replay_traces
     from graft.data import Prompt
     from graft.loading import load_drafter
-    from graft.policy import PolicySettings
+    from graft.spec_decode.policies import PolicySettings
 
     # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
@@ -182,14 +182,14 @@ def _head_name(draft: str, model_name: str) -> str | None:
 
 def _dressed(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
     """Plain decoding and drafting as before, at the cost of that shape."""
-    from graft.bench.costume import wear, wear_head
-    from graft.draft.eagle3.drafter import drafter_for
+    from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
+    from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
     aside("Widening it ...")
-    model = wear(engine.target.model, shape)
+    model = widen(engine.target.model, shape)
     if drafter is not None:
-        head = wear_head(drafter.head, shape, model.model.embed_tokens.weight)
+        head = widen_head(drafter.head, shape, model.model.embed_tokens.weight)
         drafter = drafter_for(head, drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 
@@ -201,7 +201,7 @@ def _described(shape: Shape, engine: Engine) -> dict[str, int]:
 def _assistant(name: str | None, engine: Engine) -> Any | None:
     if name is None:
         return None
-    from graft.models.load import load_model
+    from graft.hub.load import load_model
 
     return load_model(name, device=str(engine.target.device), dtype=engine.target.model.dtype)[0]
 

@@ -14,7 +14,7 @@ from graft.settings import require
 
 if TYPE_CHECKING:
     from graft.engine import Engine
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

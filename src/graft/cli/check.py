@@ -16,9 +16,9 @@ from graft.data import Prompt, read_prompts, user_message
 from graft.errors import GraftError
 
 if TYPE_CHECKING:
-    from graft.checking import Candidate, Comparison
+    from graft.compare import Candidate, Comparison
     from graft.engine import Engine
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
 
 
 @takes(loading=LOADING, sampling=SAMPLING)
@@ -67,7 +67,7 @@ def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: Sampling
     from rich.markup import escape
     from rich.progress import track
 
-    from graft.checking import compare, plain_twin
+    from graft.compare import compare, plain_twin
 
     asked = {path: _encoded(engine, path, prompts, settings) for path, prompts in files.items()}
     plain, console = plain_twin(engine), notes()
@@ -90,7 +90,7 @@ def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: Sampli
 
 
 def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
-    from graft.checking import comparable_to_transformers
+    from graft.compare import comparable_to_transformers
     from graft.stats import Stats
 
     different = [row for row in rows if row.result.difference is not None]

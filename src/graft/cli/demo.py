@@ -80,7 +80,7 @@ def _run(engine: Engine, console: Console) -> dict[str, Race]:
     """Decodes all prompts both ways in turn, and then once more: of two runs the better counts."""
     from rich.padding import Padding
 
-    from graft.checking import plain_twin
+    from graft.compare import plain_twin
     from graft.engine import Engine
 
     races = {title: Race() for title in PROMPTS}

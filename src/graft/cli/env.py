@@ -26,10 +26,10 @@ def env(
 
 
 def _facts() -> dict[str, Any]:
-    from graft.models.home import graft_home, model_folder
-    from graft.models.registry import PACKAGED_MODELS
-    from graft.policy import POLICIES
-    from graft.target.support import TESTED_ARCHITECTURES
+    from graft.hub.home import graft_home, model_folder
+    from graft.hub.registry import PACKAGED_MODELS
+    from graft.model.support import TESTED_ARCHITECTURES
+    from graft.spec_decode.policies import POLICIES
 
     home = graft_home()
     packages = {"graft": "graft-decoding", "torch": "torch", "transformers": "transformers"}

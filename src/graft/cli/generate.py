@@ -16,9 +16,9 @@ from graft.settings import require
 
 if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Prompt
-    from graft.sampling import SamplingSettings
+    from graft.model import TargetRunner
+    from graft.model.sampler import SamplingSettings
     from graft.stats import Stats
-    from graft.target import TargetRunner
 
 ANSWERS: Group = {
     "n": option(int, "--n", "How many answers to give.", "1"),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.terminal import ProgressBars, aside, notes
-from graft.index.layout import SHARD_TOKENS
-from graft.models.registry import DEFAULT_MODEL
+from graft.datastore.format import SHARD_TOKENS
+from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from graft.index.corpus import Corpus
-    from graft.index.layout import Header
+    from graft.datastore.corpus import Corpus
+    from graft.datastore.format import Header
 
 index = typer.Typer(
     name="index",
@@ -42,13 +42,13 @@ def build(
 
     [dim]Example:[/] graft index build ~/notes src/ answers.jsonl --out my-index
     """
-    from graft.index.build import build_index
-    from graft.index.corpus import Corpus
+    from graft.datastore.build import build_index
+    from graft.datastore.corpus import Corpus
 
     corpus = Corpus.under(paths)
     aside(f"Loading the tokenizer of {model} ...")
 
-    from graft.models.load import load_tokenizer
+    from graft.hub.load import load_tokenizer
 
     options = {"model": model, "sources": [str(path) for path in paths]}
     with ProgressBars() as progress:
@@ -76,7 +76,7 @@ def info(
 
     [dim]Example:[/] graft index info my-index
     """
-    from graft.index.layout import check_parts, read_header
+    from graft.datastore.format import check_parts, read_header
 
     header = read_header(folder)
     check_parts(folder, header, whole=verify)

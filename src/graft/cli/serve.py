@@ -12,11 +12,11 @@ import typer
 from graft.cli.options import LOADING, Given, Group, option, takes
 from graft.cli.terminal import load_engine, notes
 from graft.errors import GraftError
-from graft.models.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from graft.engine import Engine
-    from graft.serve.settings import ServeSettings
+    from graft.server.settings import ServeSettings
 
 _users = functools.partial(option, rich_help_panel="Users")
 _limit = functools.partial(option, rich_help_panel="Limits")
@@ -65,7 +65,7 @@ def serve(
         import yaml  # noqa: F401
     except ImportError as error:
         raise GraftError(f"{error.name} is missing: pip install 'graft-decoding[serve]'") from error
-    from graft.serve.settings import gather
+    from graft.server.settings import gather
 
     wanted, settings = gather(loading | serving, os.environ, config, tuple(LOADING))
     engine = load_engine(wanted, isolated=settings.shared_by != "all")
@@ -73,7 +73,7 @@ def serve(
 
 
 def _run(engine: Engine, settings: ServeSettings, model_name: str) -> None:
-    from graft.serve.app import make_app, make_server
+    from graft.server.app import make_app, make_server
 
     if not settings.is_local and not settings.api_keys:
         notes().print("warning: anybody who reaches this machine may ask: set --api-key", markup=False)
@@ -86,5 +86,5 @@ _LOGS = {
     "disable_existing_loggers": False,
     "formatters": {"lines": _LINES},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-    "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "graft.serve")},
+    "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "graft.server")},
 }

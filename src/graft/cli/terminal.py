@@ -12,11 +12,11 @@ from rich.console import Console
 
 from graft.cli.options import Given
 from graft.errors import GraftError
-from graft.models.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from graft.engine import Engine
-    from graft.report import Report
+    from graft.progress import Report
 
 
 def notes() -> Console:

@@ -12,8 +12,8 @@ from graft.cli.terminal import ProgressBars, notes
 if TYPE_CHECKING:
     from graft.bench.runner import BenchSettings
     from graft.bench.tasks import Question
-    from graft.draft.eagle3.drafter import Eagle3Drafter
     from graft.engine import Engine
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
 
 def record_traces(
@@ -28,7 +28,7 @@ def record_traces(
     """A file of traces for each task."""
     from graft.bench.replay import Recorder, record, save_traces
     from graft.engine import Engine
-    from graft.report import Report
+    from graft.progress import Report
 
     target = engine.target
     recording = Engine(target.model, engine.tokenizer, policy=Recorder(drafter), drafter=drafter)
@@ -55,7 +55,7 @@ def replay_traces(
     from graft.bench.replayed import ReplayMethod, read_recorded
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings
-    from graft.policy.base import USUAL_BUDGET, USUAL_PASS_COST
+    from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
 
     recorded = read_recorded(paths, limit)
     warmup: Path | None = learning.get("warmup")

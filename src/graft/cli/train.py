@@ -53,9 +53,9 @@ def train(
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --steps 4000
     """
-    from graft.learn.answers import AnswerSettings
-    from graft.learn.recipe import train_head
-    from graft.learn.training import TrainSettings
+    from graft.train.generate_data import AnswerSettings
+    from graft.train.recipe import train_head
+    from graft.train.trainer import TrainSettings
 
     if "temperatures" in answering:
         answering["temperatures"] = tuple(answering["temperatures"])

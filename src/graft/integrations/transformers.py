@@ -25,11 +25,11 @@ from transformers.generation.logits_process import (
 
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.policy import DEFAULT_POLICY
-from graft.sampling import SamplingSettings, gumbel_noise
+from graft.model.sampler import SamplingSettings, gumbel_noise
 from graft.sequence import FinishReason, Sequence
 from graft.settings import require
-from graft.tree import DraftTree
+from graft.spec_decode.policies import DEFAULT_POLICY
+from graft.spec_decode.tree import DraftTree
 
 # What `generate` hands over beside its own arguments and that decoding needs not, or computes by itself.
 _WHOLE_BATCH = (  # processors that know a row by its place in the batch, or keep state for the whole of it

@@ -1,0 +1,58 @@
+"""The line-up: from the names of methods to methods that share one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from graft.bench.ablations import ABLATIONS, CONTENDERS
+from graft.bench.methods import Method, PolicyMethod
+from graft.bench.peers import PEERS, make_peer
+from graft.loading import tree_settings
+from graft.settings import require, require_known
+from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.factory import drafter_for
+
+OURS = tuple(CONTENDERS)
+
+
+def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
+    """Every name must be known, and stand once."""
+    require(bool(names), f"no method is named; known: {', '.join(known)}")
+    for name in names:
+        require_known("method", name, known)
+        require(names.count(name) == 1, f"method {name!r} is named twice; once is enough")
+
+
+def make_methods(
+    names: Sequence[str],
+    model: PreTrainedModel,
+    drafter: Eagle3Drafter | None = None,
+    budget: int | None = None,
+    assistant: PreTrainedModel | None = None,
+    rows: int = 1,
+    pass_cost: float | None = None,
+    exact: bool = False,
+) -> list[Method]:
+    """The methods of these names. rows: prompts they are to decode together, each as if it were alone."""
+    check_names(names)
+    settings = PolicySettings(budget, pass_cost, isolated=rows > 1)
+    methods: list[Method] = []
+    for name in names:
+        if name in PEERS:
+            methods.append(make_peer(name, model, assistant))
+        else:
+            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), settings, exact))
+    for method in methods:
+        one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
+        require(rows == 1 or method.is_batched, one_by_one)
+    return methods
+
+
+def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None) -> Eagle3Drafter | None:
+    """Under a common budget all draft the same tree; otherwise each what it drafts for users."""
+    if drafter is None or budget is not None:
+        return drafter
+    return drafter_for(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))

@@ -1,1 +1,0 @@
-"""Drafters: small networks that guess what the target will say next. One folder a kind."""

@@ -1,0 +1,36 @@
+"""Turns a GGUF file into a folder that transformers loads as it is: bf16 safetensors and a tokenizer."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from graft.hub.quiet import quiet_transformers
+from graft.hub.registry import PackagedModel
+
+
+def convert_gguf(gguf: Path, folder: Path, model: PackagedModel) -> None:
+    """Write the weights and tokenizer in `gguf` to the new `folder`."""
+    # The bar that transformers draws while it unpacks GGUF tensors obeys no switch, hence the redirection.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
+        network = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.bos_token = model.bos_token
+        tokenizer.eos_token = tokenizer.pad_token = model.eos_token
+        tokenizer.model_max_length = network.config.max_position_embeddings
+        for config in (network.config, network.generation_config):
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+        network.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    # safetensors makes its files private to their owner; a shared GRAFT_HOME needs the umask's mode.
+    mode = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)

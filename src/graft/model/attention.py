@@ -1,0 +1,146 @@
+"""Tree attention as one of transformers' attention functions, under the name "graft".
+
+The model's own code calls it in every layer. What each token may see comes along as the forward's keyword
+`tree`, so no model is patched. A forward of the owner's own that meets the name meanwhile (`loan`) is handed on to what
+the owner chose.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graft.errors import GraftError
+from graft.model import loan
+from graft.model.kv_cache import WritePosition
+
+# Attention arguments that change the result and that this function does not compute.
+_UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Which keys each token sees, for the kernels of a GPU: its row's committed tokens, then its own path."""
+
+    lengths: Tensor  # [B] int32 committed tokens
+    depths: Tensor  # [B, W] int32
+    paths: Tensor  # [B, W, P] int32 places behind the committed tokens, from the root to the token itself
+    max_context: int  # no length is greater
+
+
+class Visibility:
+    """Which keys each of a forward's tokens sees: its row's committed tokens and, in the forward, its ancestors."""
+
+    def __init__(self, aim: WritePosition, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
+        self._aim = aim
+        self._positions = positions  # [B, U] of the U tokens behind the committed ones; the forward's W are the last
+        self._ancestors = ancestors  # [B, W, U] bool
+        self._dtype = dtype
+        self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
+
+    def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
+        """Additive mask [B, 1, groups * W, keys], None when every key is seen; made once for all layers alike."""
+        key = (window, num_keys, num_groups)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(num_keys, window, num_groups)
+        return self._masks[key]
+
+    def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
+        batch, width, num_uncommitted = self._ancestors.shape
+        if self._aim.exact_end and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
+            return None
+        slots = torch.arange(num_keys, device=self._aim.lengths.device)
+        place = slots - self._aim.lengths[:, None]  # [B, S] place in the forward, negative for committed keys
+        in_forward = (place >= 0) & (place < num_uncommitted)
+        index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
+        seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
+        if window is not None:
+            key_position = torch.where(in_forward, self._positions.gather(1, index[:, 0]), slots)
+            seen &= self._positions[:, -width:, None] - key_position[:, None, :] < window
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return mask[:, None].repeat(1, 1, num_groups, 1)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, heads, W, head_dim]
+    key: Tensor,  # [B, kv_heads, S, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree: Visibility | Paths | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not loan.is_ours():
+        given = {"scaling": scaling, "sliding_window": sliding_window, **kwargs}
+        return _as_the_owner_chose(module, query, key, value, attention_mask, **given)
+    if tree is None:
+        raise GraftError(f"{type(module).__name__} does not hand attention arguments on, so it cannot verify trees")
+    for name, meaning in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
+    if isinstance(tree, Paths):
+        return _by_kernels(query, key, value, tree, scaling, sliding_window), None
+    mask = tree.mask(key.shape[2], sliding_window, query.shape[1] // key.shape[1])
+    return attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """What queries [B, heads, W, D] see of keys and values [B, kv_heads, S, D], [B, heads, W, D].
+
+    mask: [B, 1, groups * W, S] with each of the heads / kv_heads groups below the other, since one mask serves many
+    layers; None lets all be seen.
+    """
+    batch, heads, width, head_dim = query.shape
+    # Query heads that share keys stand below each other as more queries: no copy of the keys is made for them.
+    folded = query.reshape(batch, key.shape[1], -1, head_dim)
+    out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, width, -1)
+
+
+def _by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, seen: Paths, scale: float | None, window: int | None
+) -> Tensor:
+    from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+
+    out = attention_kernels.tree_attention(
+        query,
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        seen.lengths,
+        seen.paths,
+        seen.depths,
+        max_context=seen.max_context,
+        scale=scale,
+        window=window,
+    )
+    return out.unflatten(2, (query.shape[1], -1))
+
+
+def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """By the function that the module's code would have called, were the model not lent."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(loan.owners_attention(module.config), eager)
+    attended: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
+    return attended
+
+
+def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    """None for forwards of ours, which bring their own; for the owner's what the owner's attention needs."""
+    name = loan.owners_attention(config)
+    # transformers makes none for attention functions that it knows no masks for.
+    if loan.is_ours() or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
+
+
+AttentionInterface.register(loan.NAME, tree_attention)
+AttentionMaskInterface.register(loan.NAME, _mask)

@@ -1,0 +1,146 @@
+"""Linear layers that cost a CPU little more for 16 tokens than for one.
+
+For more than one row the BLAS behind torch copies the weights into its own order in every call, which takes three
+times as long as reading them. The kernel in `cpu_linear.c` reads them once. Where it is not faster, or was not built, a
+model stays as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from graft.errors import GraftError
+from graft.spec_decode.native import compiled
+
+HERE = Path(__file__).parent
+_MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight
+_WORTH_IT = 0.9  # of torch's time
+
+
+class FewTokensLinear(nn.Linear):
+    """A linear layer that hands 2 to 32 tokens to the kernel, and all else to torch."""
+
+    @classmethod
+    def sharing(cls, layer: nn.Linear) -> FewTokensLinear:
+        """A layer with the very parameters of another one."""
+        new = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        new.weight, new.bias = layer.weight, layer.bias
+        return new.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        num_tokens = input.numel() // self.in_features
+        if 1 < num_tokens <= _MAX_TOKENS and _can_run(input, self.weight):
+            return few_tokens_linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
+
+
+def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` by the kernel, for float32 on a CPU and contiguous weights."""
+    kernel = _kernel()
+    assert kernel is not None
+    x = input.contiguous()
+    num_outputs, num_inputs = weight.shape
+    out = x.new_empty((*x.shape[:-1], num_outputs))
+    num_tokens = x.numel() // num_inputs
+    addresses = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
+    if kernel(*addresses, num_outputs, num_inputs, num_tokens, _threads()):
+        raise MemoryError(f"no memory for {num_tokens} tokens of {num_inputs} numbers")
+    return out if bias is None else out.add_(bias)
+
+
+def speed_up(model: nn.Module) -> bool:
+    """Gives a model's float32 linear layers on a CPU the kernel, if that makes it faster. Parameters stay the same."""
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
+    if not layers or _kernel() is None or not _is_faster(list(layers.values())):
+        return False
+    for name, layer in layers.items():
+        model.set_submodule(name, FewTokensLinear.sharing(layer))
+    return True
+
+
+def _suits(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    # A hook may look at or change what a layer does; such a layer is left alone.
+    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    return type(weight) is nn.Parameter and weight.numel() > 0 and _is_plain(weight) and not hooked
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _can_run(input: Tensor, weight: Tensor) -> bool:
+    """Whether a model is still what it was when it was sped up, and only wants the numbers."""
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and type(input) is Tensor
+        and input.dtype is torch.float32
+        and input.device.type == "cpu"
+        and _is_plain(weight)
+        and _kernel() is not None  # a model copied to another process or machine may come without
+    )
+
+
+@torch.no_grad()
+def _is_faster(layers: list[nn.Linear]) -> bool:
+    """Times both ways over a few layers, in turns and each at its best, since other work may run beside."""
+    weights = [layer.weight for layer in layers[:16]]
+    inputs = [torch.randn(8, weight.shape[1]) for weight in weights]
+
+    def seconds(function: Callable[[Tensor, Tensor], Tensor]) -> float:
+        start = time.perf_counter()
+        for input, weight in zip(inputs, weights, strict=True):
+            function(input, weight)
+        return time.perf_counter() - start
+
+    rounds = [(seconds(few_tokens_linear), seconds(linear)) for _ in range(4)]
+    ours, theirs = (min(times) for times in zip(*rounds, strict=True))
+    return ours < _WORTH_IT * theirs
+
+
+@cache
+def _kernel() -> Callable[..., int] | None:
+    """The kernel for this processor, or None where it was not built."""
+    # As torch found out what the processor has; on those that are no x86, there is only one.
+    is_wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    try:
+        library = compiled(HERE, "_cpu_linear_avx2" if is_wide else "_cpu_linear")
+    except GraftError:
+        return None
+    function: Any = library.graft_linear
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+class _Threads(ctypes.Structure):
+    _fields_ = (
+        ("parallel", ctypes.c_void_p),
+        ("thread_num", ctypes.c_void_p),
+        ("num_threads", ctypes.c_void_p),
+    )
+
+
+@cache
+def _threads() -> Any:
+    """The threads of the OpenMP library that torch brought along, which all such libraries give under these names; None
+    if it brought none."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
+        try:
+            library = ctypes.CDLL(str(path))  # the one that is loaded
+            functions = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
+        except (OSError, AttributeError):
+            continue
+        return ctypes.byref(_Threads(*(ctypes.cast(function, ctypes.c_void_p) for function in functions)))
+    return None

@@ -1,0 +1,69 @@
+"""Constraints: what an answer must be, token by token, and a tree without the nodes that it cannot become.
+
+A constraint is asked at every node of the walk, so that a constrained answer too is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graft.spec_decode.tree import PADDING, ROOT, DraftTree
+
+
+class Constraint(Protocol):
+    """What may follow the tokens taken so far. It never raises: where it cannot go on, it has an `error`."""
+
+    error: str | None
+
+    def mask(self, scores: Tensor) -> Tensor:
+        """Scores [V] with those of forbidden tokens at minus infinity."""
+        ...
+
+    def take(self, token: int) -> None:
+        """The token is part of the answer from now on."""
+        ...
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens could come next, one behind the other. Nothing is taken."""
+        ...
+
+
+def pruned(tree: DraftTree, constraints: Sequence[Constraint | None]) -> DraftTree:
+    """The tree without the nodes that its rows' constraints forbid, and the places that this frees."""
+    if not any(constraints) or tree.width == 1:
+        return tree
+    keep = tree.valid.clone()
+    for row, constraint in enumerate(constraints):
+        if constraint is not None:
+            keep[row] = _allowed(tree, row, constraint)
+    order = (~keep).int().argsort(dim=1, stable=True)  # parents still stand before their children
+    place = order.argsort(dim=1)
+    parents = place.gather(1, tree.parents.gather(1, order))
+    kept = keep.gather(1, order)
+    columns = (tree.tokens, tree.probabilities, tree.score_bucket)
+    tokens, probabilities, score_bucket = (column.gather(1, order) for column in columns)
+    sources = tree.sources.gather(1, order).masked_fill(~kept, PADDING)
+    return DraftTree(
+        tree.max_depth, tokens, parents.masked_fill(~kept, ROOT), probabilities, sources, score_bucket
+    ).trimmed()
+
+
+def _allowed(tree: DraftTree, row: int, constraint: Constraint) -> Tensor:
+    """[N] which of a row's nodes its constraint allows, the root among them."""
+    tokens, parents, valid = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.valid))
+    allowed = [True] + [False] * (tree.width - 1)
+    seen = set[int]()
+    for leaf in range(tree.width - 1, 0, -1):  # a node stands behind its parent: the deepest of a path come first
+        if leaf in seen or not valid[leaf]:
+            continue
+        path = [leaf]
+        while parents[path[0]]:
+            path.insert(0, parents[path[0]])
+        seen.update(path)
+        for node in path[: constraint.num_allowed([tokens[node] for node in path])]:
+            allowed[node] = True
+    return torch.tensor(allowed, device=tree.tokens.device)

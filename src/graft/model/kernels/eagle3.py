@@ -1,0 +1,309 @@
+"""What the EAGLE-3 head does around its matrix products, as Triton kernels. Importing this module needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.model.kernels.layer import rms_normed
+
+
+@dataclass(frozen=True)
+class Beams:
+    """The nodes that the next pass expands, K a row, and where they stand. Everything stays on the device."""
+
+    tokens: Tensor  # [B, K] int32 target ids
+    origins: Tensor  # [B, K] int32 the beam before, whose child each is
+    paths: Tensor  # [B, K] float32 the probability of the path to each
+    places: Tensor  # [B, K] int32 their places in the tree grown so far
+    entries: Tensor  # [B, K, depth] int32 of the head's cache: their own paths, as places behind the committed entries
+    depths: Tensor  # [B, K] int32, where in `entries` their own is
+    before: Tensor  # [B] int32 entries of earlier passes, which theirs come behind
+    num_passes: Tensor  # [B] int32
+
+    def first(self, rows: int) -> Beams:
+        return Beams(**{name: part[:rows] for name, part in vars(self).items()})
+
+    @classmethod
+    def make(cls, rows: int, topk: int, depth: int, device: torch.device) -> Beams:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            tokens=zeros(rows, topk),
+            origins=zeros(rows, topk),
+            paths=zeros(rows, topk, dtype=torch.float32),
+            places=zeros(rows, topk),
+            entries=zeros(rows, topk, depth),
+            depths=zeros(rows, topk),
+            before=zeros(rows),
+            num_passes=zeros(rows),
+        )
+
+
+def enter(
+    tokens: Tensor,  # [B, W] int32
+    embedding: Tensor,  # [vocab, H]
+    hidden: Tensor,  # [B, F, H]
+    origins: Tensor | None,  # [B, W] int32: which of the F each goes on from; its own place if None
+    norms: tuple[Tensor, Tensor],  # of embeddings and of hidden states, [H]
+    eps: float,
+    keeps_normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the layer reads [B * W, 2H], normed embeddings before normed hidden states; and its residual [B * W, H]."""
+    batch, width = tokens.shape
+    size = hidden.shape[2]
+    both, residual = hidden.new_empty(batch * width, 2 * size), hidden.new_empty(batch * width, size)
+    block = triton.next_power_of_2(size)
+    _enter_kernel[(batch * width, 2)](
+        tokens,
+        embedding,
+        hidden,
+        tokens if origins is None else origins,
+        *norms,
+        both,
+        residual,
+        eps,
+        width,
+        hidden.shape[1],
+        BRANCHES=origins is not None,
+        KEEPS_NORMED=keeps_normed,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return both, residual
+
+
+def follow(
+    tokens: Tensor,  # [B or more, room] int32 of trees
+    parents: Tensor,
+    chosen: Tensor,  # [B, N] the token that is chosen after each of the N nodes
+    starts: Tensor,  # [B] int32 entries before the root's
+    counts: Tensor,  # [B] int32, written: the tokens that a round brings, and their entries
+    lengths: Tensor,  # [B] int32, written: entries with these
+    following: Tensor,  # [B, W] int32, written: the tokens
+    nodes: Tensor,  # [B, W] int32, written: the node after which each was chosen
+) -> None:
+    """Goes down each tree as far as what is chosen is there, as `accept.walk` does. Of more than W tokens the first."""
+    num_rows, width = chosen.shape
+    _follow_kernel[(num_rows,)](
+        tokens,
+        parents,
+        chosen,
+        chosen.stride(0),
+        starts,
+        counts,
+        lengths,
+        following,
+        nodes,
+        tokens.stride(0),
+        width,
+        following.shape[1],
+        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+        num_warps=1,
+    )
+
+
+def spread(
+    draft_ids: Tensor,  # [B * F, K] int32, likeliest first
+    logits: Tensor,  # [B * F, K] float32
+    totals: Tensor,  # [B * F] the logarithm of the sum of all exponentials
+    to_target: Tensor,  # [draft vocabulary] int64, what to add to a draft id
+    beams: Beams,
+    numbers: Tensor,  # [passes, 3, room] int64: of every pass the nodes' tokens, parents and probabilities
+    keep: int | None,
+    is_first: bool,
+) -> None:
+    """Writes the children of the F beams as the next level, and makes the likeliest of them the new beams.
+
+    keep: how many of a level stay, likeliest first; all, in the order of their parents, if None. is_first: the only
+    beam is the root. The last `room` int64 of a level hold two rows of float32: probabilities, and those of the paths.
+    """
+    batch, topk = beams.tokens.shape
+    num_beams = 1 if is_first else topk
+    count = num_beams * topk if keep is None else min(max(keep, topk), num_beams * topk)
+    later = topk * topk if keep is None else min(max(keep, topk), topk * topk)
+    _spread_kernel[(batch,)](
+        draft_ids,
+        logits,
+        totals,
+        to_target,
+        beams.tokens,
+        beams.origins,
+        beams.paths,
+        beams.places,
+        beams.entries,
+        beams.depths,
+        beams.before,
+        beams.num_passes,
+        numbers,
+        numbers.view(torch.float32),
+        numbers.stride(0),
+        numbers.stride(1),
+        beams.entries.shape[2],
+        F=num_beams,
+        K=topk,
+        COUNT=count,
+        LATER=later,
+        IS_FIRST=is_first,
+        SORTED=keep is not None,
+        BLOCK=max(triton.next_power_of_2(num_beams * topk), 16),
+        BLOCK_P=triton.next_power_of_2(beams.entries.shape[2]),
+    )
+
+
+@triton.jit(do_not_specialize=["width", "room", "chosen_stride"])  # which change from round to round
+def _follow_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    chosen: tl.tensor,
+    chosen_stride: int,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    following: tl.tensor,
+    nodes: tl.tensor,
+    tree_stride: int,
+    width: int,
+    room: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    is_below = (place > 0) & (place < width)
+    token = tl.load(tokens + row * tree_stride + place, mask=is_below, other=-1)
+    parent = tl.load(parents + row * tree_stride + place, mask=is_below, other=-1)
+    at, count = 0, 0
+    while at < BLOCK:
+        new = tl.load(chosen + row * chosen_stride + at).to(tl.int32)
+        tl.store(following + row * room + count, new, mask=count < room)
+        tl.store(nodes + row * room + count, at, mask=count < room)
+        count += 1
+        at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal ones the first
+    count = tl.minimum(count, room)
+    tl.store(counts + row, count)
+    tl.store(lengths + row, tl.load(starts + row) + count)
+
+
+@triton.jit
+def _enter_kernel(
+    tokens: tl.tensor,
+    embedding: tl.tensor,
+    hidden: tl.tensor,
+    origins: tl.tensor,
+    token_norm: tl.tensor,
+    hidden_norm: tl.tensor,
+    both: tl.tensor,
+    residual: tl.tensor,
+    eps: float,
+    width: int,
+    num_hidden: int,
+    BRANCHES: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One half of what one entry reads."""
+    entry, half = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    if half == 0:
+        token = tl.load(tokens + entry).to(tl.int64)
+        x = tl.load(embedding + token * SIZE + columns, mask=inside, other=0.0)
+        weight = tl.load(token_norm + columns, mask=inside, other=0.0)
+    else:
+        place = entry
+        if BRANCHES:
+            place = entry // width * num_hidden + tl.load(origins + entry)
+        x = tl.load(hidden + place.to(tl.int64) * SIZE + columns, mask=inside, other=0.0)
+        weight = tl.load(hidden_norm + columns, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    normed = rms_normed(x, weight, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps))
+    tl.store(both + entry.to(tl.int64) * 2 * SIZE + half * SIZE + columns, normed, mask=inside)
+    if half == 1:
+        kept = normed if KEEPS_NORMED else x
+        tl.store(residual + entry.to(tl.int64) * SIZE + columns, kept, mask=inside)
+
+
+@triton.jit
+def _spread_kernel(
+    draft_ids: tl.tensor,
+    logits: tl.tensor,
+    totals: tl.tensor,
+    to_target: tl.tensor,
+    beam_tokens: tl.tensor,
+    origins: tl.tensor,
+    beam_paths: tl.tensor,
+    beam_places: tl.tensor,
+    entries: tl.tensor,
+    depths: tl.tensor,
+    before: tl.tensor,
+    num_passes: tl.tensor,
+    numbers: tl.tensor,
+    chances: tl.tensor,
+    pass_stride: tl.int64,
+    part_stride: tl.int64,
+    max_depth: int,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    COUNT: tl.constexpr,
+    LATER: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    SORTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    child = tl.arange(0, BLOCK)
+    real = child < F * K
+    beam = child // K
+    number = 0
+    path = tl.full([BLOCK], 1.0, tl.float32)
+    parent = tl.zeros([BLOCK], tl.int32)
+    steps = tl.arange(0, BLOCK_P)[None, :]
+    trail = tl.zeros([BLOCK, BLOCK_P], tl.int32)
+    if not IS_FIRST:
+        number = tl.minimum(tl.load(num_passes + row), max_depth - 1)  # a pass too many is written over the last
+        path = tl.load(beam_paths + row * K + beam, mask=real, other=0.0)
+        parent = tl.load(beam_places + row * K + beam, mask=real, other=0)
+        trail = tl.load(
+            entries + (row * K + beam[:, None]) * max_depth + steps, mask=real[:, None] & (steps < number), other=0
+        )
+    logit = tl.load(logits + row * F * K + child, mask=real, other=float("-inf"))
+    q = tl.exp(logit - tl.load(totals + row * F + beam, mask=real, other=0.0))
+    draft_id = tl.load(draft_ids + row * F * K + child, mask=real, other=0)
+    token = draft_id + tl.load(to_target + draft_id, mask=real, other=0)
+    chance = tl.where(real, path * q, -1.0)
+    is_better = chance[None, :] > chance[:, None]
+    is_equal_before = (chance[None, :] == chance[:, None]) & (child[None, :] < child[:, None])
+    rank = tl.sum((is_better | is_equal_before).to(tl.int32), axis=1)
+
+    place = rank if SORTED else child
+    listed = real & (place < COUNT)
+    level = numbers + number * pass_stride + row * COUNT + place
+    tl.store(level, token, mask=listed)
+    tl.store(level + part_stride, parent.to(tl.int64), mask=listed)
+    odds = chances + 2 * (number * pass_stride + 2 * part_stride) + row * COUNT + place
+    tl.store(odds, q, mask=listed)
+    tl.store(odds + part_stride, chance, mask=listed)
+
+    tl.debug_barrier()  # all have read what is written over now
+    chosen = real & (rank < K)
+    start = 1 if IS_FIRST else 1 + K + (number - 1) * LATER  # where the level stands in the tree
+    at = row * K + rank
+    tl.store(beam_tokens + at, token, mask=chosen)
+    tl.store(origins + at, beam, mask=chosen)
+    tl.store(beam_paths + at, chance, mask=chosen)
+    tl.store(beam_places + at, start + place, mask=chosen)
+    tl.store(depths + at, number, mask=chosen)
+    trail = tl.where(steps == number, number * K + rank[:, None], trail)
+    tl.store(entries + at[:, None] * max_depth + steps, trail, mask=chosen[:, None] & (steps <= number))
+    tl.store(before + row, number * K)
+    tl.store(num_passes + row, number + 1)

@@ -1,0 +1,327 @@
+"""A forward of our own over a transformers model's weights, for models built like Llama, in few kernels.
+
+What lies between matrix products is fused (`layer_kernels`). The weights remain the model's: those that one product
+takes together are laid below each other once, and its parameters become views of them. Whatever `why_not` has an answer
+for is left to transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from graft.model.attention import Paths
+from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels.matmul import Products, can_multiply
+
+_FAMILIES = {
+    LlamaForCausalLM: "Llama",
+    MistralForCausalLM: "Mistral",
+    Qwen2ForCausalLM: "Qwen2",
+    Qwen3ForCausalLM: "Qwen3",
+}
+_QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle unless its forward asks for outputs
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a position alike in texts of any length
+_MAX_HOLES = 2**31  # bytes
+MAX_HEAD_DIM = 256
+MAX_HIDDEN = 16384  # what a program of the norm kernel holds
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of the first positions, [positions, head_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, module: nn.Module, like: Tensor, num_positions: int) -> Rotary:
+        """By a model's own module, where and as `like` is, [any, any]."""
+        positions = torch.arange(num_positions, device=like.device)[None]
+        # Both halves of a head turn alike.
+        return cls(*(table[0, :, : table.shape[2] // 2].contiguous() for table in module(like[:1], positions)))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer's weights. Products are [outputs, inputs], norms [size]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    attention_norm: Tensor
+    head_norms: tuple[Tensor, Tensor, float] | None
+    scale: float
+    window: int | None
+
+
+class FastLayers:
+    """The model's forward over a cache's tensors."""
+
+    def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
+        """model: one that `why_not` has nothing against. exact: bits depend on no batch, however large."""
+        parts: Any = model
+        config = model.config
+        self.num_layers = config.num_hidden_layers
+        self.kv_heads = config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.head_dim = parts.model.layers[0].self_attn.head_dim
+        self._eps = parts.model.norm.variance_epsilon
+        self._embedding = parts.model.embed_tokens.weight.detach()
+        self._norm = parts.model.norm.weight.detach()
+        self._head = parts.lm_head.weight.detach()
+        self._rotary = parts.model.rotary_emb
+        self._layers: list[_Layer] = []
+        for layer in parts.model.layers:
+            self._layers.append(_layer(layer))
+            _give_back(self._embedding.device)
+        self._multiply = Products(self._embedding.device, always=exact)
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether all products can be our own."""
+        return all(can_multiply(weight.shape) for weight in self._weights)
+
+    @property
+    def is_mostly_exact(self) -> bool:
+        """Whether, in all but the largest steps, all products are our own without being asked for."""
+        return self.can_be_exact and all(map(Products.is_quick, self._weights))
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [self._head, *(w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+
+    def rotary(self, num_positions: int) -> Rotary:
+        return Rotary.of(self._rotary, self._embedding, num_positions)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: Tensor,  # [B, W]
+        seen: Paths,
+        keys: Tensor,  # [layers, B, slots, kv_heads, head_dim]
+        values: Tensor,
+        rotary: Rotary,
+        hidden_layers: Sequence[int] = (),
+        num_logits: int = 0,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, W, V] in the model's dtype, of the last tokens only if num_logits is given, and the inputs
+        [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
+        batch, width = tokens.shape
+        scratch = self._scratch(batch, width, seen)
+        multiply = self._multiply
+        stream = embedding(tokens, self._embedding).flatten(0, 1)  # [B * W, H]
+        delta: Tensor | None = None  # what is still to be added to it
+        inputs: dict[int, Tensor] = {}
+        for number, layer in enumerate(self._layers):
+            stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
+            inputs[number] = stream
+            qkv = multiply(normed, layer.qkv, layer.qkv_bias)
+            attended = attend_in_cache(
+                qkv,
+                keys[number],
+                values[number],
+                seen,
+                rotary,
+                self.heads,
+                norms=layer.head_norms,
+                scale=layer.scale,
+                window=layer.window,
+                scratch=scratch,
+            )
+            delta = multiply(attended, layer.o)
+            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
+            delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
+        _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
+        inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
+        last = normed.unflatten(0, (batch, width))[:, -num_logits:].flatten(0, 1).contiguous()
+        logits = multiply(last, self._head).unflatten(0, (batch, -1))
+        return logits, [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
+
+    def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
+        """For the attention of all layers in turn."""
+        tiles = attention_kernels.tiles_for(self.head_dim, self._embedding.dtype)
+        max_depth = seen.paths.shape[2] - 1
+        size = attention_kernels.scratch_size(
+            batch, self.heads, width, self.head_dim, max_depth, seen.max_context, tiles
+        )
+        return torch.empty(size, dtype=torch.float32, device=seen.lengths.device)
+
+
+def attend_in_cache(
+    qkv: Tensor,  # [B * W, (heads + 2 * kv_heads) * head_dim]
+    keys: Tensor,  # [B, slots, kv_heads, head_dim], one layer of a cache
+    values: Tensor,
+    seen: Paths,
+    rotary: Rotary,
+    heads: int,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    before: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """Turns queries and keys, writes keys and values to the cache, and attends, [B * W, heads * head_dim].
+
+    See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
+    """
+    layer_kernels.rotate_and_store(qkv, keys, values, seen, rotary.cos, rotary.sin, norms, before)
+    query = qkv.view(*seen.depths.shape, -1, keys.shape[3])[:, :, :heads].transpose(1, 2)
+    attended = attention_kernels.tree_attention(
+        query,
+        keys,
+        values,
+        seen.lengths,
+        seen.paths,
+        seen.depths,
+        max_context=seen.max_context,
+        scale=scale,
+        window=window,
+        scratch=scratch,
+    )
+    return attended.flatten(0, 1)
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """What keeps the model from these layers; None if nothing does."""
+    family = _FAMILIES.get(type(model))
+    if family is None:
+        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}"
+    if (touched := touched_module(model)) is not None:
+        return f"{touched} has a hook or a forward of its own"
+    parts: Any = model
+    config = model.config
+    parameters = list(model.parameters())
+    kinds = {(p.device, p.dtype) for p in parameters}
+    if len(kinds) > 1 or parameters[0].dtype not in DTYPES or any(type(p) is not nn.Parameter for p in parameters):
+        return "its weights are of several kinds, or of one that is not supported"
+    rotary = parts.model.rotary_emb
+    if rotary.rope_type not in STEADY_ROPES:
+        return f"its rotary positions are of type {rotary.rope_type}"
+    head_dim = parts.model.layers[0].self_attn.head_dim
+    if head_dim > MAX_HEAD_DIM or 2 * rotary.inv_freq.numel() != head_dim or config.hidden_size > MAX_HIDDEN:
+        return "its heads, rotary positions or hidden states are of an unusual size"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}"
+    own = type(model).__module__
+    expected = {
+        parts.model.norm: "RMSNorm",
+        rotary: "RotaryEmbedding",
+        **{module: name for layer in parts.model.layers for module, name in _parts_of(layer).items()},
+    }
+    for module, name in expected.items():
+        if type(module).__module__ != own or type(module).__name__ != family + name:
+            return f"it has a {type(module).__name__} in place of a {family + name}"
+    plain = [parts.lm_head, *(p for layer in parts.model.layers for p in _products(layer))]
+    if type(parts.model.embed_tokens) is not nn.Embedding or any(type(p) is not nn.Linear for p in plain):
+        return "its embedding or linear layers are not PyTorch's"
+    for layer in parts.model.layers:
+        attention = layer.self_attn
+        biases = [p.bias is not None for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        others = (attention.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, parts.lm_head)
+        if len(set(biases)) > 1 or any(p.bias is not None for p in others):
+            return "it has biases beside those of queries, keys and values"
+    return None
+
+
+def touched_module(model: nn.Module) -> str | None:
+    """The name of a module whose forward is not, or not alone, that of its class."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooked = any(getattr(hook, "__module__", None) != _QUIET_HOOKS for hook in hooks)
+        if hooked or "forward" in vars(module) or hasattr(module, "_hf_hook"):
+            return name or type(model).__name__
+    return None
+
+
+def _parts_of(layer: Any) -> dict[nn.Module, str]:
+    parts = {
+        layer: "DecoderLayer",
+        layer.self_attn: "Attention",
+        layer.mlp: "MLP",
+        layer.input_layernorm: "RMSNorm",
+        layer.post_attention_layernorm: "RMSNorm",
+    }
+    norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+    return parts | {norm: "RMSNorm" for norm in norms if norm is not None}
+
+
+def _products(layer: Any) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
+
+
+def _give_back(device: torch.device) -> None:
+    """Separate weights leave holes that fused ones do not fit: PyTorch would keep as much memory again for later."""
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MAX_HOLES:
+        torch.cuda.empty_cache()
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    head_norms = None
+    if getattr(attention, "q_norm", None) is not None:
+        query_norm, key_norm = attention.q_norm, attention.k_norm
+        head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.variance_epsilon)
+    # Mistral has one window for all layers, in its config alone; a Llama has none, whatever its config says.
+    window = getattr(attention, "sliding_window", None)
+    if "Mistral" in type(attention).__name__:
+        window = attention.config.sliding_window
+    return _Layer(
+        qkv=together([p.weight for p in projections]),
+        qkv_bias=together([p.bias for p in projections]) if attention.q_proj.bias is not None else None,
+        o=attention.o_proj.weight.detach(),
+        gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight.detach(),
+        input_norm=layer.input_layernorm.weight.detach(),
+        attention_norm=layer.post_attention_layernorm.weight.detach(),
+        head_norms=head_norms,
+        scale=attention.scaling,
+        window=window,
+    )
+
+
+def together(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The parameters below each other in one tensor, of which they become views if they are not yet."""
+    first, sizes = parameters[0], [len(p) for p in parameters]
+    if _lie_together(parameters):
+        return first.data.as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _lie_together(parameters: Sequence[nn.Parameter]) -> bool:
+    end = parameters[0].data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == parameters[0].untyped_storage().data_ptr()
+        if not same or not parameter.is_contiguous() or parameter.data_ptr() != end:
+            return False
+        end += parameter.nbytes
+    return True

@@ -1,0 +1,268 @@
+"""From logits to tokens: sampling settings, the keyed noise, and the sampler that applies both.
+
+The noise of a draw is a function of (seed, absolute position, token) alone. So the same seed gives the same
+text whatever tree was verified, and with none. Acceptance itself is in `accept`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graft.hashing import GOLDEN, mix64
+from graft.model.grammar import Constraint
+from graft.model.kv_cache import kept_rows
+from graft.settings import Settings, require
+from graft.spec_decode.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Settings):
+    """How tokens are chosen and when an answer ends. The defaults are greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer; divides or multiplies the logit
+    presence_penalty: float = 0.0  # over the answer; subtracted once per token seen
+    frequency_penalty: float = 0.0  # over the answer; subtracted per occurrence
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None draws a fresh one, which the result reports
+    min_tokens: int = 0  # nothing ends the answer before
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report beside each token's own
+    n: int = 1  # answers per prompt
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(31))
+        for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed"):
+            require(_is_int(getattr(self, name)), f"{name} must be a whole number, not {getattr(self, name)!r}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            require(finite, f"{name} must be a finite number, not {value!r}")
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
+        require(
+            self.min_tokens <= self.max_new_tokens,
+            f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({self.max_new_tokens})",
+        )
+        require(isinstance(self.stop_token_ids, Sequence), "stop_token_ids must be a list of token ids")
+        require(isinstance(self.logit_bias, Mapping), "logit_bias must map token ids to numbers")
+        require(abs(self.seed) < 2**62, f"seed must be below 2**62, not {self.seed}")  # type: ignore[arg-type]
+        require(self.top_k < 2**31, f"top_k must be below 2**31, not {self.top_k}")
+        require(self.n >= 1, f"n must be at least 1, not {self.n}")
+        require(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty text")
+        require(all(_is_int(i) for i in self.stop_token_ids), "stop_token_ids must be whole numbers")
+        require(
+            all(_is_int(i) and isinstance(b, int | float) and b < math.inf for i, b in self.logit_bias.items()),
+            "logit_bias must map token ids to numbers below infinity",
+        )
+        require(
+            self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
+            f"logprobs must be 0 or more, not {self.logprobs!r}",
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Token ids named in the settings must exist in the model."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                require(0 <= token < vocab_size, f"{name}: the model has no token {token} (ids go to {vocab_size - 1})")
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64."""
+    keys = mix64(mix64(seeds) + positions)
+    tokens = torch.arange(vocab_size, device=keys.device)
+    bits = mix64(keys[:, None] + tokens * GOLDEN)
+    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53  # in (0, 1), never its ends
+    return -torch.log(-torch.log(uniform))
+
+
+class Sampler:
+    """Chooses tokens for a batch of rows, each with its own settings and history (an `accept.Chooser`)."""
+
+    def __init__(
+        self,
+        settings: Sequence[SamplingSettings],
+        histories: Sequence[Sequence[int]],
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        constraints: Sequence[Constraint | None] | None = None,
+    ) -> None:
+        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
+
+        self._settings = list(settings)
+        self._constraints = list(constraints or [None] * len(settings))
+        self._vocab_size = vocab_size
+        self._seeds = column("seed", torch.int64)
+        # What moves on with every token is on the host, in plain numbers.
+        self._positions = [len(h) for h in histories]  # of the token to choose
+        self._generated = [0] * len(settings)
+        self._min_tokens = torch.tensor([s.min_tokens for s in settings])
+        self._temperature = column("temperature")
+        self._top_k, self._top_p, self._min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
+        self._repetition = column("repetition_penalty")
+        self._presence, self._frequency = column("presence_penalty"), column("frequency_penalty")
+
+        shape = (len(settings), vocab_size)
+        self._seen: Tensor | None = None  # [B, V] bool, in prompt or answer
+        self._counts: Tensor | None = None  # [B, V] float, in the answer
+        self._bias: Tensor | None = None  # [B, V] float
+        self._endings: Tensor | None = None  # [B, V] bool, what min_tokens forbids
+        if any(s.repetition_penalty != 1 for s in settings):
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            for row, history in enumerate(histories):
+                self._seen[row, torch.tensor(history, device=device)] = True
+        if any(s.presence_penalty or s.frequency_penalty for s in settings):
+            self._counts = torch.zeros(shape, device=device)
+        if any(s.logit_bias for s in settings):
+            self._bias = torch.zeros(shape, device=device)
+            for row, s in enumerate(settings):
+                for token, bias in s.logit_bias.items():
+                    self._bias[row, token] = bias
+        if any(s.min_tokens for s in settings):
+            self._endings = torch.zeros(shape, dtype=torch.bool, device=device)
+            for row, s in enumerate(settings):
+                self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
+
+    def keeping(self, rows: Sequence[int]) -> Sampler:
+        """For these rows alone, in this order; see `TreeCache.keeping`."""
+        there = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(there, name, kept_rows(value, rows))
+            elif isinstance(value, list):
+                setattr(there, name, [value[row] for row in rows])
+        return there
+
+    def joining(self, other: Sampler) -> Sampler:
+        """With the rows of another sampler behind its own."""
+        num_own, num_new = len(self._settings), len(other._settings)
+        there = copy.copy(self)
+        for name, own in vars(self).items():
+            new = getattr(other, name)
+            if isinstance(own, list):
+                setattr(there, name, own + new)
+            elif isinstance(own, Tensor) or isinstance(new, Tensor):
+                # What only the one's rows ask for is nothing at all for the other's.
+                own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
+                new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
+                setattr(there, name, torch.cat([own, new]))
+        return there
+
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
+        scores = self._constrained(self._penalized(logits.float()), walking)
+        tokens = scores.argmax(dim=1)
+        if any(s.temperature for s in self._settings):
+            noise = gumbel_noise(self._seeds, torch.tensor(self._positions, device=logits.device), self._vocab_size)
+            scores = scores / self._temperature.clamp(min=1e-6)[:, None]
+            drawn = (self._truncated(scores) + noise).argmax(dim=1)
+            tokens = torch.where(self._temperature > 0, drawn, tokens)
+        self._remember(tokens, walking)
+        return tokens
+
+    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
+        is_known = [self._needs_logits_alone(row) for row in range(len(self._settings))]
+        if not any(is_known):
+            return None
+        if not any(s.temperature for s, known in zip(self._settings, is_known, strict=True) if known):
+            return best, is_known
+        from graft.model.kernels import topk as topk_kernels  # needs Triton, which only a GPU's users have
+
+        positions = torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)
+        if logits.is_cuda:
+            positions = positions.pin_memory()  # else the transfer waits for the device
+        with torch.cuda.device_of(logits):
+            there = positions.to(logits.device, non_blocking=True)
+            return topk_kernels.draw(logits, self._seeds, there, self._temperature), is_known
+
+    def _needs_logits_alone(self, row: int) -> bool:
+        """Whether a row's choice is a function of logits, temperature and noise: then the device makes it by itself."""
+        s = self._settings[row]
+        penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+        cuts = s.top_k or s.top_p < 1 or s.min_p or self._generated[row] < s.min_tokens
+        return not (penalties or cuts or self._constraints[row] is not None)
+
+    def move_on(self, counts: Sequence[int]) -> None:
+        self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
+        self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        """Logits after everything that looks at the row's own history."""
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._seen is not None:
+            penalty = self._repetition[:, None]
+            logits = torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self._counts is not None:
+            logits = logits - self._presence[:, None] * (self._counts > 0) - self._frequency[:, None] * self._counts
+        if self._endings is not None:
+            too_early = (torch.tensor(self._generated) < self._min_tokens)[:, None].to(logits.device)
+            logits = logits.masked_fill(self._endings & too_early, -torch.inf)
+        return logits
+
+    def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
+        """Scores with what a row's constraint forbids at minus infinity."""
+        rows = [row for row, constraint in enumerate(self._constraints) if constraint is not None and walking[row]]
+        if not rows:
+            return scores
+        scores = scores.clone()
+        for row in rows:
+            constraint = self._constraints[row]
+            assert constraint is not None
+            scores[row] = constraint.mask(scores[row])
+        return scores
+
+    def _truncated(self, scores: Tensor) -> Tensor:
+        """Scores with what top-k, then top-p, then min-p leave out at minus infinity."""
+        if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
+            return scores
+        ordered, order = scores.sort(dim=1, descending=True, stable=True)
+        rank = torch.arange(self._vocab_size, device=scores.device)
+        top_k = torch.where(self._top_k > 0, self._top_k, self._vocab_size)
+        keep = rank < top_k[:, None]
+        probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)
+        before = probability.cumsum(dim=1) - probability
+        keep &= (before < self._top_p[:, None]) | (self._top_p[:, None] >= 1)  # the first is always kept
+        keep &= probability >= self._min_p[:, None] * probability[:, :1]
+        return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
+
+    def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
+        self.move_on(walking)
+        rows = [row for row, walks in enumerate(walking) if walks]
+        if self._seen is not None:
+            self._seen[rows, tokens[rows]] = True
+        if self._counts is not None:
+            self._counts[rows, tokens[rows]] += 1
+        if any(self._constraints):
+            for row in rows:
+                if (constraint := self._constraints[row]) is not None:
+                    constraint.take(int(tokens[row]))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,0 @@
-"""Where models come from: the packaged one, a local folder, or a hub id.
-
-`graft.models.load.load_model` is the way in; nothing here imports torch until a model is really needed.
-"""

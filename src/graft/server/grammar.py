@@ -1,0 +1,165 @@
+"""Answers that must be JSON: grammars made by llguidance, as constraints on the walk.
+
+A schema is a program that a stranger has written. How large it may be and how long it may take is bounded, and it is
+compiled beside everything else: llguidance leaves others the interpreter meanwhile, but cannot be interrupted, so one
+that takes too long is given up and keeps its thread until it ends. When all threads are kept, further schemas are
+refused; requests without one notice nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from graft.errors import GraftError
+
+# One space where people put one, and none elsewhere: a model in doubt could write spaces for ever.
+_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_SCHEMA = 64 << 10  # characters
+_MAX_SECONDS = 5.0
+_NUM_THREADS = 2
+
+T = TypeVar("T")
+
+
+class SchemasBusyError(Exception):
+    """All that compile schemas are at work on those that take long."""
+
+
+class Grammars:
+    """Makes constraints for one model."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        self._threads = _Threads(_NUM_THREADS)
+
+    async def compile(self, schema: Any) -> LLMatcher:
+        """The grammar of a JSON schema at its start; a GraftError if there is none, nothing could ever fit it, or it is
+        too large or takes too long; a SchemasBusyError if others take too long."""
+        try:
+            text = json.dumps(schema)
+        except (ValueError, RecursionError) as error:
+            raise GraftError(f"this JSON schema cannot be used: {error}") from error
+        if len(text) > _MAX_SCHEMA:
+            raise GraftError(f"this JSON schema has {len(text)} characters, more than the {_MAX_SCHEMA} allowed here")
+        try:
+            return await self._threads.run(lambda: self._compiled(text), _MAX_SECONDS)
+        except TimeoutError:
+            what = f"this JSON schema takes longer than {_MAX_SECONDS:g} s to compile: make it simpler"
+            raise GraftError(what) from None
+
+    def _compiled(self, schema: str) -> LLMatcher:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING)
+            error = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            if not error:
+                return LLMatcher(self._tokenizer, grammar, log_level=0)
+        except BaseException as caught:  # the library's errors are of many kinds, and its panics are no `Exception`
+            error = str(caught)
+        raise GraftError(f"this JSON schema cannot be used: {' '.join(error.split())}")
+
+    def constraint(self, grammar: LLMatcher) -> JsonConstraint:
+        return JsonConstraint(grammar.deep_copy())
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token writes; it may be part of a character."""
+        return bytes(self._tokenizer.decode_bytes([token]))
+
+
+class JsonConstraint:
+    """One answer's place in its grammar; see `graft.model.grammar`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._ended = False
+        self.error: str | None = None
+
+    def mask(self, scores: Tensor) -> Tensor:
+        if self._ended or self.error is not None:
+            return scores
+        packed = self._ask(lambda: self._matcher.compute_bitmask())
+        if packed is None or self._has_failed():
+            return scores
+        bits = np.frombuffer(packed, dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(scores)].astype(bool))
+        masked = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        if not bool(masked.isfinite().any()):
+            self.error = "response_format cannot be met: nothing that it allows here may be written"
+            return scores
+        return masked
+
+    def take(self, token: int) -> None:
+        if self._ended or self.error is not None:
+            return
+        self._ended = self._ask(lambda: self._matcher.is_stopped()) is True  # then the token is the answer's end
+        if not self._ended and self.error is None and not self._ask(lambda: self._matcher.consume_token(token)):
+            self._has_failed()
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        if self.error is not None:
+            return 0
+        return self._ask(lambda: int(self._matcher.validate_tokens(list(tokens)))) or 0
+
+    def _has_failed(self) -> bool:
+        if self.error is None and self._ask(lambda: self._matcher.is_error()):
+            self.error = f"the grammar failed: {self._ask(lambda: self._matcher.get_error())}"
+        return self.error is not None
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """What the matcher says. A panic inside it is no `Exception`, and no reason to end anything but this answer."""
+        try:
+            return question()
+        except BaseException as error:
+            self.error = f"the grammar failed: {error}"
+            return None
+
+
+class _Threads:
+    """So many threads at most, for work that may never end: whoever stops waiting for it leaves it its thread.
+
+    Not an executor: later work would wait behind such work, and so would the interpreter's end.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = asyncio.Semaphore(count)
+
+    async def run(self, work: Callable[[], T], seconds: float) -> T:
+        """Raises a TimeoutError when the work takes longer, a SchemasBusyError when no thread is free for as long."""
+        try:
+            await asyncio.wait_for(self._free.acquire(), seconds)
+        except TimeoutError:
+            raise SchemasBusyError("JSON schemas that take long are being compiled") from None
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def end(finish: Callable[[], None]) -> None:
+            self._free.release()
+            if not answer.done():  # else nobody waits any more
+                finish()
+
+        def run() -> None:
+            try:
+                result = work()
+                finish: Callable[[], None] = lambda: answer.set_result(result)  # noqa: E731
+            except Exception as error:
+                finish = partial(answer.set_exception, error)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end, finish)
+
+        try:
+            threading.Thread(target=run, name="graft-schema", daemon=True).start()
+        except BaseException:
+            self._free.release()
+            raise
+        return await asyncio.wait_for(answer, seconds)

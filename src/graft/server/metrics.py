@@ -1,0 +1,94 @@
+"""What Prometheus is told, by vLLM's names with our prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from graft.core.scheduler import Scheduler
+from graft.stats import Stats
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """Counts of one server. Speculation is counted when an answer ends, tokens as they come."""
+
+    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_SchedulerCollector(scheduler, model_name))
+        self._model = model_name
+
+        def counter(name: str, words: str, *labels: str) -> Counter:
+            return Counter(f"graft:{name}", words, ("model_name", *labels), registry=self._registry)
+
+        def histogram(name: str, words: str) -> Histogram:
+            made = Histogram(f"graft:{name}", words, ("model_name",), buckets=_SECONDS, registry=self._registry)
+            return made.labels(model_name)
+
+        self._successes = counter("request_success", "Requests answered.", "finished_reason")
+        self._failures = counter("request_failure", "Requests not answered.", "reason")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._new_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._rounds = counter("spec_decode_num_drafts", "Rounds that verified a tree.")
+        self._proposed = counter("spec_decode_num_draft_tokens", "Proposed tokens that were verified.", "source")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", "source")
+        self._by_depth = counter("spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by depth.", "position")
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "From a request to its first token.")
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "From a token to the next.")
+        self.queue_time = histogram("request_queue_time_seconds", "From a request to its first round.")
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From a request to its last token.")
+
+    def asked(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
+
+    def written(self, num_tokens: int) -> None:
+        self._new_tokens.labels(self._model).inc(num_tokens)
+
+    def answered(self, reason: str) -> None:
+        self._successes.labels(self._model, reason).inc()
+
+    def failed(self, reason: str) -> None:
+        self._failures.labels(self._model, reason).inc()
+
+    def speculated(self, stats: Stats) -> None:
+        self._rounds.labels(self._model).inc(stats.rounds - stats.plain_rounds)
+        for source, count in stats.proposed_by_source.items():
+            self._proposed.labels(self._model, source).inc(count)
+        for source, count in stats.accepted_by_source.items():
+            self._accepted.labels(self._model, source).inc(count)
+        for depth, count in stats.accepted_by_depth.items():
+            self._by_depth.labels(self._model, str(depth - 1)).inc(count)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _SchedulerCollector:
+    """Asks the scheduler when it is itself asked."""
+
+    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+        self._scheduler, self._model = scheduler, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler, pages = self._scheduler, self._scheduler.pages
+        gauges = {
+            "num_requests_running": ("Requests that are decoded.", scheduler.num_running),
+            "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
+            "kv_cache_usage_perc": ("Share of the cache that running requests take.", scheduler.cache_use),
+            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pages.num_tokens),
+        }
+        for name, (words, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"graft:{name}", words, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        counts = {
+            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pages.num_asked),
+            "prefix_cache_hits": ("Of them, tokens that were not read again.", pages.num_found),
+        }
+        for name, (words, value) in counts.items():
+            counter = CounterMetricFamily(f"graft:{name}", words, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter

@@ -1,0 +1,100 @@
+"""What a server may be told, and where it is told it: flags, then the environment, then a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from graft.core.scheduler import SchedulerSettings
+from graft.errors import GraftError
+from graft.settings import require, require_known
+
+PREFIX = "GRAFT_SERVE_"
+Learning = Literal["auto", "shared", "key", "isolated", "off"]
+
+
+@dataclass(frozen=True)
+class ServeSettings(SchedulerSettings):
+    """How the server meets its users. Who may decode how much at once is the scheduler's."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()  # any of them opens the server; none leaves it open
+    served_model_name: str | None = None  # None: the model's own
+    # From whom a text learns: all, those of its key, of its key and user, or itself alone; auto: those of its key where
+    # there are several, else all.
+    learning: Learning = "auto"
+    max_body_bytes: int = 2 << 20
+    max_prompt_tokens: int | None = None  # None: the model's context
+    max_tokens: int = 4096  # of an answer, at most
+    default_max_tokens: int = 1024  # of a chat answer, where the request says nothing
+    timeout: float = 600.0  # seconds a request may take, waiting included
+    shutdown_timeout: float = 30.0  # seconds that requests under way have left when the server is told to stop
+    log_prompts: bool = False
+    page: bool = True  # the page at /
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = get_args(Learning)
+        require(self.learning in known, f"learning is one of {', '.join(known)}, not {self.learning!r}")
+        require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
+        require(all(self.api_keys), "an API key must not be empty")
+        for name in ("max_body_bytes", "max_tokens", "default_max_tokens", "timeout"):
+            require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
+
+    @property
+    def shared_by(self) -> Literal["all", "key", "user", "none"]:
+        """Whose requests learn from each other, and reuse each other's beginnings."""
+        if self.learning == "auto":
+            return "key" if len(set(self.api_keys)) > 1 else "all"
+        names: dict[Learning, Literal["all", "key", "user", "none"]]
+        names = {"shared": "all", "key": "key", "isolated": "user", "off": "none"}
+        return names[self.learning]
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+SERVING = tuple(field.name for field in fields(ServeSettings))
+_LISTS = ("api_keys",)  # commas between them in the environment
+
+
+def gather(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, loading: tuple[str, ...]
+) -> tuple[dict[str, Any], ServeSettings]:
+    """Options for `load`, by the names of `loading`, and the server's settings. Unknown names are errors."""
+    known = (*SERVING, *loading)
+    chosen = dict(_from_file(file)) if file is not None else {}
+    for name, value in environment.items():
+        if name.startswith(PREFIX):
+            key = name.removeprefix(PREFIX).lower()
+            chosen[key] = value.split(",") if key in _LISTS else value
+    for key in chosen:
+        require_known("setting", key, known)
+    chosen |= flags
+    try:
+        if "budget" in chosen:
+            chosen["budget"] = TypeAdapter(int).validate_python(chosen["budget"])
+        own = {key: value for key, value in chosen.items() if key in SERVING}
+        settings = TypeAdapter(ServeSettings).validate_python(own)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        raise GraftError(str(cause) if isinstance(cause, GraftError) else f"{name}: {first['msg']}") from error
+    return {key: value for key, value in chosen.items() if key in loading}, settings
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise GraftError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    require(content is None or isinstance(content, dict), f"{path} must hold settings, as in `port: 8000`")
+    return {str(key): value for key, value in (content or {}).items()}

@@ -1,0 +1,1086 @@
+/* What a round does beside the models, always on the host: the pool, the tables, the copies and the walk. A round is a
+   thousand small steps, and a tensor operation costs more than such a step.
+
+   The same proposals give the same tree on every machine. Sums and products are taken in the order that stands here,
+   none is followed by another operation that a compiler could contract with it, and nothing is asked of a machine's
+   mathematical library: logarithms are comparisons, exponentials whole numbers.
+
+   Functions return 0, or what went wrong. Nothing is kept between calls but in a `SuffixIndex`, whose memory the caller
+   gives back by `graft_index_free`. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { OK, NO_MEMORY, OUT_OF_RANGE };
+enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
+enum { ALONE, OPPOSED, AGREED };
+enum { ROOT = 0, PADDING = -1, INHERITED = -1 };
+
+static const float SURE = 0.999f, LEAST = 1e-30f;
+
+/* The pool */
+
+typedef struct {
+    int64_t num_rows, capacity, width;
+    int64_t deepest; /* depth of any node so far */
+    int64_t *fields; /* [fields][num_rows][capacity] */
+    float *paths;    /* [num_rows][capacity] */
+    const int64_t *salts;
+    const int64_t *factors; /* of each depth, in a path's key */
+    int64_t num_factors;
+} Pool;
+
+/* P(accepted | parent), [agreements][num_sources][num_buckets] */
+typedef struct {
+    const float *values;
+    int64_t num_sources, num_buckets;
+} Chances;
+
+/* One row of the pool: where its columns begin. */
+typedef struct {
+    int64_t *fields[AGREEMENT + 1];
+    float *paths;
+} Row;
+
+static Row row_of(const Pool *pool, int64_t row) {
+    Row found;
+    for (int field = 0; field <= AGREEMENT; field++)
+        found.fields[field] = pool->fields + (field * pool->num_rows + row) * pool->capacity;
+    found.paths = pool->paths + row * pool->capacity;
+    return found;
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t step_key(int64_t token, int64_t factor) {
+    return (int64_t)(((uint64_t)token + 1) * (uint64_t)factor);
+}
+
+static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+
+static int chance_of(const Chances *chances, int64_t agreement, int64_t source, int64_t score_bucket, float *chance) {
+    if (source < 0 || source >= chances->num_sources || score_bucket < 0 || score_bucket >= chances->num_buckets)
+        return OUT_OF_RANGE;
+    *chance = chances->values[(agreement * chances->num_sources + source) * chances->num_buckets + score_bucket];
+    return OK;
+}
+
+static float path_of(float above, float chance) {
+    float path = above * (chance < SURE ? chance : SURE);
+    return path < LEAST ? 0.0f : path;
+}
+
+/* Of probabilities, two a halving: bucket b begins at 2^(-b/2) and goes down to the next. */
+enum { NUM_BUCKETS = 16 };
+
+static int64_t bucket_of(double probability) {
+    static const double HALF_POWERS[2] = {1.0, 0.70710678118654752440};
+    for (int64_t bucket = 1; bucket < NUM_BUCKETS; bucket++)
+        if (!(probability <= HALF_POWERS[bucket & 1] / (double)(1 << (bucket >> 1)))) return bucket - 1;
+    return NUM_BUCKETS - 1;
+}
+
+/* The `count` places with the highest values, best first, of equals the first. */
+static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < num_values && count > 0; i++) {
+        float value = values[i];
+        if (found == count && !(value > values[places[count - 1]])) continue;
+        int64_t at = found < count ? found++ : count - 1;
+        for (; at > 0 && values[places[at - 1]] < value; at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+}
+
+static int add_node(
+    Pool *pool, const Row *row, int64_t node, int64_t token, int64_t parent, float chance, int64_t source,
+    int64_t score_bucket, int64_t needs) {
+    int64_t *const *fields = row->fields;
+    if (node >= pool->capacity || parent < 0 || parent >= node) return OUT_OF_RANGE;
+    int64_t depth = fields[DEPTH][parent] + 1;
+    if (depth >= pool->num_factors) return OUT_OF_RANGE;
+    fields[TOKEN][node] = token;
+    fields[BEFORE][node] = fields[TOKEN][parent];
+    fields[DEPTH][node] = depth;
+    fields[KEY][node] = sum_keys(fields[KEY][parent], step_key(token, pool->factors[depth]));
+    fields[NEED][node] = needs == INHERITED ? fields[NEED][parent] : needs;
+    fields[PARENT][node] = parent;
+    fields[EARLIER][node] = fields[BEFORE][parent];
+    fields[SOURCE][node] = source;
+    fields[SCORE_BUCKET][node] = score_bucket;
+    fields[AGREEMENT][node] = ALONE;
+    row->paths[node] = path_of(row->paths[parent], chance);
+    if (depth > pool->deepest) pool->deepest = depth;
+    return OK;
+}
+
+/* roots, before, earlier: [num_rows] */
+int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
+    if (pool->capacity < 1) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int field = 0; field <= AGREEMENT; field++) row.fields[field][0] = 0;
+        row.fields[TOKEN][0] = roots[r];
+        row.fields[BEFORE][0] = before[r];
+        row.fields[EARLIER][0] = earlier[r];
+        row.fields[SOURCE][0] = ROOT;
+        row.paths[0] = 1.0f;
+    }
+    pool->width = 1;
+    pool->deepest = 0;
+    return OK;
+}
+
+/* All columns are [num_rows][count]; a node may hang below one before it. */
+int graft_add(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *chances,
+    const int64_t *sources, const int64_t *score_bucket, int64_t needs) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i;
+            int failed = add_node(
+                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], score_bucket[at], needs);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* Nodes put together on the host. columns: [4][num_rows][count] of tokens, parents, sources and score_bucket; the first
+   counts[row] of each row are nodes. */
+int graft_add_rows(
+    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const Chances *chances) {
+    int64_t size = pool->num_rows * count;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t *at = columns + r * count + i;
+            int64_t source = at[2 * size], score_bucket = at[3 * size];
+            float chance = 0.0f;
+            int failed = i < counts[r] ? chance_of(chances, ALONE, source, score_bucket, &chance) : OK;
+            if (!failed)
+                failed = add_node(
+                    pool, &row, pool->width + i, at[0], at[size], chance, source, score_bucket, INHERITED);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* A drafted level: tokens, parents and probabilities are [num_rows][count], places in the drafted tree, which begins
+   `first` places further on in the pool. Without values in `chances` the drafter is taken at its word. reached: P(one of
+   the first num_beams of them comes true), by row. */
+int graft_add_level(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
+    const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
+    double *reached) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        float sum = 0.0f;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i, node = pool->width + i;
+            int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
+            int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(probabilities[at]);
+            float chance = probabilities[at];
+            int failed = chances->values == NULL ? OK : chance_of(chances, ALONE, source, score_bucket, &chance);
+            if (!failed)
+                failed = add_node(
+                    pool, &row, node, tokens[at], parent, going[r] ? chance : 0.0f, source, score_bucket, needs);
+            if (failed) return failed;
+            if (i < num_beams) sum += row.paths[node];
+        }
+        reached[r] = sum < 1.0f ? sum : 1.0f;
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* Makes equal paths one. values of chances may be NULL: then nothing is weighed again. */
+int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
+    int64_t width = pool->width, num_slots = 16;
+    int bits = 4, failed = OK;
+    for (; num_slots < 2 * width; num_slots *= 2) bits++;
+    int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    int64_t *slots = memory;                 /* the likeliest node of each path so far, or -1 */
+    int64_t *kept = slots + num_slots;       /* node -> the one that stands for it */
+    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all copies */
+    int64_t *last_source = first_source + width;
+    int64_t *needs = last_source + width;
+    int64_t *spoke = needs + width;          /* whether the drafter proposed something below */
+    int64_t *order = spoke + width;          /* nodes by depth */
+    int64_t *starts = order + width;         /* of each depth there */
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
+        int64_t *parents = row.fields[PARENT], *agreement = row.fields[AGREEMENT];
+        float *paths = row.paths;
+        for (int64_t s = 0; s < num_slots; s++) slots[s] = -1;
+        for (int64_t i = 0; i < width; i++) {
+            uint64_t slot = ((uint64_t)keys[i] * UINT64_C(0x9E3779B97F4A7C15)) >> (64 - bits);
+            while (slots[slot] >= 0 && keys[slots[slot]] != keys[i]) slot = (slot + 1) & (uint64_t)(num_slots - 1);
+            if (slots[slot] < 0 || paths[i] > paths[slots[slot]]) slots[slot] = i;
+            kept[i] = (int64_t)slot;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            kept[i] = slots[kept[i]];
+            first_source[i] = last_source[i] = sources[i];
+            needs[i] = row.fields[NEED][i];
+            spoke[i] = 0;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            int64_t k = kept[i];
+            parents[i] = kept[parents[i]];
+            if (!(paths[i] > 0)) continue; /* copies with no chance are none */
+            needs[k] = least(needs[k], row.fields[NEED][i]);
+            first_source[k] = least(first_source[k], sources[i]);
+            last_source[k] = -least(-last_source[k], -sources[i]);
+            if (sources[i] == drafted) spoke[parents[i]] = 1;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            row.fields[NEED][i] = kept[i] == i ? needs[i] : 0;
+            if (kept[i] != i) paths[i] = 0.0f;
+            agreement[i] = ALONE;
+        }
+        if (chances->values == NULL) continue;
+        /* A likelier copy of its parent may stand behind a node: weighed again depth by depth. */
+        memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
+        for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
+        for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
+        for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
+        for (int64_t o = 0; o < width && !failed; o++) {
+            int64_t i = order[o];
+            float chance;
+            if (kept[i] == i && first_source[i] != last_source[i])
+                agreement[i] = AGREED;
+            else if (spoke[parents[i]] && sources[i] != drafted)
+                agreement[i] = OPPOSED;
+            if (i == 0 || !(paths[i] > 0)) continue;
+            failed = chance_of(chances, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &chance);
+            if (!failed) paths[i] = path_of(paths[parents[i]], chance);
+        }
+    }
+    free(memory);
+    return failed;
+}
+
+/* Of each row only the root and its counts[row] likeliest nodes stay, equal paths counted apart. */
+int graft_keep_best(Pool *pool, const int64_t *counts) {
+    int64_t *memory = malloc((size_t)(2 * pool->width) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    int64_t *chosen = memory, *stays = memory + pool->width;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        float *paths = row_of(pool, r).paths;
+        int64_t count = least(counts[r] + 1, pool->width);
+        memset(stays, 0, (size_t)pool->width * sizeof(int64_t));
+        highest(paths, pool->width, count, chosen);
+        for (int64_t i = 0; i < count; i++) stays[chosen[i]] = 1;
+        for (int64_t i = 0; i < pool->width; i++)
+            if (!stays[i]) paths[i] = 0.0f;
+    }
+    free(memory);
+    return OK;
+}
+
+/* numbers: [4][num_rows][count] of tokens, parents, sources, score_bucket; shares: [2][num_rows][count] of probabilities
+   after the parent, and paths. */
+int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares) {
+    int64_t size = pool->num_rows * count;
+    if (count > pool->width) return OUT_OF_RANGE;
+    int64_t *chosen = malloc((size_t)(count + pool->width) * sizeof(int64_t));
+    if (chosen == NULL) return NO_MEMORY;
+    int64_t *place = chosen + count; /* node -> where it stands among the chosen */
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        memset(place, 0, (size_t)pool->width * sizeof(int64_t));
+        highest(row.paths, pool->width, count, chosen);
+        for (int64_t i = 0; i < count; i++) place[chosen[i]] = i;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t node = chosen[i], parent = row.fields[PARENT][node], at = r * count + i;
+            float path = row.paths[node], above = row.paths[chosen[place[parent]]];
+            numbers[at] = row.fields[TOKEN][node];
+            numbers[size + at] = path > 0 ? place[parent] : 0;
+            numbers[2 * size + at] = path > 0 ? row.fields[SOURCE][node] : PADDING;
+            numbers[3 * size + at] = row.fields[SCORE_BUCKET][node];
+            shares[at] = path / (above > LEAST ? above : LEAST);
+            shares[size + at] = path;
+        }
+    }
+    free(chosen);
+    return OK;
+}
+
+/* What the 1, 2, 3 ... likeliest nodes of each row come to in all rows. */
+int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
+    if (count > pool->width - 1) return OUT_OF_RANGE;
+    int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (chosen == NULL) return NO_MEMORY;
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const float *below = pool->paths + r * pool->capacity + 1;
+        highest(below, pool->width - 1, count, chosen);
+        for (int64_t i = 0; i < count; i++) gains[i] += below[chosen[i]];
+    }
+    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
+    free(chosen);
+    return OK;
+}
+
+/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows. */
+int graft_gains(int64_t num_rows, int64_t count, const float *paths, double *gains) {
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * count + i];
+    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
+    return OK;
+}
+
+/* values: [num_rows][max_passes + 1] */
+int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, double *values) {
+    int64_t count = least(budget + 1, pool->width);
+    int64_t *chosen = malloc((size_t)count * sizeof(int64_t));
+    float *had = malloc((size_t)pool->width * sizeof(float));
+    int failed = chosen == NULL || had == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t passes = 0; passes <= max_passes; passes++) {
+            double sum = -1.0; /* the root is sure */
+            for (int64_t i = 0; i < pool->width; i++) had[i] = row.fields[NEED][i] > passes ? 0.0f : row.paths[i];
+            highest(had, pool->width, count, chosen);
+            for (int64_t i = 0; i < count; i++) sum += had[chosen[i]];
+            values[r * (max_passes + 1) + passes] = sum;
+        }
+    }
+    free(chosen);
+    free(had);
+    return failed;
+}
+
+/* Whether anything was drafted so far. */
+static int is_drafted(const Pool *pool) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const int64_t *needs = row_of(pool, r).fields[NEED];
+        for (int64_t i = 0; i < pool->width; i++)
+            if (needs[i]) return 1;
+    }
+    return 0;
+}
+
+/* The nodes of a row to look up, at most max(count, 1), and how many they are: see `Pool.places`. */
+static int64_t places_of(
+    const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
+    int64_t num_found = 0;
+    if (!drafted) { /* the root alone */
+        nodes[0] = 0;
+        return 1;
+    }
+    count = least(count, pool->width - 1);
+    highest(row->paths + 1, pool->width - 1, count, nodes);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t node = nodes[i] + 1;
+        if (row->paths[node] > 0 && row->fields[DEPTH][node] < max_depth) nodes[num_found++] = node;
+    }
+    return num_found;
+}
+
+/* For each row of found: how many places, and of each its node, its depth and the tokens on the way there.
+   found: room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, depth being the least of max_depth and the
+   deepest node's. */
+int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
+    int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (nodes == NULL) return NO_MEMORY;
+    int drafted = is_drafted(pool);
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_places = places_of(pool, &row, drafted, count, max_depth, nodes);
+        *found++ = num_places;
+        for (int64_t i = 0; i < num_places; i++) {
+            int64_t depth = row.fields[DEPTH][nodes[i]];
+            *found++ = nodes[i];
+            *found++ = depth;
+            for (int64_t d = depth, at = nodes[i]; d > 0; at = row.fields[PARENT][at])
+                found[--d] = row.fields[TOKEN][at];
+            found += depth;
+        }
+    }
+    free(nodes);
+    return OK;
+}
+
+/* Counts what was put to the test by the tokens that came, row after row, and what of it fitted, by agreement, source
+   and score_bucket. Beyond a memory of tests old ones fade. */
+int graft_count(
+    const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
+    int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
+    enum { FOLLOWED = 1, FITTED = 2 };
+    uint8_t *came = malloc((size_t)pool->width); /* what came of each node */
+    int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of what came, from the root on */
+    int failed = came == NULL || keys == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; emitted += lengths[r++]) {
+        Row row = row_of(pool, r);
+        if (lengths[r] >= pool->num_factors) failed = OUT_OF_RANGE;
+        keys[0] = 0;
+        for (int64_t d = 1; d <= lengths[r] && !failed; d++)
+            keys[d] = sum_keys(keys[d - 1], step_key(emitted[d - 1], pool->factors[d]));
+        for (int64_t i = 0; i < pool->width && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][i];
+            int is_true = depth <= lengths[r] && row.fields[KEY][i] == keys[depth];
+            came[i] = (uint8_t)(is_true ? (depth < lengths[r] ? FOLLOWED : 0) | (depth > 0 ? FITTED : 0) : 0);
+        }
+        for (int64_t i = 1; i < pool->width && !failed; i++) {
+            int64_t source = row.fields[SOURCE][i], score_bucket = row.fields[SCORE_BUCKET][i];
+            int64_t agreement = row.fields[AGREEMENT][i];
+            if (!(came[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
+            if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 || score_bucket >= num_buckets) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            int64_t cell = (agreement * num_sources + source) * num_buckets + score_bucket;
+            tried[cell] += 1.0f;
+            if (came[i] & FITTED) fitted[cell] += 1.0f;
+        }
+    }
+    for (int64_t cell = 0; cell < num_agreements * num_sources * num_buckets && !failed; cell++) {
+        float fade = memory / tried[cell];
+        if (!(fade < 1.0f)) continue;
+        tried[cell] *= fade;
+        fitted[cell] *= fade;
+    }
+    free(came);
+    free(keys);
+    return failed;
+}
+
+/* The walk */
+
+/* Down trees [num_rows][width] by the token chosen after each node, to the first that is no child: nodes and came
+   [num_rows][width], the first counts[row] of each row being tokens, and one less nodes. Of equal children the first
+   counts. */
+int graft_walk(
+    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t first = r * width, count = 0, node = 0;
+        came[first] = chosen[first];
+        for (int64_t i = 1; i < width; i++) { /* a child stands behind its parent */
+            int64_t at = first + i;
+            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            node = i;
+            nodes[first + count++] = node;
+            came[first + count] = chosen[at];
+        }
+        counts[r] = count + 1;
+    }
+    return OK;
+}
+
+/* counts: [num_rows][num_sources] of the nodes of trees [num_rows][width]. */
+int graft_count_sources(
+    int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
+    memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
+    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources)
+        for (int64_t i = 0; i < width; i++) {
+            if (sources[i] == PADDING) continue;
+            if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
+            counts[sources[i]]++;
+        }
+    return OK;
+}
+
+/* The tables */
+
+typedef struct {
+    int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its bucket, or -1 */
+    int64_t *tags;    /* [num_rows] if hashed, else NULL and a row is a token */
+    int64_t num_rows, num_successors, order;
+    int64_t row_bits;       /* of a hash that name the row */
+    const int64_t *factors; /* of the last token, the one before, the one before that and the salt */
+    int64_t isolated;       /* whether texts have rows of their own, under their salts, before those of all */
+} Table;
+
+static int64_t row_of_key(const Table *table, uint64_t key) {
+    return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
+}
+
+/* The row of an n-gram, or -1 where there is none; the tag is 0 if rows have none. */
+static int64_t table_row(
+    const Table *table, int64_t token, int64_t before, int64_t earlier, int64_t salt, int64_t *tag) {
+    *tag = 0;
+    if (table->tags == NULL) return token >= 0 && token < table->num_rows ? token : -1;
+    const int64_t *factors = table->factors;
+    uint64_t key = (uint64_t)salt * (uint64_t)factors[3] + (uint64_t)token * (uint64_t)factors[0];
+    if (table->order > 1) key += (uint64_t)before * (uint64_t)factors[1];
+    if (table->order > 2) key += (uint64_t)earlier * (uint64_t)factors[2];
+    *tag = (int64_t)key;
+    return row_of_key(table, key);
+}
+
+/* Of place i of a row of a tree: the node it stands for, the root where it is padding, and the two tokens before it. */
+static int context_of(
+    int64_t i, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources, int64_t before,
+    int64_t earlier, int64_t *node, int64_t *last, int64_t *second) {
+    *node = sources[i] == PADDING ? 0 : i;
+    int64_t parent = parents[*node];
+    if (parent < 0 || parent >= width || parents[parent] < 0 || parents[parent] >= width) return OUT_OF_RANGE;
+    *last = *node ? tokens[parent] : before;
+    *second = parent ? tokens[parents[parent]] : *node ? before : earlier;
+    return OK;
+}
+
+/* Makes the entries what every table has after an n-gram. */
+static int write_entries(
+    const Table *tables, int64_t num_tables, int64_t token, int64_t before, int64_t earlier, int64_t salt,
+    const int32_t *entries, int64_t num_successors) {
+    for (int64_t t = 0; t < num_tables; t++) {
+        int64_t tag, row = table_row(tables + t, token, before, earlier, salt, &tag);
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
+        if (tables[t].tags != NULL) tables[t].tags[row] = tag;
+    }
+    return OK;
+}
+
+/* exp(x) for x <= 0 as a whole number, in parts of 2^30. */
+static int64_t exp_of(float x) {
+    /* 2^-f for f from 0 to 1 is their sum, each times -f to its place. */
+    static const int64_t COEFFICIENTS[] = {
+        1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8};
+    if (!(x > -20.0f)) return 0;
+    int64_t halvings = x < 0.0f ? (int64_t)((double)x * -1549082004.679870) : 0; /* 2^30 / log(2) */
+    int64_t fraction = halvings & 0x3FFFFFFF, sum = 0;
+    for (int place = 10; place >= 0; place--) sum = COEFFICIENTS[place] - ((sum * fraction) >> 30);
+    return sum >> (halvings >> 30);
+}
+
+/* The entries of the likeliest tokens after a node, whose logits come best first. */
+static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
+    int64_t total = 0;
+    for (int64_t s = 0; s < num_successors; s++) total += exp_of(logits[s] - logits[0]);
+    for (int64_t s = 0; s < num_successors; s++) {
+        double share = (double)exp_of(logits[s] - logits[0]) / (double)total;
+        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of(share));
+    }
+}
+
+/* Learns what the target found likeliest after every node of trees [num_rows][width]: tokens and their logits, best
+   first, [num_rows][row_stride] of [width][num_successors] each. before, earlier, salts: [num_rows], of the roots.
+   Of several judgements of an n-gram the last stays, which is that of the node likeliest to be reached; or, of chunks of
+   a text, that of the place furthest on. */
+int graft_learn(
+    const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
+    int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
+    const int64_t *salts, int64_t is_text) {
+    int32_t entries[64];
+    if (num_successors > tables[0].num_successors || num_successors > 64) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t n = 0; n < width; n++) {
+            int64_t i = is_text ? n : width - 1 - n, first = r * width, node, last, second;
+            if (context_of(
+                    i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node, &last,
+                    &second))
+                return OUT_OF_RANGE;
+            int64_t at = r * row_stride + i * num_successors;
+            entries_of(num_successors, successors + at, logits + at, entries);
+            if (write_entries(
+                    tables, num_tables, tokens[first + node], last, second, salts[r], entries, num_successors))
+                return OUT_OF_RANGE;
+        }
+    }
+    return OK;
+}
+
+/* Fills a table with rows that were kept, [count][num_successors], each named by its tag; or, where tags is NULL, by its
+   token in a table of order 1 that was not hashed. */
+int graft_restore(
+    const Table *table, int64_t count, int64_t num_successors, const int64_t *tokens, const int64_t *tags,
+    const int32_t *entries) {
+    if (num_successors > table->num_successors) return OUT_OF_RANGE;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t tag, row = table_row(table, tokens[i], 0, 0, 0, &tag);
+        if (table->tags != NULL && tags != NULL) row = row_of_key(table, (uint64_t)(tag = tags[i]));
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(
+            table->entries + row * table->num_successors, entries + i * num_successors,
+            (size_t)num_successors * sizeof(int32_t));
+        if (table->tags != NULL) table->tags[row] = tag;
+    }
+    return OK;
+}
+
+/* What a table knows after a node under a salt, or NULL. */
+static const int32_t *known_after(const Table *table, const Row *row, int64_t node, int64_t salt) {
+    int64_t tag, place = table_row(
+        table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
+    if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) return NULL;
+    const int32_t *entries = table->entries + place * table->num_successors;
+    return entries[0] >= 0 ? entries : NULL;
+}
+
+/* The entries of the longest n-gram that is known, or NULL; its table's number, that of the last if none is. */
+static const int32_t *longest_known(
+    const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
+    for (*number = 0; *number < num_tables; ++*number) {
+        const int32_t *entries = known_after(tables + *number, row, node, salt);
+        if (entries == NULL && tables[*number].isolated) entries = known_after(tables + *number, row, node, 0);
+        if (entries != NULL) return entries;
+    }
+    --*number;
+    return NULL;
+}
+
+/* Adds the successor of a rank of what follows a node, or padding where it is not known. */
+static int add_successor(
+    Pool *pool, const Row *row, const Table *table, int64_t node, int64_t parent, int64_t rank, int64_t salt,
+    float chance, int64_t source) {
+    int64_t number;
+    const int32_t *entries = row->paths[parent] > 0 ? longest_known(table, 1, row, parent, salt, &number) : NULL;
+    int32_t entry = entries != NULL ? entries[rank] : -1;
+    return entry < 0 ? add_node(pool, row, node, 0, parent, 0.0f, source, 0, INHERITED)
+                     : add_node(pool, row, node, entry / NUM_BUCKETS, parent, chance, source, 0, INHERITED);
+}
+
+/* A tree of ranks: each node is a successor, of its rank, of its parent's token. 0 is the root, and nodes come by depth;
+   what is to be added of them has a depth of its own in `depths`. */
+typedef struct {
+    int64_t count;
+    const int64_t *parents, *ranks, *depths; /* [count] */
+} Template;
+
+/* Hangs a template below the root of each row, as deep as may be; each node has the same chance. */
+int graft_fill(
+    Pool *pool, const Table *table, const Template *const *templates, float chance, int64_t source,
+    int64_t max_depth) {
+    int64_t widest = 0;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const Template *template = templates[r];
+        int64_t count = 0;
+        while (count < template->count && template->depths[count] <= max_depth) count++;
+        if (count > widest) widest = count;
+    }
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        const Template *template = templates[r];
+        for (int64_t i = 0; i < widest; i++) {
+            int is_real = i < template->count && template->depths[i] <= max_depth, failed;
+            int64_t above = is_real ? template->parents[i] : 0, parent = above ? pool->width + above - 1 : 0;
+            if (is_real && (template->ranks[i] < 0 || template->ranks[i] >= table->num_successors))
+                return OUT_OF_RANGE;
+            failed = is_real ? add_successor(
+                                   pool, &row, table, pool->width + i, parent, template->ranks[i], pool->salts[r],
+                                   chance, source)
+                             : add_node(pool, &row, pool->width + i, 0, 0, 0.0f, source, 0, INHERITED);
+            if (failed) return failed;
+        }
+    }
+    pool->width += widest;
+    return OK;
+}
+
+/* The `count` likeliest leaves of each row go on by their first num_children successors. */
+int graft_extend_leaves(
+    Pool *pool, const Table *table, int64_t count, int64_t num_children, float chance, int64_t source,
+    int64_t max_depth) {
+    int64_t width = pool->width, failed = OK;
+    if (num_children > table->num_successors) return OUT_OF_RANGE;
+    count = least(count, width);
+    float *reached = malloc((size_t)width * sizeof(float)); /* paths of leaves */
+    int64_t *leaves = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (reached == NULL || leaves == NULL) failed = NO_MEMORY;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < width; i++) reached[i] = row.fields[DEPTH][i] < max_depth ? row.paths[i] : 0.0f;
+        for (int64_t i = 0; i < width; i++)
+            if (row.paths[i] > 0) reached[row.fields[PARENT][i]] = 0.0f;
+        highest(reached, width, count, leaves);
+        for (int64_t i = 0; i < count * num_children && !failed; i++) {
+            int64_t leaf = leaves[i / num_children];
+            failed = add_successor(
+                pool, &row, table, width + i, reached[leaf] > 0 ? leaf : 0, i % num_children, pool->salts[r],
+                reached[leaf] > 0 ? chance : 0.0f, source);
+        }
+    }
+    free(reached);
+    free(leaves);
+    if (!failed) pool->width += count * num_children;
+    return (int)failed;
+}
+
+/* Wave by wave the likeliest nodes not looked up yet get the successors of the longest n-gram that is known. */
+int graft_follow(
+    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    int64_t beam, int64_t max_depth) {
+    int64_t width = pool->width;
+    int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of the nodes that may be looked up */
+    int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_open = 0;
+        width = pool->width;
+        for (int64_t wave = 0; wave < num_waves && !failed; wave++) {
+            for (; num_open < width; num_open++)
+                open[num_open] = row.fields[DEPTH][num_open] < max_depth ? row.paths[num_open] : 0.0f;
+            int64_t count = least(beam, width);
+            highest(open, width, count, best);
+            for (int64_t b = 0; b < count && !failed; b++) {
+                int64_t number;
+                const int32_t *entries = longest_known(tables, num_tables, &row, best[b], pool->salts[r], &number);
+                if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
+                for (int64_t s = 0; s < tables[0].num_successors && !failed; s++, width++) {
+                    int32_t entry = entries != NULL ? entries[s] : -1;
+                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1;
+                    float chance = 0.0f;
+                    if (entry >= 0) {
+                        token = entry / NUM_BUCKETS;
+                        score_bucket = entry % NUM_BUCKETS;
+                        failed = chance_of(chances, ALONE, number + first, score_bucket, &chance);
+                    }
+                    if (!failed)
+                        failed = add_node(
+                            pool, &row, width, token, best[b], chance, number + first, score_bucket, INHERITED);
+                }
+                open[best[b]] = 0.0f;
+            }
+        }
+    }
+    free(best);
+    free(open);
+    if (!failed) pool->width = width;
+    return failed;
+}
+
+/* Copies */
+
+enum { MAX_OCCURRENCES = 12 }; /* the most recent ones of a pair of tokens are looked at */
+
+/* A pair of tokens, and the place behind its last occurrence; 0 if there is no pair. */
+typedef struct {
+    int32_t before, token;
+    int64_t last;
+} Pair;
+
+/* Texts one behind the other. Places count from the first token there ever was; those of a pair of tokens are a chain
+   from the last back to the first. All zeros is an empty index. */
+typedef struct {
+    int64_t num_tokens, num_texts;
+    int64_t dropped;    /* tokens that are gone */
+    int32_t *tokens;    /* [num_tokens] */
+    int64_t *previous;  /* [num_tokens] of the pair that ends there: the place behind its occurrence before, or 0 */
+    int64_t *starts;    /* [num_texts] of each text */
+    Pair *pairs;        /* [num_slots], by their hashes; some may be of texts that are gone */
+    int64_t token_room, text_room, num_slots, num_pairs;
+} SuffixIndex;
+
+int graft_index_free(SuffixIndex *index) {
+    free(index->tokens);
+    free(index->previous);
+    free(index->starts);
+    free(index->pairs);
+    memset(index, 0, sizeof *index);
+    return OK;
+}
+
+/* Makes room for `count` values of a size, if there is none. */
+static int reserve(void **values, size_t size, int64_t count, int64_t *room) {
+    if (count <= *room) return OK;
+    int64_t more = count > 2 * *room ? count : 2 * *room;
+    void *moved = realloc(*values, (size_t)more * size);
+    if (moved == NULL) return NO_MEMORY;
+    *values = moved;
+    *room = more;
+    return OK;
+}
+
+/* Where a pair of tokens stands, or would. */
+static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t token) {
+    uint64_t key = ((uint64_t)(uint32_t)before << 32 | (uint32_t)token) * UINT64_C(0x9E3779B97F4A7C15);
+    uint64_t slot = (key >> 32) & (uint64_t)(num_slots - 1);
+    while (pairs[slot].last && (pairs[slot].before != before || pairs[slot].token != token))
+        slot = (slot + 1) & (uint64_t)(num_slots - 1);
+    return pairs + slot;
+}
+
+/* Makes room for one more pair; those of texts that are gone go as well. */
+static int make_room_for_pair(SuffixIndex *index) {
+    int64_t num_pairs = 0, num_slots = 16;
+    if (2 * (index->num_pairs + 1) <= index->num_slots) return OK;
+    for (int64_t s = 0; s < index->num_slots; s++) num_pairs += index->pairs[s].last > index->dropped;
+    while (num_slots < 4 * (num_pairs + 1)) num_slots *= 2;
+    Pair *pairs = calloc((size_t)num_slots, sizeof(Pair));
+    if (pairs == NULL) return NO_MEMORY;
+    for (int64_t s = 0; s < index->num_slots; s++) {
+        Pair pair = index->pairs[s];
+        if (pair.last > index->dropped) *pair_at(pairs, num_slots, pair.before, pair.token) = pair;
+    }
+    free(index->pairs);
+    index->pairs = pairs;
+    index->num_slots = num_slots;
+    index->num_pairs = num_pairs;
+    return OK;
+}
+
+/* Drops the oldest texts, but never the last, until there are at most `max_tokens`. */
+static void drop_oldest(SuffixIndex *index, int64_t max_tokens) {
+    int64_t num_texts = 0, count = 0;
+    while (index->num_tokens - count > max_tokens && num_texts < index->num_texts - 1)
+        count = index->starts[++num_texts] - index->dropped;
+    if (num_texts == 0) return;
+    index->num_texts -= num_texts;
+    index->num_tokens -= count;
+    index->dropped += count;
+    memmove(index->starts, index->starts + num_texts, (size_t)index->num_texts * sizeof(int64_t));
+    memmove(index->tokens, index->tokens + count, (size_t)index->num_tokens * sizeof(int32_t));
+    memmove(index->previous, index->previous + count, (size_t)index->num_tokens * sizeof(int64_t));
+}
+
+/* What comes from here on is another text. */
+int graft_index_begin(SuffixIndex *index) {
+    if (reserve((void **)&index->starts, sizeof(int64_t), index->num_texts + 1, &index->text_room)) return NO_MEMORY;
+    index->starts[index->num_texts++] = index->dropped + index->num_tokens;
+    return OK;
+}
+
+static int extend(SuffixIndex *index, int64_t count, const int32_t *tokens) {
+    int64_t room = index->token_room;
+    if (index->num_texts == 0) return OUT_OF_RANGE;
+    if (reserve((void **)&index->previous, sizeof(int64_t), index->num_tokens + count, &room)) return NO_MEMORY;
+    if (reserve((void **)&index->tokens, sizeof(int32_t), index->num_tokens + count, &index->token_room))
+        return NO_MEMORY;
+    int64_t start = index->starts[index->num_texts - 1] - index->dropped;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = index->num_tokens, place = index->dropped + at + 1;
+        index->previous[at] = 0;
+        if (at > start) {
+            if (make_room_for_pair(index)) return NO_MEMORY;
+            Pair *pair = pair_at(index->pairs, index->num_slots, index->tokens[at - 1], tokens[i]);
+            if (pair->last == 0) index->num_pairs++;
+            index->previous[at] = pair->last;
+            *pair = (Pair){index->tokens[at - 1], tokens[i], place};
+        }
+        index->tokens[index->num_tokens++] = tokens[i];
+    }
+    return OK;
+}
+
+/* Adds to the last text of each index its counts[i] tokens, which stand one behind the other. max_tokens: -1 if there
+   may be as many as come. */
+int graft_index_extend(
+    SuffixIndex *const *indices, int64_t num_indices, const int64_t *counts, const int32_t *tokens,
+    int64_t max_tokens) {
+    for (int64_t i = 0; i < num_indices; tokens += counts[i++]) {
+        int failed = extend(indices[i], counts[i], tokens);
+        if (failed) return failed;
+        if (max_tokens >= 0) drop_oldest(indices[i], max_tokens);
+    }
+    return OK;
+}
+
+/* Where a pair of tokens occurs with something behind it, the oldest first. */
+typedef struct {
+    const int32_t *tokens; /* texts one behind the other */
+    int64_t num_spans;
+    int64_t spans[MAX_OCCURRENCES][3]; /* where its text starts, where the occurrence ends, where its text stops */
+} Occurrences;
+
+static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t token, Occurrences *found) {
+    int64_t places[MAX_OCCURRENCES], num_places = 0;
+    found->tokens = index->tokens;
+    found->num_spans = 0;
+    if (index->num_slots == 0) return;
+    int64_t place = pair_at(index->pairs, index->num_slots, before, token)->last;
+    for (; place > index->dropped && num_places < MAX_OCCURRENCES; place = index->previous[place - index->dropped - 1])
+        places[num_places++] = place;
+    while (num_places > 0) {
+        int64_t low = 0, high = index->num_texts; /* the first text that does not start before the place */
+        place = places[--num_places];
+        while (low < high) {
+            int64_t middle = (low + high) / 2;
+            if (index->starts[middle] < place) low = middle + 1;
+            else high = middle;
+        }
+        int64_t stop = low < index->num_texts ? index->starts[low] : index->dropped + index->num_tokens;
+        if (place == stop) continue;
+        int64_t *span = found->spans[found->num_spans++];
+        span[0] = index->starts[low - 1] - index->dropped;
+        span[1] = place - index->dropped;
+        span[2] = stop - index->dropped;
+    }
+}
+
+typedef struct {
+    int64_t *tokens, *parents, *sources, *score_bucket;
+    int64_t count;
+} Subtree;
+
+/* How occurrences are told apart: least lengths of a match and least shares, in rising order. */
+typedef struct {
+    int64_t max_match, num_matches, num_shares;
+    const int64_t *matches;
+    const double *shares;
+} Scale;
+
+static int64_t score_bucket_of(const Scale *scale, int64_t match, double share) {
+    int64_t m = 0, s = 0;
+    while (m < scale->num_matches && scale->matches[m] <= match) m++;
+    while (s < scale->num_shares && scale->shares[s] <= share) s++;
+    return (m - 1) * scale->num_shares + s - 1;
+}
+
+/* The subtree's node for a token below another, 1 and up; a new one if there is none among the first num_known. */
+static int64_t subtree_node(
+    Subtree *subtree, int64_t num_known, int64_t parent, int64_t token, int64_t source, int64_t score_bucket) {
+    for (int64_t i = parent; i < num_known; i++) /* a child stands behind its parent */
+        if (subtree->parents[i] == parent && subtree->tokens[i] == token) return i + 1;
+    subtree->tokens[subtree->count] = token;
+    subtree->parents[subtree->count] = parent;
+    subtree->sources[subtree->count] = source;
+    subtree->score_bucket[subtree->count] = score_bucket;
+    return ++subtree->count;
+}
+
+/* A part of the subtree that is to go on: its node and the chains that came so far. */
+typedef struct {
+    int64_t node, depth, start, count;
+} Branch;
+
+static int64_t match_of(
+    const Occurrences *found, const int64_t *span, const int32_t *suffix, int64_t length, int64_t most) {
+    int64_t match = 0;
+    most = least(most, least(length, span[1] - span[0]));
+    while (match < most && found->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
+    return match;
+}
+
+static int grow_subtree(
+    Subtree *subtree, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
+    int64_t num_nodes, const Scale *scale) {
+    int64_t most = found->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
+    int64_t num_known = subtree->count; /* of other sources: its own nodes differ from each other */
+    if (most == 0 || num_nodes < 1) return OK;
+    int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t)); /* chains of branches */
+    Branch *branches = malloc((size_t)(num_nodes + 1) * sizeof(Branch));
+    if (members == NULL || branches == NULL) {
+        free(members);
+        free(branches);
+        return NO_MEMORY;
+    }
+    int64_t *group_of = members + (num_nodes + 1) * most, *heads = group_of + most, *sizes = heads + most;
+    for (int64_t s = 0; s < most; s++) {
+        group_of[s] = match_of(found, found->spans[s], suffix, suffix_length, scale->max_match);
+        if (group_of[s] > longest) longest = group_of[s];
+    }
+    /* Shorter matches than half the longest only spread the same few places thinner. */
+    for (int64_t s = 0; s < most; s++)
+        if (2 * group_of[s] > longest) members[num_chains++] = s;
+    branches[0] = (Branch){0, 0, 0, num_chains};
+    int64_t end = num_chains; /* of the members so far */
+    for (int64_t b = 0; b < num_branches && left > 0; b++) {
+        Branch branch = branches[b];
+        int64_t num_groups = 0;
+        for (int64_t m = 0; m < branch.count; m++) { /* by their next token, in the order of their first */
+            const int64_t *span = found->spans[members[branch.start + m]];
+            int64_t at = span[1] + branch.depth, group = 0;
+            group_of[m] = -1;
+            if (branch.depth >= length || at >= span[2]) continue;
+            while (group < num_groups && found->tokens[heads[group]] != found->tokens[at]) group++;
+            if (group == num_groups) {
+                heads[group] = at;
+                sizes[group] = 0;
+                num_groups++;
+            }
+            group_of[m] = group;
+            sizes[group]++;
+        }
+        for (int64_t g = 0; g < num_groups && left > 0; g++, left--) { /* the largest first */
+            int64_t largest = 0;
+            for (int64_t other = 1; other < num_groups; other++)
+                if (sizes[other] > sizes[largest]) largest = other;
+            /* A token further down is reached only if the ones before fitted: by then the match is longer. */
+            int64_t score_bucket =
+                score_bucket_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
+            int64_t depth = branch.depth + 1;
+            int64_t node = subtree_node(subtree, num_known, branch.node, found->tokens[heads[largest]], source, score_bucket);
+            branches[num_branches++] = (Branch){node, depth, end, sizes[largest]};
+            for (int64_t m = 0; m < branch.count; m++)
+                if (group_of[m] == largest) members[end++] = members[branch.start + m];
+            sizes[largest] = 0;
+        }
+    }
+    free(members);
+    free(branches);
+    return OK;
+}
+
+/* Hangs at a place of the pool what followed the occurrences of the suffix there, the first's score_bucket before the
+   second's; their sources are `first` and the next. Nodes are numbered from `node` on; none is added where the pool has
+   no room for them. subtree: room for 2 * num_nodes of each column. */
+static int attach_copies(
+    Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
+    int64_t suffix_length, int64_t length, int64_t num_nodes, const Scale *scale, int64_t first,
+    const Chances *chances, Subtree *subtree) {
+    int failed = OK;
+    subtree->count = 0;
+    for (int64_t t = 0; t < 2 && !failed; t++)
+        failed = grow_subtree(subtree, found + t, first + t, suffix, suffix_length, length, num_nodes, scale);
+    if (node + subtree->count > pool->capacity) return failed;
+    for (int64_t i = 0; i < subtree->count && !failed; i++) {
+        int64_t parent = subtree->parents[i] ? node + subtree->parents[i] - 1 : place;
+        float chance;
+        failed = chance_of(chances, ALONE, subtree->sources[i], subtree->score_bucket[i], &chance);
+        if (!failed)
+            failed = add_node(
+                pool, row, node + i, subtree->tokens[i], parent, chance, subtree->sources[i], subtree->score_bucket[i], INHERITED);
+    }
+    return failed;
+}
+
+/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts, past[row], at up
+   to num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
+   for as many. */
+int graft_attach_copies(
+    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
+    int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
+    int64_t room = 2 * num_nodes, end = scale->max_match;
+    int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a row's end and a place's path */
+    int failed = memory == NULL || text == NULL ? NO_MEMORY : OK, drafted = is_drafted(pool);
+    int64_t *places = memory, *counts = places + num_places + 1, *columns = counts + pool->num_rows;
+    Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    Occurrences found[2];
+    *width = 0;
+    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t count = places_of(pool, &row, drafted, num_places, max_depth, places);
+        int64_t known = least(end, own[r]->num_tokens);
+        counts[r] = 0;
+        if (known) memcpy(text, own[r]->tokens + own[r]->num_tokens - known, (size_t)known * sizeof(int32_t));
+        for (int64_t i = 0; i < count && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
+            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
+                text[--d] = (int32_t)row.fields[TOKEN][at];
+            if (size < 2) continue;
+            find_occurrences(own[r], text[size - 2], text[size - 1], found);
+            find_occurrences(past[r], text[size - 2], text[size - 1], found + 1);
+            failed = attach_copies(
+                pool, &row, places[i], pool->width + counts[r], found, text, size, least(length, max_depth - depth),
+                num_nodes, scale, first, chances, &subtree);
+            counts[r] += subtree.count;
+        }
+        if (!failed && counts[r] > *width) *width = counts[r];
+    }
+    int has_room = !failed && pool->width + *width <= pool->capacity;
+    for (int64_t r = 0; r < pool->num_rows && has_room && !failed; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = counts[r]; i < *width && !failed; i++) /* padding */
+            failed = add_node(pool, &row, pool->width + i, 0, 0, 0.0f, ROOT, 0, INHERITED);
+    }
+    if (has_room && !failed) pool->width += *width;
+    free(memory);
+    free(text);
+    return failed;
+}

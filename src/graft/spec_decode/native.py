@@ -1,0 +1,161 @@
+"""The functions of `native.c` as Python calls them: what goes in, and what it means when one fails.
+
+They are compiled when the package is installed, into a shared library beside this file, and called through ctypes. They
+hold the interpreter's lock: they take microseconds, and read lists' memory that must not move meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.errors import GraftError
+
+HERE = Path(__file__).parent
+
+
+class PoolStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("capacity", c_int64),
+        ("width", c_int64),
+        ("deepest", c_int64),
+        ("fields", c_void_p),
+        ("paths", c_void_p),
+        ("salts", c_void_p),
+        ("factors", c_void_p),
+        ("num_factors", c_int64),
+    )
+
+
+class ChancesStruct(ctypes.Structure):
+    _fields_ = (("values", c_void_p), ("num_sources", c_int64), ("num_buckets", c_int64))
+
+    @classmethod
+    def of(cls, chances: Tensor | None) -> ChancesStruct:
+        """chances [..., sources, buckets], contiguous floats that must stay where they are; none if None."""
+        if chances is None:
+            return cls()
+        assert chances.is_contiguous() and chances.dtype is torch.float32
+        return cls(chances.data_ptr(), *chances.shape[-2:])
+
+
+class TableStruct(ctypes.Structure):
+    _fields_ = (
+        ("entries", c_void_p),
+        ("tags", c_void_p),
+        ("num_rows", c_int64),
+        ("num_successors", c_int64),
+        ("order", c_int64),
+        ("row_bits", c_int64),
+        ("factors", c_void_p),
+        ("isolated", c_int64),
+    )
+
+
+class IndexStruct(ctypes.Structure):
+    """Of zeros it is an empty index; what it comes to hold must be freed."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_texts", c_int64),
+        ("dropped", c_int64),
+        ("tokens", c_void_p),
+        ("previous", c_void_p),
+        ("starts", c_void_p),
+        ("pairs", c_void_p),
+        ("token_room", c_int64),
+        ("text_room", c_int64),
+        ("num_slots", c_int64),
+        ("num_pairs", c_int64),
+    )
+
+
+class ScaleStruct(ctypes.Structure):
+    _fields_ = (
+        ("max_match", c_int64),
+        ("num_matches", c_int64),
+        ("num_shares", c_int64),
+        ("matches", POINTER(c_int64)),
+        ("shares", POINTER(c_double)),
+    )
+
+
+class TemplateStruct(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("parents", POINTER(c_int64)),
+        ("ranks", POINTER(c_int64)),
+        ("depths", POINTER(c_int64)),
+    )
+
+
+_ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passed by reference
+    "graft_begin": [c_void_p] * 4,
+    "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
+    "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
+    "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
+    "graft_merge": [c_void_p, c_int64, c_void_p],
+    "graft_keep_best": [c_void_p] * 2,
+    "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
+    "graft_best_gains": [c_void_p, c_int64, c_void_p],
+    "graft_gains": [*[c_int64] * 2, *[c_void_p] * 2],
+    "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
+    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
+    "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
+    "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
+    "graft_fill": [*[c_void_p] * 3, c_float, *[c_int64] * 2],
+    "graft_extend_leaves": [*[c_void_p] * 2, *[c_int64] * 2, c_float, *[c_int64] * 2],
+    "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],
+    "graft_restore": [c_void_p, *[c_int64] * 2, *[c_void_p] * 3],
+    "graft_index_free": [c_void_p],
+    "graft_index_begin": [c_void_p],
+    "graft_index_extend": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "graft_attach_copies": [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
+}
+
+
+@cache
+def native() -> Any:
+    """The library."""
+    library: Any = compiled(HERE, "_native", ctypes.PyDLL)
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
+    return library
+
+
+def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """A library that was built with the package. What it is called behind the name differs between machines."""
+    built = [path for suffix in EXTENSION_SUFFIXES if (path := folder / (name + suffix)).exists()]
+    try:
+        if not built:
+            raise OSError("it was not built")
+        return loader(str(built[0]))
+    except OSError as error:
+        raise GraftError(
+            f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
+            "source tree, by `make setup` or `pip install -e .`"
+        ) from error
+
+
+def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A column as the kernels read it. It must live until they have."""
+    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
+
+
+def _check(failed: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if failed == 1:
+        raise MemoryError(f"{function.__name__} found no memory")
+    if failed:
+        raise IndexError(f"{function.__name__} was given a place, source or bucket that is out of range")
+    return failed

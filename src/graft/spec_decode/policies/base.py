@@ -1,0 +1,162 @@
+"""The policy contract: grow the round's tree before the target sees it, learn from the round after.
+
+What every policy does alike stands here too: it keeps a drafter and retrievers up to date.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from graft.core.batch import Batch
+from graft.datastore.lookup import Datastore
+from graft.model import TargetRunner, VerifyOutput
+from graft.settings import Settings, require
+from graft.spec_decode.acceptance import Accepted, Choices
+from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.proposers.base import History, Learner, TargetTopK
+from graft.spec_decode.proposers.drafter import Drafter, DraftState
+from graft.spec_decode.tree import DraftTree
+from graft.stats import Clock
+
+MAX_BUDGET = 127  # nodes a round may verify beside the root
+USUAL_BUDGET = 60  # of the methods that do not choose their own
+USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
+
+
+@dataclass(frozen=True)
+class PolicySettings(Settings):
+    """What a user may say about the tree, whatever the policy."""
+
+    budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
+    pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
+    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state serves all
+    datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
+
+    def __post_init__(self) -> None:
+        good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
+        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget}")
+        require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """What a policy made of a round: the trees to verify, and how many draft passes each row took."""
+
+    tree: DraftTree
+    passes: list[int]
+    considered: DraftTree | None = None  # the same nodes, and behind them proposals that were pruned, for who watches
+
+    @classmethod
+    def without_drafts(cls, tree: DraftTree) -> DraftResult:
+        return cls(tree, [0] * tree.tokens.shape[0])
+
+
+class Policy(ABC):
+    """Decides what a round verifies. It never decides what is accepted."""
+
+    drafts = False  # whether it cannot do without a drafter
+    sources: tuple[str, ...] = ("root",)  # names by source number
+    drafter: Drafter | None = None
+    retrievers: Sequence[Learner] = ()
+    isolated = False
+
+    @property
+    def common_sources(self) -> frozenset[str]:
+        """Sources that may propose what others wrote; whoever watches a round sees of them what was accepted."""
+        return frozenset(name for retriever in self.retrievers for name in retriever.common)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it is to find out by itself what pays; then a server may do without it where nothing does."""
+        return False
+
+    @abstractmethod
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Measures what it needs to know of the machine. Called before every run; does its work once."""
+
+    @abstractmethod
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        """The trees to verify under `roots` [B], no deeper than the batch's `max_depth`."""
+
+    def open(self, num_rows: int, num_slots: int) -> DraftState | None:
+        """What a drafter keeps for a new batch, if there is one."""
+        return self.drafter.open(num_rows, num_slots) if self.drafter is not None else None
+
+    def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
+        """Learns from a judged chunk of a row's prompt; `following` are the tokens that come after each of it."""
+        if self.retrievers:
+            start = batch.cache.lengths[row] - verified.tokens.shape[1]
+            sequence = batch.sequences[row]
+            preceding = sequence.ids[max(start - 2, 0) : start]
+            self.learn_top_k(TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
+        if self.drafter is not None:
+            self.drafter.read(batch.draft, row, verified, following)
+
+    def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
+        """Learns from a finished round, whose verify took `seconds`."""
+        if self.drafter is not None:  # first, so that a device can go on while the host learns
+            self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
+        if self.retrievers:
+            histories = [sequence.ids for sequence in batch.sequences]
+            self.learn_top_k(TargetTopK.of_trees(verified, tree, histories, self._salts(batch)))
+        self.learn_accepted(tree, accepted, seconds)
+
+    def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
+        """Has a device go on to the next round, as far as it can, before the host knows of this one."""
+        if self.drafter is not None:
+            self.drafter.draft_ahead(batch.draft, verified, choices.there)
+
+    def reconsider(self, num_rows: int) -> None:  # noqa: B027 - optional
+        """Tries again what did not pay for so many rows."""
+
+    def catch_up(self) -> None:  # noqa: B027 - optional
+        """Does what could wait, while a device verifies."""
+
+    def learn_top_k(self, judged: TargetTopK) -> None:
+        """Learns what the target thinks follows each of some tokens."""
+        for retriever in self.retrievers:
+            retriever.learn(judged)
+
+    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:  # noqa: B027 - optional
+        """Learns what became of the round's proposals."""
+
+    def finish(self, history: History) -> None:
+        """Learns from a finished text."""
+        for retriever in self.retrievers:
+            retriever.finish(history)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of all that was learned, by name; empty for a policy that learns nothing."""
+        return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes on what `state` once gave, on any device; what is missing there starts as new."""
+        for retriever in self.retrievers:
+            retriever.restore(state)
+
+    def costs(self) -> dict[str, Tensor]:
+        """What `prepare` measured of the machine, by name; empty for a policy that asks for nothing."""
+        return {}
+
+    def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
+        """Takes on what `costs` once gave on this machine, so that `prepare` need not measure it again."""
+
+    def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
+        """A pool with the batch's roots and nothing else."""
+        return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
+
+    def _salts(self, batch: Batch) -> list[int]:
+        """Whose tables each row uses."""
+        return [self.salt_of(sequence) for sequence in batch.sequences]
+
+    def salt_of(self, history: History) -> int:
+        """Whose tables a text uses: everybody's, or its owner's, or its own."""
+        if not self.isolated:
+            return 0
+        return history.number if history.owner is None else history.owner

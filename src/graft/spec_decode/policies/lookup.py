@@ -1,0 +1,33 @@
+"""lookup: what followed the text's own end before, and nothing else; no drafter, no tables."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graft.core.batch import Batch
+from graft.model import TargetRunner
+from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.policies.base import USUAL_BUDGET, DraftResult, Policy, PolicySettings
+from graft.spec_decode.proposers import SuffixLookup
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.tree import ROOT
+from graft.stats import Clock
+
+
+class Lookup(Policy):
+    """The suffix lookup in the context alone: no finished texts, no calibration beyond its prior."""
+
+    sources = ("root", *SuffixLookup.names)
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        self._suffix = SuffixLookup(keep_past=False)
+        self._prior = Calibration(list(self._suffix.prior))
+        self._budget = settings.budget or USUAL_BUDGET
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        with clock("graft"):
+            candidates = self.new_candidates(batch, roots)
+            first = ROOT + 1
+            self._suffix.propose(candidates, batch.sequences, first, self._prior.chances, batch.max_depth)
+            candidates.merge()
+            return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())

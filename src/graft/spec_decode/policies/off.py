@@ -1,0 +1,20 @@
+"""off: plain decoding, a tree of one node in the same engine."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graft.core.batch import Batch
+from graft.model import TargetRunner
+from graft.spec_decode.policies.base import DraftResult, Policy, PolicySettings
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.spec_decode.tree import DraftTree
+from graft.stats import Clock
+
+
+class Off(Policy):
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        pass
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        return DraftResult.without_drafts(DraftTree.roots(roots))

@@ -1,0 +1,210 @@
+"""Profile: what `graft tune` learned of a model, a head and a machine, in one small file that `load` picks up.
+
+It holds a policy's state, and what draft passes and verifies cost. How it is made is in `tuning`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from graft.device_info import device_name
+from graft.errors import GraftError
+from graft.hub.home import graft_home
+from graft.settings import require
+from graft.spec_decode.proposers.base import named, part_of
+from graft.spec_decode.proposers.drafter import Drafter
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
+
+FORMAT = "graft-profile-1"
+_HEADS = Path(__file__).parents[1] / "heads"
+_ANEW = "make one with graft tune"
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NUM_WEIGHTS = 8  # of a tensor that a fingerprint looks at
+
+
+@dataclass(frozen=True)
+class About:
+    """What a profile is of."""
+
+    model: str  # a fingerprint
+    head: str | None  # likewise; None without a head
+    device: str | None  # None: of no machine in particular
+    dtype: str | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> About:
+        model = engine.target.model
+        return cls(
+            model=model_fingerprint(model),
+            head=head_fingerprint(engine.drafter),
+            device=device_name(engine.target.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+
+    def is_for_machine_of(self, other: About) -> bool:
+        return (self.device, self.dtype) == (other.device, other.dtype)
+
+
+class _OtherFormatError(GraftError):
+    """A file that may be well, but for another version."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A policy's state, and costs as a policy gives them; no costs where it is of no machine in particular."""
+
+    about: About
+    state: dict[str, Tensor]
+    costs: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {key: value.cpu().contiguous() for key, value in (self.state | named("costs", self.costs)).items()}
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, metadata={"about": json.dumps({"format": FORMAT, **asdict(self.about)})})
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        with _opened(path) as file:
+            about = _about(path, file)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        state = {name: value for name, value in tensors.items() if not name.startswith("costs/")}
+        return cls(about, state, part_of(tensors, "costs"))
+
+
+def equip(engine: Engine, profile: str | Path | None) -> None:
+    """Gives the engine's policy what a profile holds; it goes on learning from there.
+
+    profile: a file, which must be of this model and head; auto takes the user's own for this machine, else one that
+    comes with the package, else none; None takes none.
+    """
+    if profile is None:
+        return
+    about = About.of(engine)
+    if profile != "auto":
+        path = Path(profile).expanduser()
+        _restore(engine, _fitting(path, about), about, path)
+        return
+    for path in _candidates():
+        try:
+            with _opened(path) as file:
+                its = _about(path, file)
+            if (its.model, its.head) == (about.model, about.head) and (
+                its.device is None or its.is_for_machine_of(about)
+            ):
+                _restore(engine, Profile.read(path), about, path)
+                return
+        except _OtherFormatError:
+            continue
+        except GraftError as error:
+            warnings.warn(f"{error}; it is passed over", stacklevel=3)
+
+
+def profile_path(about: About) -> Path:
+    """Where a user's profile lies unless it is put elsewhere."""
+    words = (about.model, about.head or "no-head", _digest(f"{about.device} {about.dtype}".encode()))
+    return _folder() / f"{'-'.join(words)}.safetensors"
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Tells models apart by their shape and a few weights, rounded so that the precision does not matter."""
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    shape = [getattr(config, key, None) for key in _SHAPE]
+    return _digest(json.dumps(shape).encode() + _few_weights([embedding[len(embedding) // 2]]))
+
+
+def head_fingerprint(drafter: Drafter | None) -> str | None:
+    """Tells heads apart, whatever the tree that is drafted with them."""
+    if drafter is None:
+        return None
+    head = getattr(drafter, "head", None)
+    if not isinstance(head, nn.Module):
+        return _digest(type(drafter).__name__.encode())
+    weights = dict(sorted(head.named_parameters()))
+    shapes = {name: list(weight.shape) for name, weight in weights.items()}
+    return _digest(json.dumps(shapes).encode() + _few_weights(list(weights.values())))
+
+
+def _fitting(path: Path, about: About) -> Profile:
+    """The profile that a user named, refused if it is not of this model and head."""
+    profile = Profile.read(path)
+    require(profile.about.model == about.model, f"{path} is the profile of another model: {_ANEW} for this one")
+    if profile.about.head != about.head:
+        its, own = ("no head" if head is None else "another head" for head in (profile.about.head, about.head))
+        own = own if about.head is None else "this one"
+        raise GraftError(f"{path} was made with {its}, and the engine has {own}: {_ANEW} for this head")
+    return profile
+
+
+def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None:
+    policy = engine.policy
+    try:
+        # Tables are somebody's texts: those who must not learn from others start without.
+        is_of_texts = not policy.isolated
+        policy.restore({key: value for key, value in profile.state.items() if is_of_texts or _is_general(key)})
+        if profile.costs and profile.about.is_for_machine_of(about):
+            policy.restore_costs(profile.costs)
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+        policy.restore({})  # all of it or nothing
+        raise GraftError(f"{path} is no whole profile ({type(error).__name__}: {error}): {_ANEW}") from error
+
+
+def _is_general(key: str) -> bool:
+    """Whether a part of a state tells how good proposals are, not what was proposed."""
+    return key.startswith(("calibration/", "prospect/", "gates/"))
+
+
+def _candidates() -> list[Path]:
+    """The user's own profiles, the newest first, then those that come with heads."""
+    own = sorted(_folder().glob("*.safetensors"), key=lambda path: -path.stat().st_mtime)
+    return own + sorted(_HEADS.glob("*/profile*.safetensors"))
+
+
+def _folder() -> Path:
+    return graft_home() / "profiles"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise GraftError(f"{path} cannot be read as a profile ({error}): {_ANEW}") from error
+
+
+def _about(path: Path, file: Any) -> About:
+    try:
+        facts = json.loads((file.metadata() or {}).get("about", "{}"))
+        if facts.pop("format", None) == FORMAT:
+            return About(**facts)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise GraftError(f"{path} does not say what it is a profile of: {_ANEW}") from error
+    raise _OtherFormatError(f"{path} holds no profile that this version reads: {_ANEW}")
+
+
+def _few_weights(tensors: list[Tensor]) -> bytes:
+    few = torch.cat([tensor.detach().flatten()[:_NUM_WEIGHTS].to(torch.bfloat16).float() for tensor in tensors])
+    return few.cpu().numpy().tobytes()
+
+
+def _digest(what: bytes) -> str:
+    return hashlib.sha256(what).hexdigest()[:12]

@@ -1,0 +1,8 @@
+"""Retrievers: token trees from what the model has already said and judged, at no draft pass."""
+
+from graft.spec_decode.proposers.base import Retriever, TargetTopK
+from graft.spec_decode.proposers.datastore import DatastoreLookup
+from graft.spec_decode.proposers.ngram_tables import NgramTables
+from graft.spec_decode.proposers.suffix import SuffixLookup
+
+__all__ = ["DatastoreLookup", "NgramTables", "Retriever", "SuffixLookup", "TargetTopK"]

@@ -1,0 +1,32 @@
+"""AdjacencyMatrix: the table of order 1 as a source of its own, for policies that hang it by a fixed template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
+from graft.spec_decode.proposers.successor_table import SuccessorTables, adjacency_table
+
+
+class AdjacencyMatrix:
+    """M[vocab, k]; `tables`, which is this one, is what a template is filled from."""
+
+    names: tuple[str, ...] = ("adjacency",)
+
+    def __init__(self, vocab_size: int, isolated: bool = False) -> None:
+        self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
+        self.common: tuple[str, ...] = () if isolated else self.names
+
+    def learn(self, judged: TargetTopK) -> None:
+        self.tables.learn(judged)
+
+    def finish(self, history: History) -> None:
+        """Nothing to do: every token was learned when it was judged."""
+
+    def state(self) -> dict[str, Tensor]:
+        return named(self.names[0], self.tables.tables[0].state())
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.tables.tables[0].restore(part_of(state, self.names[0]))

@@ -1,0 +1,23 @@
+"""Which drafter a head gets: one whose passes are CUDA graphs, or the plain one."""
+
+from __future__ import annotations
+
+import warnings
+
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+
+
+def drafter_for(head: Eagle3Head, settings: TreeSettings | None = None) -> Eagle3Drafter:
+    """The drafter for where the head is: on a GPU, one whose passes are CUDA graphs."""
+    if head.fc.weight.device.type == "cuda":
+        try:
+            from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
+            from graft.spec_decode.proposers.eagle3.fused_head import why_not
+        except ImportError:  # the target's runner says that Triton is missing
+            return Eagle3Drafter(head, settings)
+        if (reason := why_not(head)) is None:
+            return CapturedDrafter(head, settings)
+        warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
+    return Eagle3Drafter(head, settings)

@@ -1,0 +1,94 @@
+"""The EAGLE-3 head in few kernels, over tensors of a cache, for passes that can be captured.
+
+As in the target's fast layers the weights remain the head's own: those that one product takes together are laid below
+each other once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graft.model.attention import Paths
+from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels.matmul import Products
+from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_cache, together
+from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+
+
+class FastHead:
+    """The head's layer and its output, as functions of tensors."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        """head: one that `why_not` has nothing against."""
+        layer: Any = head.midlayer
+        attention = layer.self_attn
+        self.head, self.config = head, head.config
+        embedding = head.embed_tokens.weight if head.config.own_embedding else head.target_embedding
+        assert embedding is not None
+        self._embedding = embedding.detach()
+        self._norms = (layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach())
+        self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), head.norm.weight.detach()
+        self._qkv = together([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        self._o = attention.o_proj.weight.detach()
+        self._gate_up = together([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+        self._down, self._lm_head = layer.mlp.down_proj.weight.detach(), head.lm_head.weight.detach()
+        self._multiply = Products(self._o.device)
+
+    def rotary(self, num_positions: int) -> Rotary:
+        return Rotary.of(self.head.rotary, self._qkv, num_positions)
+
+    def run(
+        self,
+        tokens: Tensor,  # [B, W] the token after each entry's own
+        hidden: Tensor,  # [B, F, H] features
+        origins: Tensor | None,  # [B, W] which of the features each entry takes; its own if None
+        seen: Paths,
+        keys: Tensor,  # [B, slots, kv_heads, head_dim]
+        values: Tensor,
+        rotary: Rotary,
+        before: Tensor | None = None,  # [B] uncommitted entries that theirs come behind
+    ) -> Tensor:
+        """The entries' outputs [B, W, H], which are the next entries' features."""
+        config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
+        batch, width = tokens.shape
+        both, stream = eagle3_kernels.enter(
+            tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
+        )
+        qkv = multiply(both, self._qkv)
+        attended = attend_in_cache(
+            qkv,
+            keys,
+            values,
+            seen,
+            rotary,
+            config.num_attention_heads,
+            before=before,
+            window=config.sliding_window,
+        )
+        delta = multiply(attended, self._o)
+        stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
+        delta = multiply(layer_kernels.silu_mul(multiply(normed, self._gate_up)), self._down)
+        total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
+        return (normed if config.norm_output else total).view(batch, width, -1)
+
+    def likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The k likeliest draft ids after each output [R, H], their logits, and each row's sum; see `highest`."""
+        if not self.config.norm_output:
+            _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
+        return topk_kernels.highest(self._multiply(hidden, self._lm_head), k)
+
+
+def why_not(head: Eagle3Head) -> str | None:
+    """What keeps the head from being captured; None if nothing does."""
+    config, weight = head.config, head.fc.weight
+    if weight.dtype not in DTYPES:
+        return f"its weights are {weight.dtype}"
+    if config.rope["rope_type"] not in STEADY_ROPES:
+        return f"its rotary positions are of type {config.rope['rope_type']}"
+    if config.head_dim > MAX_HEAD_DIM or config.hidden_size > MAX_HIDDEN:
+        return "its heads or hidden states are of an unusual size"
+    return None

@@ -1,0 +1,70 @@
+"""NgramTables: the target's own earlier judgements, hung wherever the round's pool is likeliest to be reached.
+
+Wave by wave the best nodes not yet looked up, whoever proposed them, get the successors that the target found
+likely after the same tokens: after the last three if they were ever judged, else the last two, else the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graft.spec_decode.buckets import BUCKET_PROBABILITIES
+from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
+from graft.spec_decode.proposers.successor_table import ISOLATED_ROWS, SuccessorTable, SuccessorTables, adjacency_table
+
+_NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
+# What an old opinion, in a context that is now another, is worth of its face: the more of the context is the same,
+# the more.
+_WORTH = {1: 0.5, 2: 0.7, 3: 0.85}
+
+
+class NgramTables:
+    """Tables of several orders, and how far they are followed."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        orders: Sequence[int] = (3, 2, 1),
+        num_rows: int = 1 << 18,  # of each hashed table
+        waves: int = 5,
+        beam: int = 12,  # nodes looked up in a wave
+        isolated: bool = False,  # texts do not learn from each other
+    ) -> None:
+        """orders: longest first."""
+        tables = [
+            SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, isolated=isolated)
+            if order > 1
+            else adjacency_table(vocab_size, isolated)
+            for order in orders
+        ]
+        self._tables = SuccessorTables(tables)
+        self.names = tuple(_NAMES[order] for order in orders)
+        self.common: tuple[str, ...] = () if isolated else self.names
+        self.prior = torch.stack([_WORTH[order] * BUCKET_PROBABILITIES for order in orders])
+        self._waves = waves
+        self._beam = beam
+
+    def propose(
+        self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
+    ) -> None:
+        candidates.follow(self._tables.structs, chances, first, self._waves, self._beam, max_depth)
+
+    def learn(self, judged: TargetTopK) -> None:
+        self._tables.learn(judged)
+
+    def finish(self, history: History) -> None:
+        """Nothing to do: every token was learned when it was judged."""
+
+    def state(self) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = {}
+        for name, table in zip(self.names, self._tables.tables, strict=True):
+            held |= named(name, table.state())
+        return held
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, table in zip(self.names, self._tables.tables, strict=True):
+            table.restore(part_of(state, name))

@@ -1,0 +1,164 @@
+"""Suffix lookup: what followed the longest earlier occurrences of the text's own end.
+
+It looks in the text itself and in texts that were finished before (all of them, or where texts are isolated their
+owner's), at the root and under the likeliest drafted nodes: a drafted token may complete an occurrence that the text
+alone does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from ctypes import byref
+from itertools import islice, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from graft.spec_decode.candidates import Candidates, address_of
+from graft.spec_decode.native import IndexStruct, ScaleStruct, native
+from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
+
+_MAX_MATCH = 24
+_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # least lengths of the score bucket
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
+_SCALE = ScaleStruct(
+    _MAX_MATCH,
+    len(_MATCHES),
+    len(_SHARES),
+    (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
+    (ctypes.c_double * len(_SHARES))(*_SHARES),
+)
+_MAX_OWNERS = 256  # whose finished texts are kept, where they are kept apart
+
+
+class SuffixIndex:
+    """Texts one behind the other, indexed by pairs of tokens; the oldest go when there are too many tokens."""
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        library: Any = native()
+        self._native = library
+        self._most = -1 if max_tokens is None else max_tokens
+        self._struct = IndexStruct()
+        self.address = ctypes.addressof(self._struct)
+        finalize(self, library.graft_index_free, byref(self._struct)).atexit = False
+
+    def __len__(self) -> int:
+        return self._struct.num_tokens
+
+    @property
+    def texts(self) -> list[list[int]]:
+        struct = self._struct
+        tokens, starts = array("i"), array("q")
+        tokens.frombytes(ctypes.string_at(struct.tokens, 4 * len(self)) if len(self) else b"")
+        starts.frombytes(ctypes.string_at(struct.starts, 8 * struct.num_texts) if struct.num_texts else b"")
+        places = [start - struct.dropped for start in starts] + [len(tokens)]
+        return [tokens[a:b].tolist() for a, b in pairwise(places)]
+
+    def begin(self) -> None:
+        """What comes from here on is another text: no match and no continuation reaches over its start."""
+        self._native.graft_index_begin(self.address)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        extend_all([self], [tokens], self._most)
+
+
+def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
+    """Adds to the last text of each index its own tokens, in one call."""
+    library: Any = native()
+    counts, tokens = array("q", map(len, texts)), array("i")
+    for text in texts:
+        tokens.extend(text)
+    addresses = array("q", [index.address for index in indices])
+    library.graft_index_extend(
+        address_of(addresses), len(addresses), address_of(counts), address_of(tokens), max_tokens
+    )
+
+
+class SuffixLookup:
+    """A tree of what followed the longest matches: first of the text itself, then of finished texts."""
+
+    names: tuple[str, ...] = ("suffix", "past")
+    # Longer matches are surer, and so are tokens that all occurrences agree on.
+    prior = torch.tensor(
+        [[(0.35 + 0.6 * i / 7) * agreed for i in range(len(_MATCHES)) for agreed in (0.25, 0.5, 0.75, 1.0)]] * 2
+    )
+
+    def __init__(
+        self,
+        depth: int = 32,
+        num_nodes: int = 40,  # of the tree at one place
+        num_drafted: int = 10,  # drafted nodes that are looked up beside the root
+        max_past_tokens: int = 200_000,  # of all finished texts together
+        keep_past: bool = True,  # finished texts help later ones
+        isolated: bool = False,  # those of their owner alone
+    ) -> None:
+        self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
+        self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
+        self._max_past_tokens = max_past_tokens
+        self._past = SuffixIndex(max_past_tokens)  # for all
+        self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, who finished none for longest first
+        self._keeps_past, self._is_isolated = keep_past, isolated
+        self.common: tuple[str, ...] = ("past",) if keep_past and not isolated else ()
+
+    def propose(
+        self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
+    ) -> None:
+        own = [self._index(history) for history in histories]
+        extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
+        limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
+        past = [self._past_for(history).address for history in histories]
+        candidates.attach_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
+
+    def learn(self, judged: TargetTopK) -> None:
+        """Nothing to do: texts are taken from their histories."""
+
+    def finish(self, history: History) -> None:
+        if not self._keeps_past or (self._is_isolated and history.owner is None):
+            return
+        past = self._past
+        if self._is_isolated:
+            assert history.owner is not None
+            past = self._pasts.setdefault(history.owner, SuffixIndex(self._max_past_tokens))
+            self._pasts.move_to_end(history.owner)
+        past.begin()
+        past.extend(history.ids)
+        while len(self._pasts) > 1 and self._has_too_many_owners():
+            self._pasts.popitem(last=False)
+
+    def state(self) -> dict[str, Tensor]:
+        """Of texts that serve all; what is one owner's alone is not handed on."""
+        texts = self._past.texts
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
+        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        return named("past", {"tokens": tokens, "lengths": lengths})
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._past = SuffixIndex(self._max_past_tokens)
+        self._pasts.clear()
+        if past := part_of(state, "past"):
+            tokens = iter(past["tokens"].tolist())
+            for length in past["lengths"].tolist():
+                self._past.begin()
+                self._past.extend(list(islice(tokens, length)))
+
+    def _past_for(self, history: History) -> SuffixIndex:
+        """The finished texts that a text may see."""
+        if not self._is_isolated or history.owner is None:
+            return self._past  # of isolated texts only what was restored, which serves all
+        return self._pasts.get(history.owner, self._past)
+
+    def _has_too_many_owners(self) -> bool:
+        return len(self._pasts) > _MAX_OWNERS or sum(map(len, self._pasts.values())) > self._max_past_tokens
+
+    def _index(self, history: History) -> SuffixIndex:
+        """Of a text's own tokens, as far as they were looked up."""
+        index = self._own.get(history)
+        if index is None:
+            index = self._own[history] = SuffixIndex()
+            index.begin()
+        return index

@@ -1,0 +1,157 @@
+"""Tuning: a profile from warm-up prompts. Fills what `graft` learns, calibrates gates, measures the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.engine import Engine
+from graft.model import TargetRunner, target_for
+from graft.model.sampler import SamplingSettings
+from graft.progress import Report
+from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
+from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
+from graft.spec_decode.policies.dense import Dense
+from graft.spec_decode.policies.gates import GATES, PUBLISHED, THRESHOLDS
+from graft.spec_decode.profile import About, Profile
+from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.tree import DraftTree
+
+_ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
+_PORTABLE = ("calibration/", "prospect/", "gates/", "adjacency/")
+_MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
+
+Progress = Callable[[Report], None]
+Seen = list[tuple[list[float], int]]  # by round: confidences at the gates, and how many nodes were accepted
+
+
+def tune(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int = 64,
+    portable: bool = False,
+    progress: Progress = lambda report: None,
+) -> Profile:
+    """The profile of an engine whose policy is `graft`, which learns from the prompts as it answers them.
+
+    portable: for any machine, and small: it is learned at the usual budget with every draft pass made, whatever pays
+    here; costs, n-gram tables and past texts are left out.
+    """
+    about, drafter = About.of(engine), _wide(engine.drafter)
+    if portable:
+        engine = _engine(engine, drafter, PolicySettings(USUAL_BUDGET, pass_cost=0.0))
+    counts = torch.zeros(engine.target.vocab_size, dtype=torch.int64)
+    for number, prompt in enumerate(prompts, start=1):
+        answer = engine.generate(prompt, max_new_tokens=max_new_tokens)
+        counts += torch.bincount(torch.tensor(prompt + answer.ids), minlength=len(counts))
+        progress(Report("learning", number, len(prompts), f"accepted {answer.stats.mean_accepted:.2f}"))
+    state = engine.policy.state()
+    if drafter is not None:
+        settings = SamplingSettings(max_new_tokens=max_new_tokens, stop_token_ids=tuple(engine.eos_token_ids))
+        seen = watch_gates(engine.target.model, drafter, [[prompt] for prompt in prompts], settings, progress)
+        state[THRESHOLDS] = torch.tensor(thresholds(seen))
+    if portable:
+        state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}
+        return Profile(About(about.model, about.head, None, None), _most_seen(state, counts), {})
+    return Profile(about, state, _measured(engine))
+
+
+class GateWatch(Dense):
+    """dense, remembering how sure the drafter was at each gate and how far the round then came."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        self.seen: Seen = []
+
+    def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
+        assert self.drafter is not None and self.drafted is not None
+        for row, nodes in enumerate(accepted.nodes):
+            if self.drafted.passes[row] > self.drafter.settings.depth:  # else the answer's end cut the tree short
+                self.seen.append((self.drafted.confidences[row].tolist(), len(nodes)))
+
+
+def thresholds(seen: Seen) -> list[float]:
+    """For each gate the confidence up to which drafting on was not worth its passes.
+
+    To stop a round loses the tokens by which it came deeper than the tree that is left, and saves the passes that
+    were to come, each worth the tokens that its time brings otherwise. What retrieval puts in their place is not
+    counted, so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
+    """
+    cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
+    most = TreeSettings().depth + 1
+    chosen = []
+    for gate, number in enumerate(GATES):
+        confidences = np.array([own[gate] for own, _ in seen])
+        left = number + 1  # depth of the tree, and passes made
+        regrets = np.array([max(depth - left, 0) - cost * (most - left) for _, depth in seen])
+        found = best_threshold(confidences, regrets)
+        chosen.append(PUBLISHED[gate] if found is None else found)
+        seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]
+    return chosen
+
+
+def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64]) -> float | None:
+    """The threshold with the least regret, summed over the rounds that it stops: those that are no surer.
+
+    None where too few rounds are worth stopping, or too few worth going on. Of equals the lowest.
+    """
+    if min(np.sum(regrets < 0), np.sum(regrets > 0)) < _ENOUGH:
+        return None
+    order = confidences.argsort(kind="stable")
+    values = np.append(0.0, confidences[order])
+    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret when all up to here are stopped
+    is_last = np.append(values[1:] > values[:-1], False)  # between equal values no threshold fits
+    if not is_last[1:].any():
+        return None
+    place = int(np.where(is_last, stopped, np.inf).argmin())
+    return float((values[place] + values[place + 1]) / 2)
+
+
+def watch_gates(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    groups: Sequence[Sequence[Sequence[int]]],
+    settings: SamplingSettings,
+    progress: Progress = lambda report: None,
+) -> Seen:
+    """What gates would have seen while `dense` answers the prompts, those of a group together."""
+    watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
+    dense = Engine(model, policy=watch, drafter=drafter)
+    for number, prompts in enumerate(groups, start=1):
+        dense.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
+        progress(Report("gates", number, len(groups), f"{len(watch.seen)} rounds"))
+    return watch.seen
+
+
+def _measured(engine: Engine) -> dict[str, Tensor]:
+    """What a new policy measures here, now that the process is warm; and the host's share of the rounds so far."""
+    policy = make_policy("graft", engine.target, engine.drafter)
+    policy.prepare()
+    return policy.costs() | {"host": engine.policy.costs()["host"]}
+
+
+def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
+    """The state with the adjacency rows of the tokens that texts held most often."""
+    rows = state["adjacency/rows"].cpu()
+    kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
+    fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
+    return state | fields
+
+
+def _wide(drafter: Drafter | None) -> Drafter | None:
+    """The same head drafting the usual tree: an engine on a CPU drafts a narrower one."""
+    return drafter_for(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
+
+
+def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:
+    target = target_for(engine.target.model, drafter.hidden_layers if drafter is not None else ())
+    policy = policy_with(settings, DEFAULT_POLICY, target, drafter)
+    return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)

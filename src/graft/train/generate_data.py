@@ -1,0 +1,185 @@
+"""The target's own answers to many prompts: what a draft head is trained on.
+
+Many rows decode together, one captured step at a time on a GPU. Answers go to disk in shards, each written
+whole or not at all, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graft.errors import GraftError
+from graft.model import TargetRunner
+from graft.settings import Settings, require
+
+_SLOT_STEP = 256  # caches are sized in steps of this many tokens, so that captured steps can be used again
+_CHECK_EVERY = 16  # steps between two looks at whether all rows have ended
+
+
+@dataclass(frozen=True)
+class AnswerSettings(Settings):
+    """How the target answers."""
+
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)  # one answer to every prompt at each
+    num_rows: int = 64  # prompts answered together
+    max_prompt_tokens: int = 1536  # longer prompts are left out
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_rows", "max_prompt_tokens"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(bool(self.temperatures), "temperatures must name at least one")
+        require(all(t >= 0 for t in self.temperatures), f"temperatures must be 0 or more, not {self.temperatures}")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and the target's answer to it."""
+
+    tokens: Tensor  # [T] int32, prompt then answer
+    num_prompt_tokens: int
+
+
+class BatchDecoder:
+    """Decodes a fixed number of rows, token by token, without looking at the host."""
+
+    def __init__(self, target: TargetRunner, num_rows: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._target = target
+        self._cache = target.open(num_rows, num_slots)
+        device = target.device
+        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._temperature = torch.zeros((), device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
+    ) -> list[list[int]]:
+        """One answer a prompt, the ending token included; at temperature 0 greedy."""
+        if self._graph is None and self._target.device.type == "cuda":
+            self._capture()  # before the prefill, whose first slots the warm-up steps would overwrite
+        self._cache.lengths = [0] * len(prompts)
+        self._target.prefill_batch(self._cache, [prompt[:-1] for prompt in prompts])
+        self._tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
+        self._lengths.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
+        self._temperature.fill_(temperature)
+        endings = torch.tensor(list(eos_token_ids), device=self._tokens.device)
+        ended = torch.zeros_like(self._tokens, dtype=torch.bool)
+        answers = []
+        for step in range(max_new_tokens):
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._step()
+            answers.append(self._tokens.clone())
+            ended |= torch.isin(self._tokens, endings)
+            if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(ended.all()):
+                break
+        return [_cut(row, eos_token_ids) for row in torch.stack(answers, dim=1).tolist()]
+
+    def _step(self) -> None:
+        logits = self._target.step(self._cache, self._tokens, self._lengths)  # [B, V]
+        noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-12).log()
+        self._tokens.copy_((logits + self._temperature * noise).argmax(dim=1))
+        self._lengths.add_(1)
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # libraries set themselves up outside the graph
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._lengths.zero_()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._step()
+
+
+def write_answers(
+    target: TargetRunner,
+    prompts: Sequence[Sequence[int]],
+    eos_token_ids: Sequence[int],
+    settings: AnswerSettings,
+    folder: Path,
+    progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+) -> None:
+    """Answers all prompts at every temperature into `folder`; `progress(shards done, of, new tokens)` as it goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    _same_settings(folder / "answers.json", {**asdict(settings), "prompts": fingerprint})
+    most = settings.max_prompt_tokens
+    if target.max_positions is not None:
+        most = min(most, target.max_positions - settings.max_new_tokens)
+    fitting = [prompt for prompt in prompts if len(prompt) <= most]
+    require(bool(fitting), f"no prompt has at most {most} tokens, which is what fits with its answer")
+    by_length = sorted(fitting, key=len)
+    groups = [by_length[i : i + settings.num_rows] for i in range(0, len(by_length), settings.num_rows)]
+    shards = [(group, t) for group in range(len(groups)) for t in range(len(settings.temperatures))]
+    decoder: BatchDecoder | None = None
+    for done, (group, rank) in enumerate(shards):
+        path = folder / f"answers-{group:05d}-{rank:02d}.safetensors"
+        num_tokens = 0
+        if not path.exists():
+            prompt_group, temperature = groups[group], settings.temperatures[rank]
+            rows = [*prompt_group, *[prompt_group[-1]] * (settings.num_rows - len(prompt_group))]  # a full batch
+            num_slots = -(-(len(rows[-1]) + settings.max_new_tokens) // _SLOT_STEP) * _SLOT_STEP
+            if decoder is None or decoder.num_slots != num_slots:
+                decoder = None  # its memory first
+                decoder = BatchDecoder(target, settings.num_rows, num_slots)
+            torch.manual_seed(settings.seed + 1_000_003 * group + rank)
+            answers = decoder.answer(rows, settings.max_new_tokens, temperature, eos_token_ids)
+            _save_shard(path, prompt_group, answers[: len(prompt_group)])
+            num_tokens = sum(map(len, answers[: len(prompt_group)]))
+        progress(done + 1, len(shards), num_tokens)
+
+
+def read_answers(folder: Path) -> Iterator[Answered]:
+    """Every answer in a folder, in a fixed order."""
+    paths = sorted(folder.glob("answers-*.safetensors"))
+    require(bool(paths), f"{folder} holds no answers")
+    for path in paths:
+        shard = load_file(path)
+        for tokens, num_prompt in zip(
+            shard["tokens"].split(shard["lengths"].tolist()), shard["num_prompt_tokens"].tolist(), strict=True
+        ):
+            yield Answered(tokens, num_prompt)
+
+
+def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    partial = path.with_suffix(".partial")
+    save_file(
+        {
+            "tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32),
+            "lengths": torch.tensor([len(row) for row in rows]),
+            "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts]),
+        },
+        partial,
+    )
+    partial.replace(path)
+
+
+def _same_settings(path: Path, settings: dict[str, object]) -> None:
+    """A folder holds answers of one kind: going on with other settings would mix two."""
+    text = json.dumps(settings, indent=1)
+    if path.exists() and path.read_text() != text:
+        raise GraftError(f"{path.parent} holds answers made with other settings or prompts: choose another folder")
+    path.write_text(text)
+
+
+def _cut(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Up to the first ending, that included."""
+    end = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens) - 1)
+    return tokens[: end + 1]

@@ -1,0 +1,257 @@
+"""Cost emulation: a widened model and its head say what they said before, and every table says that they are wide."""
+
+import csv
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import Finished
+from graft import Engine, GraftError, SamplingSettings, load
+from graft.bench.cost_emulation import SHAPES, Shape, widen, widen_head
+from graft.hub.registry import DEFAULT_MODEL
+from graft.loading import load_drafter
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from test_drafter import SMALL_TREE, make_head
+from tiny import BYTE_VOCAB, tiny_model
+
+Run = Callable[..., Finished]
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
+TINY = Shape(layers=6, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
+WIDE = Shape(layers=9, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16)
+SPEC = "layers=5,hidden=72,intermediate=96,heads=12,kv_heads=4,head_dim=16"
+
+ROPE = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model(num_hidden_layers=TINY.layers)
+    with torch.no_grad():  # norms of trained models are not all ones, and eps is felt where vectors are short
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        model.model.embed_tokens.weight.mul_(0.01)
+    return model
+
+
+# The model
+
+
+@pytest.mark.parametrize("rope", ROPE)
+@pytest.mark.parametrize("tied", [False, True])
+def test_widened_model_has_the_same_logits_and_the_same_text(rope, tied):
+    parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPE[rope]}
+    small = tiny_model(num_hidden_layers=2, rope_parameters=parameters, tie_word_embeddings=tied)
+    worn = widen(small, WIDE)
+    tokens = torch.randint(3, 60, (2, 100), generator=torch.manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(worn(tokens).logits, small(tokens).logits, atol=1e-4, rtol=1e-4)
+    expected = Engine(small, policy="off").generate(PROMPT, max_new_tokens=24).ids
+    assert Engine(worn, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
+
+
+def test_hidden_states_are_the_models_own_where_it_has_layers_and_zero_beside(model):
+    worn = widen(model, WIDE)
+    with torch.no_grad():
+        own, wide = (m(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states for m in (model, worn))
+    for layer in range(TINY.layers):
+        torch.testing.assert_close(wide[layer][..., : TINY.hidden], own[layer], atol=1e-5, rtol=1e-4)
+        assert not wide[layer][..., TINY.hidden :].any()
+
+
+def test_worn_model_has_the_shape_asked_for_and_computes_with_all_of_it(model):
+    worn = widen(model, WIDE)
+    assert Shape.of_config(worn.config) == WIDE
+    assert (worn.dtype, worn.config.vocab_size) == (model.dtype, model.config.vocab_size)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert worn.model.layers[-1].self_attn.get_submodule(name).weight.ne(0).all()
+    assert not any(parameter.isinf().any() or parameter.isnan().any() for parameter in worn.parameters())
+
+
+def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
+    tokens = torch.tensor([PROMPT * 4])
+    half = deepcopy(model).bfloat16()
+    with torch.no_grad():
+        exact = model(tokens).logits
+        own, worn = (m(tokens).logits for m in (half, widen(half, WIDE)))
+    assert worn.dtype is torch.bfloat16 and worn.isfinite().all()
+    assert (worn - exact).abs().mean() < 2 * (own - exact).abs().mean()
+
+
+# The head
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_before_fc": True, "norm_output": True},
+        {"fc_norm": True, "norm_before_residual": True, "own_embedding": True, "sliding_window": 5},
+    ],
+)
+def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
+    head = Eagle3Head(replace(make_head(model).config, **changes))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(0, 0.2)
+    head.set_vocabulary(torch.randperm(61)[:40].sort().values)
+    if not head.config.own_embedding:
+        head.borrow_embedding(model.model.embed_tokens.weight)
+    worn = widen(model, WIDE)
+    worn_head = widen_head(head, WIDE, worn.model.embed_tokens.weight)
+    assert Shape.of_config(worn_head.config) == replace(WIDE, layers=1)
+
+    engines = [
+        Engine(m, policy="dense", drafter=Eagle3Drafter(h, SMALL_TREE)) for m, h in ((model, head), (worn, worn_head))
+    ]
+    drafts = []
+    for engine in engines:
+        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=32)))
+        engine._prefill(batch)
+        drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4)))
+    for own, wide in zip(*drafts, strict=True):
+        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
+        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
+    own, wide = (engine.generate(PROMPT, max_new_tokens=32) for engine in engines)
+    assert wide.ids == own.ids
+    assert own.stats.accepted > 0, "some drafts were right"
+    assert (wide.stats.rounds, wide.stats.accepted_by_depth) == (own.stats.rounds, own.stats.accepted_by_depth)
+
+
+def test_default_model_and_its_head_keep_text_and_accepted_lengths():
+    plain = load(DEFAULT_MODEL, policy="off", dtype="fp32", device="cpu")
+    shape = Shape(layers=32, hidden=640, intermediate=1600, heads=16, kv_heads=4, head_dim=128)
+    worn = widen(plain.target.model, shape)
+    drafter = load_drafter(DEFAULT_MODEL, plain.target.model, SMALL_TREE)
+    wide = Eagle3Drafter(widen_head(drafter.head, shape, worn.model.embed_tokens.weight), drafter.settings)
+    question = [{"role": "user", "content": "Count from one to ten."}]
+    answers = [
+        Engine(model, plain.tokenizer, policy="dense", drafter=head).generate(question, max_new_tokens=16)
+        for model, head in ((plain.target.model, drafter), (worn, wide))
+    ]
+    assert answers[0].ids == answers[1].ids == plain.generate(question, max_new_tokens=16).ids
+    assert answers[0].stats.accepted_by_depth == answers[1].stats.accepted_by_depth
+    assert answers[1].stats.mean_accepted > 1.5
+
+
+# Shapes
+
+
+def test_named_shapes_are_as_large_as_their_names_say():
+    for name, billions in (("llama-1b5", 1.4), ("llama-8b", 7.0), ("qwen-32b", 31.2)):
+        shape = SHAPES[name]
+        attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+        per_layer = attention + 3 * shape.hidden * shape.intermediate
+        assert shape.layers * per_layer / 1e9 == pytest.approx(billions, abs=0.1), "without the vocabulary"
+    assert Shape.named("llama-8b") is SHAPES["llama-8b"]
+    assert Shape.named(SPEC) == Shape(layers=5, hidden=72, intermediate=96, heads=12, kv_heads=4, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lama-8b", "unknown shape 'lama-8b': did you mean 'llama-8b'?"),
+        ("layers=3,hidden=64", "does not say intermediate, heads, kv_heads, head_dim"),
+        (f"{SPEC},depth=3", "unknown setting 'depth'"),
+        (SPEC.replace("hidden=72", "hidden=many"), "hidden must be a positive whole number, not 'many'"),
+        (SPEC.replace("kv_heads=4", "kv_heads=5"), "heads must be a multiple of kv_heads, but 12 is not one of 5"),
+        (SPEC.replace("hidden=72", "hidden=70"), "hidden must be a multiple of heads, but 70 is not one of 12"),
+        (SPEC.replace("head_dim=16", "head_dim=9"), "head_dim must be even"),
+    ],
+)
+def test_shape_that_cannot_be_says_why(spec, message):
+    with pytest.raises(GraftError) as caught:
+        Shape.named(spec)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 5}, "layers=5 is too small a shape: the model itself has 6"),
+        ({"intermediate": 40}, "intermediate=40 is too small"),
+        ({"heads": 12, "kv_heads": 12}, "2 query heads to a key head, the shape only 1"),
+        ({"head_dim": 12}, "head_dim=12 must be a multiple of the model's 8"),
+        ({"intermediate": 10**12}, "GB are free"),
+    ],
+)
+def test_shape_that_does_not_fit_the_model_says_why(model, changes, message):
+    with pytest.raises(GraftError, match=message):
+        widen(model, replace(WIDE, **changes))
+
+
+def test_only_a_llama_can_be_widened():
+    with pytest.raises(GraftError, match="Qwen3ForCausalLM cannot be widened: only a Llama can"):
+        widen(tiny_model("qwen3"), WIDE)
+
+
+# The command
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    (tmp_path / "first.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    return ["--data", str(tmp_path / "first.jsonl")]
+
+
+@pytest.fixture
+def head(model_folder: str, tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    config = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
+    save_head(Eagle3Head(Eagle3Config.for_target(config)), tmp_path / "head")
+    return str(tmp_path / "head")
+
+
+def test_bench_counts_the_same_in_costume_and_says_so_in_every_title(
+    graft_tiny: Run, data: list[str], head: str, model_folder: str, tmp_path: Path
+) -> None:
+    words = ["bench", *data, "--methods", "off,dense,hf", "--draft", head]
+    plain, worn = tmp_path / "plain", tmp_path / "worn"
+    assert graft_tiny(*words, "--out", str(plain)).status == 0
+    result = graft_tiny(*words, "--as-cost-of", SPEC, "--out", str(worn))
+    assert result.status == 0, result.err
+    title = f"at the cost of {SPEC} (widened {Path(model_folder).name})"
+    assert title in " ".join(result.out.split())
+    page = (worn / "report.html").read_text()
+    assert f"<h1>Graft benchmark {title}</h1>" in page and f"All numbers {title}" in page
+    assert "at the cost of" not in (plain / "report.html").read_text()
+
+    own, wide = (json.loads((folder / "results.json").read_text()) for folder in (plain, worn))
+    assert own["settings"]["as_cost_of"] is None and wide["settings"]["as_cost_of"] == SPEC
+    assert wide["settings"]["shape"]["hidden"] == 72 and wide["settings"]["shape"]["parameters"] > 100_000
+    for before, after in zip(own["runs"], wide["runs"], strict=True):
+        for count in ("method", "tokens", "rounds", "accepted_by_depth", "differ"):
+            assert before[count] == after[count]
+    rows = list(csv.DictReader((worn / "results.csv").read_text().splitlines()))
+    assert {row["as_cost_of"] for row in rows} == {SPEC}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--as-cost-of", "gpt-5"], "unknown shape 'gpt-5': known: llama-1b5, llama-8b, qwen-32b"),
+        (["--as-cost-of", SPEC.replace("layers=5", "layers=2")], "layers=2 is too small a shape"),
+        (["--as-cost-of", SPEC, "--record", "traces"], "--as-cost-of changes times, and --record writes down none"),
+        (["--as-cost-of", SPEC, "--replay", "traces"], "--as-cost-of: was settled when the traces were recorded"),
+    ],
+)
+def test_costume_that_cannot_be_worn_is_one_line(
+    words: list[str], message: str, graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loading = [] if "--replay" in words else ["--model", model_folder]
+    result = graft("bench", *loading, *words, "--out", str(tmp_path / "out"))
+    assert result.status == 2 and result.err.count("\n") == 1
+    assert message in result.err
