@@ -5,14 +5,12 @@ It owns no sequences: a `TreeCache` does, and is passed in. Choosing and accepti
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from graft.errors import GraftError
 from graft.model import attention
 from graft.model.kv_cache import CacheLimit, TreeCache, WritePosition
 from graft.model.loan import evaluating, tree_attention
@@ -149,25 +147,6 @@ class TargetRunner:
         return output.logits, side_by_side(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
-
-
-def target_for(
-    model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact: bool = False
-) -> TargetRunner:
-    """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
-
-    exact: a token's bits are the same in any batch, too; a GraftError where that cannot be.
-    """
-    if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
-        try:
-            from graft.model.cuda_graphs import CapturedTarget
-
-            return CapturedTarget(model, hidden_layers, chunk_size, exact)
-        except ImportError as error:
-            warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
-    if exact:
-        raise GraftError(f"exact steps need a single GPU and Triton, and the model is on {model.device}: drop exact")
-    return TargetRunner(model, hidden_layers, chunk_size)
 
 
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -1,0 +1,30 @@
+"""Which runner a model gets: on a GPU, one whose steps are CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from graft.errors import GraftError
+from graft.model.runner import TargetRunner
+
+
+def target_for(
+    model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact: bool = False
+) -> TargetRunner:
+    """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
+
+    exact: a token's bits are the same in any batch, too; a GraftError where that cannot be.
+    """
+    if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
+        try:
+            from graft.model.cuda_graphs import CapturedTarget
+
+            return CapturedTarget(model, hidden_layers, chunk_size, exact)
+        except ImportError as error:
+            warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
+    if exact:
+        raise GraftError(f"exact steps need a single GPU and Triton, and the model is on {model.device}: drop exact")
+    return TargetRunner(model, hidden_layers, chunk_size)
