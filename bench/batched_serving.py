@@ -90,8 +90,8 @@ def main() -> None:
     lessons = all_questions([arguments.warmup], engine, arguments)[: arguments.warmup_limit] if arguments.warmup else []
     rows = max(arguments.max_rows, *arguments.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
-    # A GPU's caches have room for 2,048 tokens at least.
-    scheduler = Scheduler(engine, SchedulerSettings(rows, rows, rows * max(room, 2048), prefix_cache_tokens=0))
+    # A GPU's caches have room for 2,048 tokens at least; both lanes may have all rows, and so may a move between them.
+    scheduler = Scheduler(engine, SchedulerSettings(rows, rows, 3 * rows * max(room, 2048), prefix_cache_tokens=0))
     fp32 = engine.target.model.dtype == torch.float32
     results = []
     knowing = engine.policy.state()

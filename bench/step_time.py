@@ -6,7 +6,7 @@
 Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUDA graph alone, `verify` all of
 `TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
 bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
-own forward. A width below a bucket runs in the bucket (1, 8, 16, 32, 64, 128); `--exact` runs all in one.
+own forward. A width below a bucket runs in the bucket (1, 2, 4, 8, 16, 32, 64, 128); `--exact` runs all in one.
 `--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 

@@ -33,7 +33,7 @@ SERVING: Group = {
     "log_prompts": _users(bool, "--log-prompts", "Write prompts to the log."),
     "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
     "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; more get status 429.", "64"),
-    "max_cache_tokens": _limit(int, "--max-cache-tokens", "Slots of all caches, in tokens.", "65536"),
+    "max_cache_tokens": _limit(int, "--max-cache-tokens", "Slots of all caches, in tokens.", "131072"),
     "prefix_cache_tokens": _limit(int, "--prefix-cache-tokens", "Tokens kept for texts that begin alike.", "8192"),
     "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request.", "2097152"),
     "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt.", "the model's context"),

@@ -45,7 +45,7 @@ class SchedulerSettings(Settings):
 
     max_rows: int = 16  # answers decoded together
     max_waiting: int = 64  # requests that wait for room; more are refused
-    max_cache_tokens: int = 65536  # slots of all caches of the target, whoever has them or had them
+    max_cache_tokens: int = 131072  # slots of all caches of the target, whoever has them or had them
     prefix_cache_tokens: int = 8192  # of texts kept, so that the same beginning is not read again; 0 keeps none
 
     def __post_init__(self) -> None:

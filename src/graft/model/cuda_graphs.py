@@ -46,7 +46,7 @@ from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
 from graft.progress import Report
 from graft.spec_decode.tree import PADDING, DraftTree
 
-WIDTHS = (1, 8, 16, 32, 64, 128)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPT_WIDTHS = (64, 128, 256)  # of chunks of a prompt
 _MAX_LOGITS = 2**31  # bytes of logits that an arena's steps may keep, if there are several
 
