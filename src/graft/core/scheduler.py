@@ -258,7 +258,7 @@ class Scheduler:
 
     def _prepare(self) -> None:
         """Until it succeeds, all are decoded plainly."""
-        with _logged("trees cannot be draft_result, for now"):
+        with _logged("trees cannot be grown, for now"):
             self._lanes[True].engine.policy.prepare()
             self._is_prepared = True
 
