@@ -470,6 +470,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path):
         ({}, {"GRAFT_SERVE_PROT": "1"}, "", "unknown setting 'prot'"),
         ({}, {"GRAFT_SERVE_PORT": "x"}, "", "port: "),
         ({"learning": "some"}, {}, "", "learning"),
+        ({}, {"GRAFT_SERVE_EXACT": "maybe"}, "", "exact: "),
         ({"max_rows": 0}, {}, "", "max_rows must be at least 1"),
         ({}, {}, "- 1", "must hold settings"),
         ({}, {}, "port: [", "cannot read"),
@@ -480,6 +481,24 @@ def test_settings_that_are_wrong_are_named(tmp_path, flags, environment, file, w
     path.write_text(file)
     with pytest.raises(GraftError, match=words.replace("?", r"\?")):
         gather(flags, environment, path, tuple(LOADING))
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_off_means_off_wherever_it_is_written(tmp_path, word):
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"learning: off\npolicy: off\npage: {word}\nexact: {word}\n")
+    loading, settings = gather({}, {}, file, tuple(LOADING))
+    assert (settings.learning, settings.page) == ("off", False)
+    assert loading == {"policy": "off", "exact": False}
+    loading, settings = gather({}, {"GRAFT_SERVE_PAGE": word, "GRAFT_SERVE_EXACT": word}, None, tuple(LOADING))
+    assert not settings.page and loading == {"exact": False}
+
+
+def test_keys_are_told_apart_whatever_stands_around_them(tmp_path):
+    _, settings = gather({}, {"GRAFT_SERVE_API_KEYS": "one, another"}, None, ())
+    assert settings.api_keys == ("one", "another")
+    with pytest.raises(GraftError, match="space"):  # which no request could give
+        ServeSettings(api_keys=("one ",))
 
 
 def test_every_setting_has_its_flag():
