@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -15,9 +16,12 @@ from llguidance import LLMatcher
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
+from graft.core.prefix_cache import PageStore
 from graft.server import grammar
 from graft.server.app import make_app, make_server
+from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
+from graft.stats import Stats
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -208,6 +212,23 @@ def test_small_endpoints(url, client):
     assert post(url, "/tokenize", messages=[{"role": "user", "content": "x"}]).json()["count"] > 1
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "steps": "eager"}
     assert "version" in httpx.get(f"{url}/version").json()
+
+
+def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch):
+    metrics = Metrics(SimpleNamespace(pages=PageStore(0), num_running=0, num_waiting=0, cache_use=0.0), "tiny")
+    stats = Stats()
+    counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
+    labels = type(metrics._proposed).labels
+
+    def meanwhile(counter, *values):
+        for count in counts:
+            count[len(count) + 2] += 1
+        return labels(counter, *values)
+
+    for count in counts:
+        count[1] += 1
+    monkeypatch.setattr(type(metrics._proposed), "labels", meanwhile)
+    metrics.speculated(stats)
 
 
 def test_metrics_count(url):
