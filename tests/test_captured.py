@@ -558,6 +558,22 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
     assert engine.target.mode.startswith("captured") and engine.target._graphs.num_captured > 0
 
 
+def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
+    graphs, capture = Small(model_of("llama"))._graphs, captured.Graphs.capture
+    arena, tries = arenas.Arena(*[torch.zeros(1, 1, 1, 1, 1)] * 2, None, None), []
+
+    def every_other(graphs, run, pool):
+        tries.append(run)
+        if len(tries) % 2:
+            raise arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
+        return capture(graphs, run, pool)
+
+    monkeypatch.setattr(captured.Graphs, "capture", every_other)
+    for number in range(50):  # in the weeks that a server runs
+        graphs.captured(arena, (number,), lambda: None)
+    assert graphs.num_captured == 50 and graphs.num_failures == 50
+
+
 def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
     engine = Engine(model_of("llama"), policy=RandomTrees(6))
     expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids

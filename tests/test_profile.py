@@ -235,6 +235,19 @@ def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_f
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("part", ["trigram/tags", "trigram/rows", "adjacency/rows", "trigram/entries"])
+def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_is_read(tuned: Profile, part: str):
+    state = tuned.state | {part: tuned.state[part][:1]}
+    state = state | {part: state[part][0]} if part.endswith("entries") else state
+    path = profile_path(tuned.about)
+    Profile(tuned.about, state, tuned.costs).save(path)
+    engine = engine_for(head=0)
+    new = engine.policy.state()
+    with pytest.raises(GraftError, match="is no whole profile"):
+        equip(engine, path)
+    assert same(engine.policy.state(), new)
+
+
 @pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
 def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damage: str, tuned: Profile):
     path = profile_path(tuned.about)

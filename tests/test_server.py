@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -15,9 +16,12 @@ from llguidance import LLMatcher
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
+from graft.core.prefix_cache import PageStore
 from graft.server import grammar
 from graft.server.app import make_app, make_server
+from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
+from graft.stats import Stats
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -208,6 +212,23 @@ def test_small_endpoints(url, client):
     assert post(url, "/tokenize", messages=[{"role": "user", "content": "x"}]).json()["count"] > 1
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "steps": "eager"}
     assert "version" in httpx.get(f"{url}/version").json()
+
+
+def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch):
+    metrics = Metrics(SimpleNamespace(pages=PageStore(0), num_running=0, num_waiting=0, cache_use=0.0), "tiny")
+    stats = Stats()
+    counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
+    labels = type(metrics._proposed).labels
+
+    def meanwhile(counter, *values):
+        for count in counts:
+            count[len(count) + 2] += 1
+        return labels(counter, *values)
+
+    for count in counts:
+        count[1] += 1
+    monkeypatch.setattr(type(metrics._proposed), "labels", meanwhile)
+    metrics.speculated(stats)
 
 
 def test_metrics_count(url):
@@ -470,6 +491,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path):
         ({}, {"GRAFT_SERVE_PROT": "1"}, "", "unknown setting 'prot'"),
         ({}, {"GRAFT_SERVE_PORT": "x"}, "", "port: "),
         ({"learning": "some"}, {}, "", "learning"),
+        ({}, {"GRAFT_SERVE_EXACT": "maybe"}, "", "exact: "),
         ({"max_rows": 0}, {}, "", "max_rows must be at least 1"),
         ({}, {}, "- 1", "must hold settings"),
         ({}, {}, "port: [", "cannot read"),
@@ -480,6 +502,24 @@ def test_settings_that_are_wrong_are_named(tmp_path, flags, environment, file, w
     path.write_text(file)
     with pytest.raises(GraftError, match=words.replace("?", r"\?")):
         gather(flags, environment, path, tuple(LOADING))
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_off_means_off_wherever_it_is_written(tmp_path, word):
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"learning: off\npolicy: off\npage: {word}\nexact: {word}\n")
+    loading, settings = gather({}, {}, file, tuple(LOADING))
+    assert (settings.learning, settings.page) == ("off", False)
+    assert loading == {"policy": "off", "exact": False}
+    loading, settings = gather({}, {"GRAFT_SERVE_PAGE": word, "GRAFT_SERVE_EXACT": word}, None, tuple(LOADING))
+    assert not settings.page and loading == {"exact": False}
+
+
+def test_keys_are_told_apart_whatever_stands_around_them(tmp_path):
+    _, settings = gather({}, {"GRAFT_SERVE_API_KEYS": "one, another"}, None, ())
+    assert settings.api_keys == ("one", "another")
+    with pytest.raises(GraftError, match="space"):  # which no request could give
+        ServeSettings(api_keys=("one ",))
 
 
 def test_every_setting_has_its_flag():

@@ -29,7 +29,7 @@ MAX_PATH = 128  # tokens of a round, at most
 _PATIENCE = 5.0  # seconds without captures when there was no memory for one
 
 _SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
-_MAX_FAILURES = 8  # of captures that may be others' doing; a model that cannot be captured fails at each try
+_MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
 
 Run = Callable[[], None]
 
@@ -213,6 +213,7 @@ class Arenas:
         self.num_captured = 0
         self.num_shortages = 0  # captures that there was no memory for
         self.num_failures = 0  # other captures that failed
+        self._num_in_a_row = 0  # of them, since one succeeded
         self._no_memory_until = -math.inf  # by time.monotonic
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
@@ -291,12 +292,14 @@ class Arenas:
             try:
                 arena.steps[key] = captured = self.capture(run, arena.pool)
                 self.num_captured += 1
+                self._num_in_a_row = 0
                 return captured
             except Exception as error:  # whatever a model, a compiler or a driver may raise
                 if not is_shortage(error):
-                    if not isinstance(error, CaptureError) or self.num_failures == _MAX_FAILURES:
+                    if not isinstance(error, CaptureError) or self._num_in_a_row == _MAX_FAILURES:
                         raise
                     self.num_failures += 1
+                    self._num_in_a_row += 1
                     continue
                 self.num_shortages += 1
                 if not self._make_memory(arena) or is_last:

@@ -1,6 +1,6 @@
 """A forward of our own over a transformers model's weights, for models built like Llama, in few kernels.
 
-What lies between matrix products is fused (`layer_kernels`). The weights remain the model's: those that one product
+What lies between matrix products is fused (`kernels/layer.py`). The weights remain the model's: those that one product
 takes together are laid below each other once, and its parameters become views of them. Whatever `why_not` has an answer
 for is left to transformers' own code.
 """

@@ -1,7 +1,7 @@
 """From logits to tokens: sampling settings, the keyed noise, and the sampler that applies both.
 
 The noise of a draw is a function of (seed, absolute position, token) alone. So the same seed gives the same
-text whatever tree was verified, and with none. Acceptance itself is in `accept`.
+text whatever tree was verified, and with none. Acceptance itself is in `spec_decode.acceptance`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 class Sampler:
-    """Chooses tokens for a batch of rows, each with its own settings and history (an `accept.Chooser`)."""
+    """Chooses tokens for a batch of rows, each with its own settings and history (an `acceptance.Chooser`)."""
 
     def __init__(
         self,

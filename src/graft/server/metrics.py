@@ -55,11 +55,11 @@ class Metrics:
 
     def speculated(self, stats: Stats) -> None:
         self._rounds.labels(self._model).inc(stats.rounds - stats.plain_rounds)
-        for source, count in stats.proposed_by_source.items():
+        for source, count in list(stats.proposed_by_source.items()):  # its thread may still be at it
             self._proposed.labels(self._model, source).inc(count)
-        for source, count in stats.accepted_by_source.items():
+        for source, count in list(stats.accepted_by_source.items()):
             self._accepted.labels(self._model, source).inc(count)
-        for depth, count in stats.accepted_by_depth.items():
+        for depth, count in list(stats.accepted_by_depth.items()):
             self._by_depth.labels(self._model, str(depth - 1)).inc(count)
 
     def text(self) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -15,6 +16,7 @@ from graft.errors import GraftError
 from graft.settings import require, require_known
 
 PREFIX = "GRAFT_SERVE_"
+T = TypeVar("T")
 Learning = Literal["auto", "shared", "key", "isolated", "off"]
 
 
@@ -44,6 +46,8 @@ class ServeSettings(SchedulerSettings):
         require(self.learning in known, f"learning is one of {', '.join(known)}, not {self.learning!r}")
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
+        for key in self.api_keys:  # none is printed: it is a secret
+            require(key == key.strip(), "an API key must not begin or end with a space: a request cannot give it")
         for name in ("max_body_bytes", "max_tokens", "default_max_tokens", "timeout"):
             require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
 
@@ -63,6 +67,19 @@ class ServeSettings(SchedulerSettings):
 
 SERVING = tuple(field.name for field in fields(ServeSettings))
 _LISTS = ("api_keys",)  # commas between them in the environment
+_TYPES: dict[str, TypeAdapter[Any]] = {"budget": TypeAdapter(int), "exact": TypeAdapter(bool)}  # of `load`'s options
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `off` is a word, as in `learning: off`; where yes or no is asked for, it is understood as such."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def gather(
@@ -74,26 +91,30 @@ def gather(
     for name, value in environment.items():
         if name.startswith(PREFIX):
             key = name.removeprefix(PREFIX).lower()
-            chosen[key] = value.split(",") if key in _LISTS else value
+            chosen[key] = [part.strip() for part in value.split(",")] if key in _LISTS else value
     for key in chosen:
         require_known("setting", key, known)
     chosen |= flags
+    own = {key: value for key, value in chosen.items() if key in SERVING}
+    options = {key: value for key, value in chosen.items() if key in loading}
+    for key in options.keys() & _TYPES.keys():
+        options[key] = _checked(_TYPES[key], options[key], key)
+    return options, _checked(TypeAdapter(ServeSettings), own, "settings")
+
+
+def _checked(kind: TypeAdapter[T], value: Any, name: str) -> T:
     try:
-        if "budget" in chosen:
-            chosen["budget"] = TypeAdapter(int).validate_python(chosen["budget"])
-        own = {key: value for key, value in chosen.items() if key in SERVING}
-        settings = TypeAdapter(ServeSettings).validate_python(own)
+        return kind.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
-        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        name = ".".join(str(part) for part in first["loc"]) or name
         raise GraftError(str(cause) if isinstance(cause, GraftError) else f"{name}: {first['msg']}") from error
-    return {key: value for key, value in chosen.items() if key in loading}, settings
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise GraftError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     require(content is None or isinstance(content, dict), f"{path} must hold settings, as in `port: 8000`")

@@ -370,7 +370,7 @@ static int is_drafted(const Pool *pool) {
     return 0;
 }
 
-/* The nodes of a row to look up, at most max(count, 1), and how many they are: see `Pool.places`. */
+/* The nodes of a row to look up, at most max(count, 1), and how many they are: see `Candidates.places`. */
 static int64_t places_of(
     const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
     int64_t num_found = 0;

@@ -89,7 +89,7 @@ def follow(
     following: Tensor,  # [B, W] int32, written: the tokens
     nodes: Tensor,  # [B, W] int32, written: the node after which each was chosen
 ) -> None:
-    """Goes down each tree as far as what is chosen is there, as `accept.walk` does. Of more than W tokens the first."""
+    """Goes down each tree as far as what is chosen is there, as `acceptance.paths` does. Of more than W the first."""
     num_rows, width = chosen.shape
     _follow_kernel[(num_rows,)](
         tokens,

@@ -1,4 +1,4 @@
-"""Proposals put together on the host: twigs, hung at places of the pool row by row."""
+"""Proposals put together on the host: subtrees, hung at places of the pool row by row."""
 
 from __future__ import annotations
 

@@ -71,6 +71,8 @@ class SuccessorTable:
         library: Any = native()
         rows, entries = plain(state["rows"].cpu()), plain(state["entries"].cpu(), torch.int32)
         tags = plain(state["tags"].cpu()) if "tags" in state else None  # none: a row was a token
+        if entries.dim() != 2 or any(part.shape != entries.shape[:1] for part in (rows, tags) if part is not None):
+            raise ValueError("a table's rows, tags and entries are not of one length")
         addresses = (rows.data_ptr(), None if tags is None else tags.data_ptr(), entries.data_ptr())
         library.graft_restore(byref(self.struct()), *entries.shape, *addresses)
 

@@ -180,7 +180,7 @@ class CapturedDrafter(Eagle3Drafter):
     contexts: tuple[int, ...] = CONTEXTS
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
-        """head: one that `fast_head.why_not` has nothing against."""
+        """head: one that `fused_head.why_not` has nothing against."""
         super().__init__(head, settings)
         self._arenas = HeadArenas(head, self.settings)
         self._stops: Sequence[int] | None = None  # of the last levels
