@@ -790,13 +790,13 @@ def test_batches_make_a_plain_round_first_and_then_now_and_then(gain):
 def test_debts_are_forgiven_when_trees_are_tried_again():
     policy = make_policy("graft", TargetRunner(tiny_model()), None)
     policy.restore_costs({"widths": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 1.1]), "pass": torch.tensor(0)})
-    assert not policy._may_look(4), "the first round is plain"
+    assert not policy._may_propose(4), "the first round is plain"
     policy._credit.book(4, -5.0, is_plain=True)
-    assert not policy._may_look(4)
+    assert not policy._may_propose(4)
     policy.reconsider(4)
-    assert not policy._may_look(4), "the first again"
+    assert not policy._may_propose(4), "the first again"
     policy._credit.book(4, 0.0, is_plain=True)
-    assert policy._may_look(4)
+    assert policy._may_propose(4)
 
 
 def test_a_plain_round_is_known_a_round_before():
@@ -837,16 +837,16 @@ def test_hopes_shrink_to_what_comes_true():
 def test_a_look_at_a_new_size_is_judged_by_what_is_known_of_others():
     policy = make_policy("graft", TargetRunner(tiny_model()))
     policy._cost = cost_of({1: 1.0, 2: 1.1})
-    assert policy._may_look(1), "there is hope"
+    assert policy._may_propose(1), "there is hope"
     policy._hopes.observe({1: 0.0, 2: 0.5}, num_passes=0)
     policy._overheads.observe(1, 0.1)
-    assert policy._gain_of_look(1) == pytest.approx(1.5 - 1.2)
+    assert policy._gain_of_proposing(1) == pytest.approx(1.5 - 1.2)
     policy._overheads.observe(16, 30.0)
-    assert policy._gain_of_look(64) < 0 < policy._gain_of_look(2)
+    assert policy._gain_of_proposing(64) < 0 < policy._gain_of_proposing(2)
     for num_rows, has_hope in ((2, True), (64, False)):
-        assert not policy._may_look(num_rows), "what a plain round takes is to be seen first"
+        assert not policy._may_propose(num_rows), "what a plain round takes is to be seen first"
         policy._credit.book(num_rows, 0.0, is_plain=True)
-        assert policy._may_look(num_rows) == has_hope
+        assert policy._may_propose(num_rows) == has_hope
 
 
 def test_without_a_budget_the_policy_measures_the_machine_and_still_gives_the_same_text():

@@ -1,6 +1,6 @@
-"""The engine: the round, the loop around it, and streaming. Nothing else.
+"""The engine: the round of speculative decoding, the loop around it, and streaming.
 
-A round reads: grow a tree (draft, prune, graft), verify it, accept a path, learn. Plain decoding is the same
+A round: propose a tree (draft, prune, graft), verify it, accept a path, commit it, learn. Plain decoding is the same
 round with a tree of one node.
 """
 
@@ -42,14 +42,14 @@ class Choice:
     text: str  # "" when the engine has no tokenizer
     ids: list[int]  # the new tokens, the one that ended the answer included
     finish_reason: FinishReason | None  # None when it was cancelled
-    seed: int  # with it, the same settings give the same answer
+    seed: int  # with this seed, the same settings give the same answer
     logprobs: list[TokenLogprob]
     stats: Stats
 
 
 @dataclass(frozen=True)
 class Generation:
-    """All answers to one prompt; `text`, `ids` and so on speak of the first."""
+    """All answers to one prompt; `text`, `ids`, `finish_reason` and `stats` are those of the first."""
 
     prompt_ids: list[int]
     choices: list[Choice]
@@ -72,9 +72,9 @@ class Generation:
 
 
 class Round(NamedTuple):
-    """What a round came to."""
+    """The outcome of a round."""
 
-    is_plain: bool  # nothing was looked for, nor verified but the roots
+    is_plain: bool  # nothing was proposed, and only the roots were verified
     num_tokens: int  # of all rows together
 
 
@@ -93,11 +93,10 @@ class Engine:
         isolated: bool = False,
         exact: bool = False,
     ) -> None:
-        """policy: a name, or a policy of one's own made for this model. budget, datastore, isolated: see
-        `make_policy`.
+        """policy: a name, or a policy object made for this model. budget, datastore, isolated: see `make_policy`.
 
-        exact: on a GPU, rounding cannot make texts differ in batches either, or a GraftError says why that cannot be;
-        large batches are slower. What is promised without it: docs/exactness.md.
+        exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
+        are slower. What is promised without it: docs/exactness.md.
         """
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
@@ -114,8 +113,10 @@ class Engine:
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
-        """Answers several prompts together; each gets the text it would get alone, as surely as docs/exactness.md says
-        of the model's device and precision."""
+        """Answers several prompts together; each gets the text it would get alone.
+
+        How exactly that holds on which device and in which precision: docs/exactness.md.
+        """
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
         settings = SamplingSettings.of(options)
@@ -135,7 +136,8 @@ class Engine:
     ) -> Stream:
         """Answers one prompt piece by piece, as tokens are accepted.
 
-        watch: is told of every round; what may be other prompts' text only where it was accepted, unless `show_all`.
+        watch: is called with a record of every round. Nodes that may be other users' text are in it only if they were
+        accepted, unless `show_all`.
         """
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
@@ -145,7 +147,7 @@ class Engine:
         return Stream(self, sequence, watch)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids, checked. Messages go through the model's chat template."""
+        """A prompt's token ids, checked. Chat messages go through the model's chat template."""
         given: object = prompt
         if isinstance(prompt, str):
             given = _encode(self._tokenizer_for("text"), prompt) if prompt else []
@@ -160,7 +162,7 @@ class Engine:
     def rounds(
         self, sequences: list[TokenSequence], chooser: Chooser | None = None
     ) -> Generator[list[TokenSequence], None, None]:
-        """Decodes the sequences together until all have ended, yielding after every round those that took part.
+        """Decodes the sequences together until all have ended; yields, after every round, those that were in it.
 
         Closing the iterator early cancels what is left.
         """
@@ -190,7 +192,7 @@ class Engine:
 
     @torch.no_grad()
     def run_round(self, batch: Batch, clock: Clock) -> Round:
-        """Grows a tree for every row, verifies all in one forward, and gives each sequence its new tokens."""
+        """The round: proposes a tree for every row, verifies all in one forward, and extends each sequence."""
         draft_result = self.policy.grow(batch, batch.roots(), clock)
         tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
@@ -199,7 +201,7 @@ class Engine:
             if choices is not None:
                 self.policy.draft_ahead(batch, verified, choices)
             self.policy.catch_up()
-            self.target.wait_for(verified)  # the walk waits for it anyway; here it is counted where it belongs
+            self.target.wait_for(verified)  # the walk would wait for it; here the time counts as the verify's
         with clock("accept"):
             accepted = walk(tree, verified, batch.chooser, choices)
             batch.cache.commit(accepted.nodes)
@@ -213,20 +215,20 @@ class Engine:
                 seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
                 sequence.stats.draft_passes += draft_result.passes[row]
                 sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
-            except Exception as error:  # of its own text: the other rows' are what they should be
+            except Exception as error:  # of this row alone: the others are not affected
                 sequence.failure = error
         is_plain = tree.width == 1 and draft_result.considered is None
         return Round(is_plain, sum(map(len, accepted.tokens)))
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
-        """A batch of these sequences, nothing of them read yet. chooser: who chooses in place of their settings."""
+        """A batch of these sequences with an empty KV cache. chooser: replaces the sampler of their settings."""
         num_slots = max(s.num_prompt_tokens + s.num_remaining for s in sequences) + MAX_BUDGET + 1
         cache = self.target.open(len(sequences), num_slots)
         chooser = chooser or self._sampler(sequences)
         return Batch(list(sequences), cache, chooser, self.policy.open(len(sequences), num_slots))
 
     def _prefill(self, batch: Batch) -> None:
-        """Commits every prompt but its last token, which is the first round's root."""
+        """Prefill: commits every prompt but its last token, which is the first round's root."""
         row_of: dict[tuple[int, ...], int] = {}
         for row, sequence in enumerate(batch.sequences):
             prompt = tuple(sequence.ids)
@@ -238,7 +240,7 @@ class Engine:
                 pass
 
     def prefill_row(self, batch: Batch, row: int) -> Iterator[int]:
-        """Commits what is not yet committed of a prompt but its last token, yielding each chunk's tokens."""
+        """Prefills the rest of one prompt but its last token, chunk by chunk; yields each chunk's number of tokens."""
         prompt, start = batch.sequences[row].ids, batch.cache.lengths[row]
         following = iter(prompt[start + 1 :])
         for verified in self.target.prefill(batch.cache, row, prompt[start:-1]):
@@ -252,7 +254,7 @@ class Engine:
     # Small parts
 
     def new_sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
-        """The answers asked for, checked and still empty."""
+        """`settings.n` sequences of a prompt, checked, with no new tokens yet."""
         settings.check_vocabulary(self.target.vocab_size)
         require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
         assert settings.seed is not None
@@ -300,7 +302,7 @@ class Engine:
 
 
 class Stream(Iterator[str]):
-    """An answer on its way: an iterator over pieces of text; `cancel` it, read `result` at any time."""
+    """An iterator over the pieces of an answer's text; `cancel` it or read `result` at any time."""
 
     def __init__(
         self, engine: Engine, sequence: TokenSequence, watch: Callable[[RoundRecord], None] | None = None
@@ -322,7 +324,7 @@ class Stream(Iterator[str]):
         raise StopIteration
 
     def cancel(self) -> None:
-        """Ends the answer here and frees its cache; what was accepted stays in `result`."""
+        """Ends the answer here and frees its KV cache; what was accepted stays in `result`."""
         self._rounds.close()
 
     @property
@@ -331,7 +333,7 @@ class Stream(Iterator[str]):
 
 
 def _token_ids(prompt: object, vocab_size: int) -> list[int]:
-    """Token ids in any of the shapes that callers have them in, as a list, checked."""
+    """Token ids given as a list, an array or a tensor, as a checked list."""
     if isinstance(prompt, Tensor | np.ndarray):
         one_row = prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1)
         shape = list(prompt.shape)
@@ -358,7 +360,7 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise GraftError(f"the prompt is not text: it holds half a character at place {error.start}") from error
-    # verbose: the engine itself checks the length, and says what to do.
+    # verbose=False: no warning about the length, which the engine checks itself.
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 

@@ -1,40 +1,40 @@
-"""RoundRecord: one round of one answer in plain lists, for whoever watches: a terminal, a page, a test.
+"""RoundRecord: one round of one answer in plain lists, for a terminal, a page or a test that watches.
 
-It is made only for a sequence that `is_recorded`, and knows nothing of tensors.
+It is made only for a sequence that `is_recorded`, and holds no tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODEL = "model"  # the origin of a token that no tree held
+MODEL = "model"  # the origin of a token that was not in the tree
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The tree that was verified and what came of it. Node 0 is the root, the last token known before the round.
+    """The verified tree and what was accepted of it. Node 0 is the root, the last token known before the round.
 
-    Behind the verified nodes may stand some that were proposed and pruned. Nodes that may be others' text are not in it
-    unless they were accepted, as then they are the answer's own; nor is what hangs below them.
+    Behind the verified nodes there may be pruned candidates. Nodes that may be other users' text are left out, with
+    everything below them, unless they were accepted: then they are part of the answer.
     """
 
     tokens: list[int]
-    parents: list[int]  # each stands before its children; the root is its own
-    probabilities: list[float]  # P(the target accepts the node | it accepted the parent), as expected
+    parents: list[int]  # each node comes after its parent; the root is its own parent
+    probabilities: list[float]  # acceptance probability: P(the target accepts the node | it accepted the parent)
     sources: list[str]  # who proposed the node
     accepted: list[int]  # the nodes on the accepted path, without the root
     new_tokens: list[int]  # those of the accepted nodes and then, unless the answer ended before, the model's own
 
-    num_pruned: int = 0  # the last nodes, which were not worth verifying
+    num_pruned: int = 0  # nodes at the end that were not worth verifying
     num_hidden: int = 0  # nodes that are left out
 
     @property
     def num_verified(self) -> int:
-        """Nodes shown that the target judged, the root included."""
+        """Nodes in the record that were verified, the root included."""
         return len(self.tokens) - self.num_pruned
 
     @property
     def origins(self) -> list[str]:
-        """Who proposed each of the new tokens."""
+        """The source of each new token, or MODEL."""
         own = len(self.new_tokens) - len(self.accepted)
         return [self.sources[node] for node in self.accepted] + [MODEL] * own

@@ -28,11 +28,11 @@ class TokenLogprob:
 
     token: int
     logprob: float
-    alternatives: dict[int, float]  # the most likely tokens at that place
+    alternatives: dict[int, float]  # the most likely tokens at that position
 
 
 class Sequence:
-    """Tokens so far (the last is the next round's root) and what was counted on the way."""
+    """One answer: its tokens so far (the last is the next round's root), its text and its statistics."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None  # why it cannot go on
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
-        self.constraint: Constraint | None = None  # what its text must be, as JSON of a schema
-        self.is_recorded = False  # whether the last round is kept, for somebody who watches
-        self.shows_all = False  # also what others may have written, though it was not accepted
+        self.constraint: Constraint | None = None  # the grammar that its text must fit, such as JSON of a schema
+        self.is_recorded = False  # whether `last_round` is kept, for somebody who watches
+        self.shows_all = False  # whether that includes rejected nodes that may be other users' text
         self.last_round: RoundRecord | None = None
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
@@ -68,7 +68,10 @@ class Sequence:
         return self.settings.max_new_tokens - self.stats.tokens
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
-        """Takes in a round's tokens one by one, and ends exactly where plain decoding would have ended."""
+        """Appends a round's tokens one by one, and ends exactly where plain decoding would have ended.
+
+        nodes: the accepted nodes. row: the verified tree.
+        """
         stats, num_before = self.stats, self.stats.tokens
         stats.rounds += 1
         if row.num_nodes:
@@ -79,8 +82,8 @@ class Sequence:
             stats.plain_rounds += 1
         for depth, token in enumerate(tokens):
             if self.settings.logprobs is not None:
-                judged_at = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
-                self.logprobs.append(row.logprob(judged_at, token, self.settings.logprobs))
+                parent = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
+                self.logprobs.append(row.logprob(parent, token, self.settings.logprobs))
             self.ids.append(token)
             stats.tokens += 1
             self.finish_reason = self._ending(token)
@@ -106,7 +109,7 @@ class Sequence:
 
 
 class TreeRow:
-    """One row of a verified tree, for counting, log-probabilities and those who watch."""
+    """One row of a verified tree, as statistics, log-probabilities and round records need it."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class TreeRow:
         considered: DraftTree | None = None,
         common_sources: Container[str] = (),
     ) -> None:
-        """considered: the tree with more nodes behind its own, which were pruned. common_sources: the policy's."""
+        """considered: the tree with pruned candidates behind its nodes. common_sources: see `Policy`."""
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
         self._logits = logits
@@ -131,9 +134,9 @@ class TreeRow:
         return {self._names[source]: count for source, count in enumerate(self._counts) if source > ROOT and count}
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int], shows_all: bool = True) -> RoundRecord:
-        """The round in plain lists, without the places that hold no node.
+        """The round in plain lists, without padding.
 
-        Unless it shows all, others' text is left out: what came of it is the answer's own, and no more is shown.
+        Unless it shows all, nodes that may be other users' text are left out if they were not accepted.
         """
         tree = self._considered
         tokens, parents, probabilities, sources = (

@@ -1,4 +1,4 @@
-"""What a generation did and where its time went."""
+"""Statistics of an answer: counts of rounds and tokens, and seconds by phase."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class Clock:
-    """Seconds by phase. Phases do not nest; what lies between them is the host's."""
+    """Seconds by phase. Phases do not nest; time between them counts as the host's."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[Callable[[], float]]:
-        """Times what is inside; the value given tells, afterwards, how long it took."""
+        """Times its context as part of a phase; the function it gives returns, afterwards, the seconds."""
         start = time.perf_counter()
         end = start
         try:
@@ -28,18 +28,18 @@ class Clock:
             self.seconds[phase] += end - start
 
     def with_host(self, total: float) -> dict[str, float]:
-        """Seconds by phase, with what `total` has beyond them as the host's."""
+        """Seconds by phase, with the rest of `total` as "host"."""
         return {**self.seconds, "host": max(0.0, total - sum(self.seconds.values()))}
 
 
 @dataclass
 class Stats:
-    """Counts of one answer; the times are those of the whole batch it was decoded in."""
+    """Counts of one answer; the times are those of the whole batch that it was decoded in."""
 
     rounds: int = 0
-    plain_rounds: int = 0  # of them, those that verified no tree
+    plain_rounds: int = 0  # rounds that verified only the root
     tokens: int = 0  # new tokens, exactly those in the answer
-    accepted: int = 0  # of them, those a tree held
+    accepted: int = 0  # new tokens that came from the tree
     draft_passes: int = 0
     nodes: int = 0  # proposed nodes that were verified
     accepted_by_source: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class Stats:
 
     @property
     def mean_accepted(self) -> float:
-        """1 + accepted / rounds: tokens per round, but for a last round that is cut short."""
+        """Mean accepted length, 1 + accepted / rounds: tokens per round, but for a last round that is cut short."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property

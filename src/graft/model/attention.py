@@ -1,8 +1,8 @@
 """Tree attention as one of transformers' attention functions, under the name "graft".
 
-The model's own code calls it in every layer. What each token may see comes along as the forward's keyword
-`tree`, so no model is patched. A forward of the owner's own that meets the name meanwhile (`loan`) is handed on to what
-the owner chose.
+The model's own code calls it in every layer. What each token may see is passed as the forward's keyword argument
+`tree`, so no model is patched. While a model is lent (`loan`), forwards of its owner come here too, and are handed on
+to the attention function that the owner chose.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", 
 
 @dataclass(frozen=True)
 class Paths:
-    """Which keys each token sees, for the kernels of a GPU: its row's committed tokens, then its own path."""
+    """Which keys each token sees, for the Triton kernels: its row's committed tokens, then its own path."""
 
     lengths: Tensor  # [B] int32 committed tokens
     depths: Tensor  # [B, W] int32
-    paths: Tensor  # [B, W, P] int32 places behind the committed tokens, from the root to the token itself
-    max_context: int  # no length is greater
+    paths: Tensor  # [B, W, P] int32 slots behind the committed tokens, from the root's to the token's own
+    max_context: int  # upper bound of the lengths
 
 
 class Visibility:
-    """Which keys each of a forward's tokens sees: its row's committed tokens and, in the forward, its ancestors."""
+    """Which keys each token sees, as an attention mask: its row's committed tokens and its ancestors in the tree."""
 
     def __init__(self, aim: WritePosition, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
         self._aim = aim
@@ -46,7 +46,10 @@ class Visibility:
         self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
 
     def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
-        """Additive mask [B, 1, groups * W, keys], None when every key is seen; made once for all layers alike."""
+        """Additive mask [B, 1, groups * W, keys], None when every key is seen; made once for all layers of a kind.
+
+        window: of sliding attention, in tokens. num_groups: query heads that share a key head.
+        """
         key = (window, num_keys, num_groups)
         if key not in self._masks:
             self._masks[key] = self._make_mask(num_keys, window, num_groups)
@@ -57,7 +60,7 @@ class Visibility:
         if self._aim.exact_end and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
             return None
         slots = torch.arange(num_keys, device=self._aim.lengths.device)
-        place = slots - self._aim.lengths[:, None]  # [B, S] place in the forward, negative for committed keys
+        place = slots - self._aim.lengths[:, None]  # [B, S] slot behind the committed ones, negative for committed keys
         in_forward = (place >= 0) & (place < num_uncommitted)
         index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
         seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
@@ -94,13 +97,13 @@ def tree_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """What queries [B, heads, W, D] see of keys and values [B, kv_heads, S, D], [B, heads, W, D].
+    """Attention [B, heads, W, D] of queries [B, heads, W, D] over keys and values [B, kv_heads, S, D].
 
-    mask: [B, 1, groups * W, S] with each of the heads / kv_heads groups below the other, since one mask serves many
-    layers; None lets all be seen.
+    mask: [B, 1, groups * W, S], repeated for each of the heads / kv_heads query heads that share a key head, since one
+    mask serves many layers; None lets all be seen.
     """
     batch, heads, width, head_dim = query.shape
-    # Query heads that share keys stand below each other as more queries: no copy of the keys is made for them.
+    # Query heads that share keys are folded into more queries, so that no keys are copied for them.
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
     out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, width, -1)
@@ -126,7 +129,7 @@ def _by_kernels(
 
 
 def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """By the function that the module's code would have called, were the model not lent."""
+    """Attention by the function that the module's code would have called, were the model not lent."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(loan.owners_attention(module.config), eager)
     attended: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
@@ -134,7 +137,7 @@ def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor,
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    """None for forwards of ours, which bring their own; for the owner's what the owner's attention needs."""
+    """The mask function: None for our forwards, which have their own; for the owner's, what its attention needs."""
     name = loan.owners_attention(config)
     # transformers makes none for attention functions that it knows no masks for.
     if loan.is_ours() or name not in ALL_MASK_ATTENTION_FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Which runner a model gets: on a GPU, one whose steps are CUDA graphs."""
+"""Chooses a model's runner: on a GPU, one whose steps are CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from graft.model.runner import TargetRunner
 def target_for(
     model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256, exact: bool = False
 ) -> TargetRunner:
-    """The runner for where the model is: on a GPU, one whose steps are CUDA graphs.
+    """The runner for a model on its device: on a single GPU with Triton, one whose steps are CUDA graphs.
 
-    exact: a token's bits are the same in any batch, too; a GraftError where that cannot be.
+    exact: a token has the same bits in any batch; a GraftError where that cannot be.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:

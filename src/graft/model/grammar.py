@@ -1,6 +1,6 @@
-"""Constraints: what an answer must be, token by token, and a tree without the nodes that it cannot become.
+"""Grammar constraints: which tokens an answer may go on with, and trees without the nodes that are forbidden.
 
-A constraint is asked at every node of the walk, so that a constrained answer too is that of plain decoding.
+A constraint is asked at every node of the acceptance walk, so a constrained answer too is that of plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graft.spec_decode.tree import PADDING, ROOT, DraftTree
 
 
 class Constraint(Protocol):
-    """What may follow the tokens taken so far. It never raises: where it cannot go on, it has an `error`."""
+    """A grammar's state after the tokens taken so far. It never raises: where it cannot go on, it has an `error`."""
 
     error: str | None
 
@@ -24,23 +24,23 @@ class Constraint(Protocol):
         ...
 
     def take(self, token: int) -> None:
-        """The token is part of the answer from now on."""
+        """Moves on by a token of the answer."""
         ...
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens could come next, one behind the other. Nothing is taken."""
+        """How many of these tokens, one after the other, the grammar allows next. Nothing is taken."""
         ...
 
 
 def pruned(tree: DraftTree, constraints: Sequence[Constraint | None]) -> DraftTree:
-    """The tree without the nodes that its rows' constraints forbid, and the places that this frees."""
+    """The tree without the nodes that its rows' constraints forbid, narrower where that leaves only padding."""
     if not any(constraints) or tree.width == 1:
         return tree
     keep = tree.valid.clone()
     for row, constraint in enumerate(constraints):
         if constraint is not None:
             keep[row] = _allowed(tree, row, constraint)
-    order = (~keep).int().argsort(dim=1, stable=True)  # parents still stand before their children
+    order = (~keep).int().argsort(dim=1, stable=True)  # stable, so that parents stay before their children
     place = order.argsort(dim=1)
     parents = place.gather(1, tree.parents.gather(1, order))
     kept = keep.gather(1, order)
@@ -57,7 +57,7 @@ def _allowed(tree: DraftTree, row: int, constraint: Constraint) -> Tensor:
     tokens, parents, valid = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.valid))
     allowed = [True] + [False] * (tree.width - 1)
     seen = set[int]()
-    for leaf in range(tree.width - 1, 0, -1):  # a node stands behind its parent: the deepest of a path come first
+    for leaf in range(tree.width - 1, 0, -1):  # a node stands after its parent, so a path's deepest node comes first
         if leaf in seen or not valid[leaf]:
             continue
         path = [leaf]

@@ -1,8 +1,8 @@
-"""The key/value cache: preallocated, one row a sequence, committed and rolled back in place.
+"""The KV cache: preallocated, one row a sequence, committed and rolled back in place.
 
-A forward writes its tokens behind each row's committed length; nothing is committed until `commit` says which
-of them stay. What is not committed is simply overwritten by the next forward. Rows come and go by way of a new cache
-over the same memory: until it is used in place of the old one, the old one's rows are what they were.
+A forward writes its tokens' keys and values behind each row's committed length; `commit` says which of them stay, and
+the next forward writes over the others. Rows join and leave by way of a new cache over the same memory: until it
+replaces the old one, the old one's rows are unchanged.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _SLOT_STEP = 256  # slots by which a cache that others join grows
 
 @dataclass(frozen=True)
 class WritePosition:
-    """Where a forward's tokens go."""
+    """Where a forward writes its tokens' keys and values: behind the committed ones of each row."""
 
-    lengths: Tensor  # [B] committed tokens of its rows, which they come behind
-    exact_end: bool  # whether no slot is read behind the last token of the longest row
+    lengths: Tensor  # [B] committed tokens of the rows
+    exact_end: bool  # whether the slots read end with the last token of the longest row
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """There may be memory, but caches may not have more of it."""
+    """KV caches have reached their limit, whether or not there is memory."""
 
 
 class Claim:
-    """So many slots of a limit, for as long as somebody has this."""
+    """Slots taken of a limit; they are given back when this object is gone."""
 
 
 class Keeper(Protocol):
-    """Who keeps what nobody uses, until it is needed."""
+    """An owner of unused slots, which it gives up when others need them."""
 
     @property
     def num_free_slots(self) -> int: ...
@@ -49,7 +49,7 @@ class Keeper(Protocol):
 
 
 class CacheLimit:
-    """How many slots (of one token's keys and values) caches may have together: what is really allocated counts."""
+    """A limit on the slots (keys and values of one token) that KV caches have allocated together."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -61,7 +61,7 @@ class CacheLimit:
         self._keepers.add(keeper)
 
     def claim(self, num_slots: int) -> Claim:
-        """Raises a NoRoomError, and changes nothing, if there are not as many."""
+        """Takes so many slots; a NoRoomError, and no change, if there are fewer."""
         if self.num_taken + num_slots > self.most:
             for keeper in list(self._keepers):
                 keeper.drop_free()
@@ -74,10 +74,11 @@ class CacheLimit:
         return claim
 
     def has(self, num_slots: int) -> bool:
+        """Whether so many slots are unused."""
         return self._num_used + num_slots <= self.most
 
     def has_plenty(self, num_slots: int) -> bool:
-        """Whether as many could be taken in advance, and others could still move to a larger place."""
+        """Whether so many could be taken in advance, with room left for other caches to grow."""
         return self._num_used + num_slots <= self.most // 2
 
     @property
@@ -90,7 +91,7 @@ class CacheLimit:
 
 
 class TreeCache(Cache):
-    """Keys and values of all layers in one tensor each, [layers, rows, slots, heads, head_dim]."""
+    """A batch's KV cache: keys and values of all layers, one tensor each, [layers, rows, slots, heads, head_dim]."""
 
     def __init__(self, num_layers: int, num_rows: int, num_slots: int, limit: CacheLimit | None = None) -> None:
         super().__init__(layers=[])
@@ -98,13 +99,13 @@ class TreeCache(Cache):
         self.num_slots = num_slots
         self._num_layers = num_layers
         self._limit = limit
-        self._room = (num_rows, num_slots)  # rows and slots of what is allocated, or will be
+        self._room = (num_rows, num_slots)  # rows and slots allocated, or to be
         self._claim = limit.claim(num_rows * num_slots) if limit is not None else None
         self._keys: Tensor | None = None  # made at the first write, when heads, dtype and device are known
         self._values: Tensor | None = None
-        self._rows = slice(0, num_rows)  # the rows that the current forward runs
-        self._slots: Tensor | None = None  # [B, W] where it writes
-        self._end = 0  # slots it reads
+        self._rows = slice(0, num_rows)  # the rows of the current forward
+        self._slots: Tensor | None = None  # [B, W] slots that it writes
+        self._end = 0  # slots that it reads
 
     @property
     def num_rows(self) -> int:
@@ -112,19 +113,19 @@ class TreeCache(Cache):
 
     @property
     def num_needed(self) -> int:
-        """Of its slots, those that were asked for."""
+        """Slots of a row that were asked for, of possibly more."""
         return self.num_slots
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """All keys and all values, once there are any."""
+        """All keys and all values, once allocated."""
         assert self._keys is not None and self._values is not None
         return self._keys, self._values
 
     def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> WritePosition:
-        """Readies the rows for a forward of `width` tokens.
+        """Sets where the next forward, of `width` tokens in each of the rows, writes.
 
-        offset: uncommitted tokens of earlier forwards that stay, and that the new ones come behind.
+        offset: uncommitted tokens of earlier forwards that stay; it writes behind them.
         """
         lengths = self.lengths[rows]
         starts = torch.tensor(lengths, device=device)
@@ -135,10 +136,10 @@ class TreeCache(Cache):
         return WritePosition(starts, exact_end=True)
 
     def aim_on_device(self, starts: Tensor, width: int = 1) -> WritePosition:
-        """Readies all rows for a forward of `width` tokens each from `starts` [B] on, known to the device alone.
+        """As `aim`, for all rows, with their lengths `starts` [B] on the device.
 
-        Shapes no longer follow the contents (every slot is read, under a mask), so such forwards can be captured
-        and replayed; whoever replays them sets `lengths` afterwards.
+        Shapes do not depend on the lengths (every slot is read, under a mask), so such forwards can be captured and
+        replayed; whoever replays them sets `lengths` afterwards.
         """
         self._rows, self._end = slice(0, self.num_rows), self.num_slots
         self._slots = starts[:, None] + torch.arange(width, device=starts.device)
@@ -153,14 +154,14 @@ class TreeCache(Cache):
         return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keeps, in each row of the last forward, the token 0 and then those of its path, and moves them together.
+        """Commits, in each row of the last forward, its token 0 and the tokens of its path, moved together.
 
-        A path lists places in the forward, in order; one gather moves all layers.
+        A path lists nodes of the forward's tree, in order, without the root; one gather moves all layers.
         """
         first = self._rows.start
         longest = max(map(len, paths))
         if any(list(path) != list(range(1, len(path) + 1)) for path in paths):
-            # A place that is not kept moves onto itself: rows of different path lengths share one gather.
+            # Slots behind a path move onto themselves: so rows of different path lengths share one gather.
             moves = [[*path, *range(len(path) + 1, longest + 1)] for path in paths]
             for stored in (self._keys, self._values):
                 assert stored is not None
@@ -172,18 +173,21 @@ class TreeCache(Cache):
         self.advance([1 + len(path) for path in paths])
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Keeps the first `counts` tokens that the last forward wrote in each of its rows."""
+        """Commits the first `counts[i]` tokens that the last forward wrote in its i-th row."""
         for row, count in enumerate(counts, start=self._rows.start):
             self.lengths[row] += count
 
     def copy_row(self, source: int, target: int) -> None:
-        """Makes one row's committed tokens those of another."""
+        """Makes row `target` a copy of row `source`."""
         self._copy_tokens(source, target)
         self.lengths[target] = self.lengths[source]
 
     def keeping(self, rows: Sequence[int]) -> Self:
-        """These rows alone, in this order. One that moves comes from behind them, to the place of one that goes: so
-        this takes no memory, and what stays is not written over."""
+        """A cache of these rows alone, in this order, in the same memory.
+
+        A row either keeps its place or moves from behind the kept ones into the place of one that leaves, so that no
+        row that stays is written over.
+        """
         assert all(row == place or row >= len(rows) for place, row in enumerate(rows))
         for place, row in enumerate(rows):
             if row != place:
@@ -191,11 +195,11 @@ class TreeCache(Cache):
         return self._with_lengths([self.lengths[row] for row in rows])
 
     def reserving(self, num_rows: int) -> Self:
-        """With room for so many rows, if rows that join later would else have it move what is captured."""
+        """The cache with room for so many rows, where a later move would make captured graphs useless."""
         return self
 
     def joining(self, other: TreeCache) -> Self:
-        """With another cache's rows behind its own."""
+        """A cache of its own rows and, behind them, those of another."""
         there = self._with_room(self.num_rows + other.num_rows, max(self.num_needed, other.num_needed))
         if there._keys is None and other._keys is not None:
             there._keys, there._values = (_larger(other._keys, there._room) for _ in range(2))
@@ -211,7 +215,7 @@ class TreeCache(Cache):
         return there
 
     def _with_room(self, num_rows: int, num_slots: int) -> Self:
-        """The same rows, in a larger place if this has not as many rows or slots."""
+        """The same rows with room for so many rows and slots, copied to larger memory if need be."""
         there = self._with_lengths(self.lengths)
         there.num_slots = num_slots
         if num_rows <= self._room[0] and num_slots <= self._room[1]:
@@ -226,7 +230,7 @@ class TreeCache(Cache):
         return there
 
     def _size_for(self, num_rows: int, num_slots: int) -> tuple[int, int]:
-        """In steps, so that not every join moves everything, while there is plenty."""
+        """Rows and slots to allocate: rounded up while there is plenty, so that not every join copies everything."""
         rows = max(self._room[0], 1 << (num_rows - 1).bit_length())
         slots = max(self._room[1], -(-num_slots // _SLOT_STEP) * _SLOT_STEP)
         plenty = self._limit is None or self._limit.has_plenty(rows * slots)
@@ -239,12 +243,12 @@ class TreeCache(Cache):
                 stored[:, target, :length] = stored[:, source, :length]
 
     def read(self, row: int, start: int, end: int) -> Tensor:
-        """A copy of a row's committed keys and values at these places, [2, layers, tokens, heads, head_dim]."""
+        """A copy of a row's committed keys and values from `start` to `end`, [2, layers, tokens, heads, head_dim]."""
         assert self._keys is not None and self._values is not None and end <= self.lengths[row]
         return torch.stack([self._keys[:, row, start:end], self._values[:, row, start:end]])
 
     def append(self, row: int, pieces: Sequence[Tensor]) -> None:
-        """Commits to a row what `read` once gave, piece behind piece."""
+        """Commits keys and values that `read` once gave to a row, piece after piece."""
         if self._keys is None or self._values is None:
             _, layers, _, heads, head_dim = pieces[0].shape
             like = pieces[0].new_empty(layers, 0, 0, heads, head_dim)
@@ -255,7 +259,7 @@ class TreeCache(Cache):
             self.lengths[row] = end
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """transformers asks this to make up positions; ours are always given."""
+        """Slots that the current forward reads; transformers would derive positions from it, but ours are given."""
         return self._end
 
     def _allocate(self, states: Tensor) -> Tensor:
@@ -276,7 +280,7 @@ class TreeCache(Cache):
 
 
 def kept_rows(stored: Tensor, rows: Sequence[int]) -> Tensor:
-    """[B, ...] with a row for each of `rows`, in place; see `TreeCache.keeping`."""
+    """The rows `rows` of [B, ...], moved in place; see `TreeCache.keeping`."""
     for place, row in enumerate(rows):
         if row != place:
             stored[place] = stored[row]
@@ -284,6 +288,6 @@ def kept_rows(stored: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _larger(like: Tensor, room: tuple[int, int]) -> Tensor:
-    """Zeros like a cache's keys, with so many rows and slots."""
+    """Zeros like a cache's keys, with `room` rows and slots."""
     layers, _, _, heads, head_dim = like.shape
     return like.new_zeros(layers, *room, heads, head_dim)

@@ -1,8 +1,8 @@
-"""Loans: what a forward of ours changes about its owner's model, taken back when it is over, whatever happened.
+"""Loans: what our forwards change about the user's model while they run, and undo afterwards, whatever happened.
 
-A model's code reads its attention function from the config, so it is set there for as long as one of our forwards runs;
-and a model that is training is in evaluation mode meanwhile. Several threads may be at it at once: the first sets, the
-last takes back, and a forward of the owner's own, in yet another thread, attends as it would without us.
+A model's code reads its attention function from the config, so that is set while one of our forwards runs; and a model
+in training mode is in evaluation mode meanwhile. Several threads may run forwards at once: the first sets, the last
+undoes, and a forward of the model's owner, in yet another thread, uses the attention that the owner chose.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ NAME = "graft"  # of tree attention, among transformers' attention functions
 
 @dataclass
 class _Loan:
+    """A change to a model, while anybody uses it."""
+
     before: Any  # what the owner had
     take_back: Callable[[], None]
     num_users: int = 0
 
 
 _LOCK = threading.Lock()
-_LOANS: dict[tuple[str, int], _Loan] = {}  # by what is changed, and the id of whose it is, who outlives the loan
+_LOANS: dict[tuple[str, int], _Loan] = {}  # by what is changed, and the id of the config or model
 _THREAD = threading.local()
 
 
 @contextmanager
 def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Lets the model's own code attend over trees inside, in this thread.
+    """Context in which the model's own code uses tree attention, in this thread.
 
-    Set on the config, where the code reads it: `set_attn_implementation` takes 1 ms to do the same.
+    Set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
     """
     config = model.config.get_text_config()
 
@@ -67,7 +69,7 @@ def owners_attention(config: PreTrainedConfig) -> str:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Runs the model in evaluation mode inside; one that was training goes on training afterwards."""
+    """Context in which the model is in evaluation mode; one in training mode is back in it afterwards."""
 
     def begin() -> _Loan:
         training = [module for module in model.modules() if module.training] if model.training else []
@@ -86,7 +88,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _lent(key: tuple[str, int], begin: Callable[[], _Loan]) -> Iterator[None]:
-    """The first to enter begins the loan, the last to leave takes it back."""
+    """Context of a loan: the first to enter begins it, the last to leave takes it back."""
     with _LOCK:
         loan = _LOANS.get(key) or begin()
         _LOANS[key] = loan

@@ -1,6 +1,7 @@
-"""TargetRunner: runs transformers' own model over trees and chunks of prompt, one forward at a time.
+"""TargetRunner: prefill and verify, the forwards of the target model, by transformers' own code.
 
-It owns no sequences: a `TreeCache` does, and is passed in. Choosing and accepting tokens happens elsewhere.
+It has no sequences: their KV cache, a `TreeCache`, is passed in. Tokens are chosen in `sampler` and accepted in
+`spec_decode.acceptance`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from graft.spec_decode.tree import DraftTree
 
 
 class TargetRunner:
-    """A model, and the three verbs of a round: `prefill`, `verify`, `commit` (on the cache it opened)."""
+    """Runs a target model over prompts (`prefill`) and draft trees (`verify`), on the KV caches that it opens."""
 
     def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256) -> None:
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
-        self.is_exact = False  # whether it gives a token the same bits in any batch, or says why it cannot
+        self.is_exact = False  # whether a token has the same bits in any batch
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
         self._num_layers = config.num_hidden_layers
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
-        self.progress: Callable[[Report], None] = lambda report: None  # told of what takes time, once
+        self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
         self._limit: CacheLimit | None = None
 
     @property
@@ -42,47 +43,50 @@ class TargetRunner:
 
     @property
     def num_setups(self) -> int:
-        """Things done so far that are done once, such as captures: what took longer because of one is no measure."""
+        """One-time set-ups done so far, such as graph captures: the time of a step with one tells nothing of others."""
         return 0
 
     @property
     def mode(self) -> str:
-        """How steps really run, in a few words: captured or eager, and where they are exact (docs/exactness.md)."""
+        """How steps run, in a few words: captured or eager, and where they are exact (docs/exactness.md)."""
         return "eager"
 
     def synchronize(self) -> None:
-        """Waits until the device has done what this thread gave it; not for the whole device, as that is an error, and
-        ends the capture, while another thread captures a graph."""
+        """Waits for this thread's CUDA stream.
+
+        Not for the whole device: that is an error while another thread captures a graph, and ends its capture.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def wait_for(self, verified: VerifyOutput) -> None:
-        """Waits until it is there, though not for what the device was given to do since."""
+        """Waits until a verify's output is there, but not for what the device was given to do since."""
         if verified.step is not None:
             verified.step.judged.wait()
         else:
             self.synchronize()
 
     def warm_up(self, cache: TreeCache, width: int) -> None:
-        """Pays what the first verify of a width would pay, so that it can be timed."""
+        """Warm-up: does what only the first verify of a width does, so that the next can be timed."""
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes on the device beside the model's own and a generation's, by what they are for."""
+        """Bytes on the device beside the model's weights and a generation's own tensors, by purpose."""
         return {}
 
     def open(self, num_rows: int, num_slots: int) -> TreeCache:
+        """A new KV cache for so many rows of so many tokens."""
         return TreeCache(self._num_layers, num_rows, num_slots, self._limit)
 
     def keep_to(self, limit: CacheLimit) -> None:
-        """All caches that it opens from now on take no more than that together."""
+        """Limits the slots of all KV caches that it opens from now on, together."""
         self._limit = limit
 
     def num_slots_of(self, num_rows: int, num_slots: int) -> int:
-        """What a cache of that size takes of a limit, at the least."""
+        """Slots that a KV cache of this size takes of the limit, at the least."""
         return num_rows * num_slots
 
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
-        """Commits a prompt to one row, a chunk at a time: a chunk is a tree with one path, all of it accepted."""
+        """Commits a prompt to one row, chunk by chunk: a chunk is a tree with one path, all of it accepted."""
         for start in range(0, len(tokens), self.chunk_size):
             chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]]))
             aim = cache.aim(slice(row, row + 1), chunk.width, self.device)
@@ -91,12 +95,12 @@ class TargetRunner:
             yield verified
 
     def verify(self, cache: TreeCache, tree: DraftTree) -> VerifyOutput:
-        """Judges every node of every row's tree, on the host, in one forward. Nothing is committed."""
+        """Logits after every node of every row's tree, in one forward. Nothing is committed. tree: on the host."""
         aim = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
         return self._forward(cache, tree, aim)
 
     def prefill_batch(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> None:
-        """Commits a prompt to every row, all rows together and without their logits, a chunk at a time."""
+        """Prefill without logits: commits a prompt to every row, all rows together, chunk by chunk."""
         for start in range(0, max(map(len, prompts)), self.chunk_size):
             counts = [min(max(len(prompt) - start, 0), self.chunk_size) for prompt in prompts]
             width = max(counts)
@@ -109,12 +113,12 @@ class TargetRunner:
             cache.advance(counts)
 
     def step(self, cache: TreeCache, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [B, V] after one token a row, tokens and lengths [B] on the device: a step that can be captured."""
+        """A plain decoding step that can be captured: logits [B, V] after tokens [B]. All on the device."""
         return self._forward(cache, DraftTree.roots(tokens), cache.aim_on_device(lengths)).logits[:, 0]
 
     @torch.no_grad()
     def _forward(self, cache: TreeCache, tree: DraftTree, aim: WritePosition, num_logits: int = 0) -> VerifyOutput:
-        """One forward to where the cache was aimed. num_logits: for the last tokens only; 0 is for all."""
+        """One forward that writes at `aim`. num_logits: logits for that many last tokens only; 0: for all."""
         tokens, tree = tree.tokens, tree.to(self.device)
         positions = self._clamped(tree.positions(aim.lengths))
         seen = attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype)
@@ -122,7 +126,7 @@ class TargetRunner:
         return VerifyOutput(tokens, logits.float(), hidden)
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Nodes past the model's last position cannot become text; they only must not break its tables."""
+        """Positions at most the model's last: nodes beyond cannot become text, but must not index past its tables."""
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
     def _run_model(
@@ -133,7 +137,7 @@ class TargetRunner:
         seen: attention.Visibility | attention.Paths,
         num_logits: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Logits in the model's dtype, and inputs of the layers asked for, side by side."""
+        """Logits in the model's dtype, and the hidden states asked for, concatenated."""
         with tree_attention(self.model), evaluating(self.model):
             output = self.model(
                 input_ids=tokens,
@@ -150,21 +154,21 @@ class TargetRunner:
 
 
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Hidden states [B, W, H] of some layers as [B, W, layers * H]; of none, with the first sizes of `like`."""
+    """Hidden states [B, W, H] of some layers as one [B, W, layers * H]; [B, W, 0] if there are none."""
     return torch.cat(list(hidden), dim=-1) if hidden else like[..., :0]
 
 
 def _num_logits(model: PreTrainedModel) -> int:
-    """What the output layer really has, which may be more than the config's vocabulary."""
+    """Rows of the output layer, which may be more than the config's vocabulary."""
     output = model.get_output_embeddings()
     return output.weight.shape[0] if output is not None else model.config.get_text_config().vocab_size
 
 
 def _max_positions(config: PreTrainedConfig) -> int | None:
-    """The last position that means the same in every forward.
+    """The model's context length: positions below it mean the same in every forward. None: no limit.
 
     With longrope the rotation of all tokens changes once a forward goes past the original context, so a tree that
-    looks further than plain decoding would change the text: such a model ends there.
+    reaches further than plain decoding would change the text: there such a model's context ends.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limit: int | None = getattr(config, "max_position_embeddings", None)

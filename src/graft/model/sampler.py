@@ -119,7 +119,7 @@ class Sampler:
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._seeds = column("seed", torch.int64)
-        # What moves on with every token is on the host, in plain numbers.
+        # What changes with every token is on the host, in plain numbers.
         self._positions = [len(h) for h in histories]  # of the token to choose
         self._generated = [0] * len(settings)
         self._min_tokens = torch.tensor([s.min_tokens for s in settings])
@@ -150,7 +150,7 @@ class Sampler:
                 self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
     def keeping(self, rows: Sequence[int]) -> Sampler:
-        """For these rows alone, in this order; see `TreeCache.keeping`."""
+        """The sampler of these rows alone, in this order; see `TreeCache.keeping`."""
         there = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -160,7 +160,7 @@ class Sampler:
         return there
 
     def joining(self, other: Sampler) -> Sampler:
-        """With the rows of another sampler behind its own."""
+        """A sampler of its own rows and, behind them, those of another."""
         num_own, num_new = len(self._settings), len(other._settings)
         there = copy.copy(self)
         for name, own in vars(self).items():
@@ -168,7 +168,7 @@ class Sampler:
             if isinstance(own, list):
                 setattr(there, name, own + new)
             elif isinstance(own, Tensor) or isinstance(new, Tensor):
-                # What only the one's rows ask for is nothing at all for the other's.
+                # A penalty, bias or ending that only one of them has is zero in the other's rows.
                 own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
                 new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
                 setattr(there, name, torch.cat([own, new]))
@@ -201,7 +201,7 @@ class Sampler:
             return topk_kernels.draw(logits, self._seeds, there, self._temperature), is_known
 
     def _needs_logits_alone(self, row: int) -> bool:
-        """Whether a row's choice is a function of logits, temperature and noise: then the device makes it by itself."""
+        """Whether a row's choice depends on logits, temperature and noise alone: then the device can choose it."""
         s = self._settings[row]
         penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
         cuts = s.top_k or s.top_p < 1 or s.min_p or self._generated[row] < s.min_tokens
@@ -212,7 +212,7 @@ class Sampler:
         self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        """Logits after everything that looks at the row's own history."""
+        """Logits after bias, penalties and min_tokens."""
         if self._bias is not None:
             logits = logits + self._bias
         if self._seen is not None:
@@ -226,7 +226,7 @@ class Sampler:
         return logits
 
     def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
-        """Scores with what a row's constraint forbids at minus infinity."""
+        """Scores with what the rows' grammars forbid at minus infinity."""
         rows = [row for row, constraint in enumerate(self._constraints) if constraint is not None and walking[row]]
         if not rows:
             return scores
@@ -238,7 +238,7 @@ class Sampler:
         return scores
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Scores with what top-k, then top-p, then min-p leave out at minus infinity."""
+        """Scores with what top-k, then top-p, then min-p exclude at minus infinity."""
         if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
             return scores
         ordered, order = scores.sort(dim=1, descending=True, stable=True)

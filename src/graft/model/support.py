@@ -1,4 +1,4 @@
-"""Which models can be a target: decoders whose cache can forget a token, run through transformers' interfaces."""
+"""Which models can be a target: decoders with attention layers only, so that rejected tokens can be rolled back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TESTED_ARCHITECTURES = (
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises a GraftError that says why a model cannot verify trees, if it cannot."""
+    """Raises a GraftError that says why, if a model cannot verify trees."""
     kind = type(model).__name__
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

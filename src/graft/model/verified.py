@@ -1,4 +1,4 @@
-"""Verified: what the target thinks of the tokens of a forward."""
+"""VerifyOutput: what a forward of the target gives for its tokens: logits, hidden states, top-k successors."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch import Tensor
 if TYPE_CHECKING:
     from graft.model.arena import Event
 
-NUM_SUCCESSORS = 8  # of each judged token that are remembered: retrieval of 8 was best where it was published
-_BLOCK = 128  # logits of which only the highest are looked at again
+NUM_SUCCESSORS = 8  # the k of a verified token's top-k that tables keep: the best value where it was published
+_BLOCK = 128  # logits of a block in `likeliest`
 
 
 @dataclass(frozen=True)
 class Step:
-    """A captured step as it lies on the device, [rows, room] whatever part of it a round needs."""
+    """Buffers of a captured step on the device, [rows, room] however much of it a round uses."""
 
     tokens: Tensor  # int32
-    parents: Tensor  # int32; -1 where a place holds no node
-    best: Tensor  # int32, the likeliest token after each
-    chosen: Tensor  # int64 on the host, [rows * room] for the tokens that are chosen after each
-    judged: Event  # when the host may read what the step tells it
+    parents: Tensor  # int32; -1 is padding
+    best: Tensor  # int32, the likeliest token after each node
+    chosen: Tensor  # int64 on the host, [rows * room]: room for the token chosen after each node
+    judged: Event  # when the step's results are on the host
 
 
 @dataclass(frozen=True)
 class VerifyOutput:
-    """The target's judgement of W tokens in B rows. Copy what is kept: the next verify may write over it."""
+    """The target's output for W tokens in B rows. Copy what is kept: the next verify may write over it."""
 
-    tokens: Tensor  # [B, W] what was judged, on the host
-    logits: Tensor  # [B, W, V] float32, the target's opinion of what follows each
-    hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, side by side
-    # Of a captured step: what `likeliest` would find, on the host by the time it is judged.
+    tokens: Tensor  # [B, W] the verified tokens, on the host
+    logits: Tensor  # [B, W, V] float32, of what follows each
+    hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, concatenated
+    # Of a captured step: what `likeliest` gives, on the host once `step.judged` has happened.
     highest: tuple[Tensor, Tensor] | None = None
     step: Step | None = None
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
-        """The likeliest successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
+        """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
         if self.highest is not None:
             return self.highest
         tokens, logits = likeliest(self.logits)
@@ -45,9 +45,9 @@ class VerifyOutput:
 
 
 def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:
-    """The k highest of logits [..., V]: which and what they are.
+    """The top k of logits [..., V]: tokens and logits.
 
-    By blocks: of every block only the highest is ranked, and only the best blocks are looked into.
+    In two steps, as a top-k over few is faster: the k blocks with the highest maxima, then the top k inside them.
     """
     vocab_size = logits.shape[-1]
     if vocab_size % _BLOCK or vocab_size < 2 * k * _BLOCK:

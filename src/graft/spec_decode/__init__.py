@@ -1,4 +1,4 @@
-"""Speculative decoding itself: proposers, pool, the tree, acceptance, and what is learned of them.
+"""Speculative decoding: proposers, candidates, the draft tree, acceptance, and what is learned from each round.
 
-`policies` decide what a round's tree is, `proposers` what there is to choose from.
+`proposers` add candidate tokens, `policies` decide which of them a round verifies.
 """

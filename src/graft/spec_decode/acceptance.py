@@ -21,37 +21,37 @@ from graft.spec_decode.tree import ROOT, DraftTree
 
 
 class Chooser(Protocol):
-    """Chooses each row's next token and remembers it as part of that row's history."""
+    """The sampler as acceptance sees it: chooses each row's next token and remembers it as part of the row's text."""
 
     def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
         ...
 
     def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
-        """The token [B, N] after every node, were it reached, and for which rows that is so: in others it depends on
-        how a node is reached. None if it does in all.
+        """The token [B, N] to choose after every node if the walk reaches it, and by row whether it can be known.
 
-        best: the token of the highest logit of [B, N, V]. All on the logits' device, without waiting for it. Nothing
+        It cannot where the choice depends on the tokens on the way (penalties, a grammar); None if that is so in all
+        rows. best [B, N]: the token of the highest logit. All on the logits' device, without waiting for it; no row
         moves on.
         """
         ...
 
     def move_on(self, counts: Sequence[int]) -> None:
-        """Each row moves on by so many of the tokens that were chosen everywhere."""
+        """Moves each row on by so many of the tokens that `choose_everywhere` gave."""
         ...
 
     def keeping(self, rows: Sequence[int]) -> Self:
-        """For these rows alone, in this order; see `TreeCache.keeping`."""
+        """The chooser of these rows alone, in this order; see `TreeCache.keeping`."""
         ...
 
     def joining(self, other: Any) -> Self:
-        """With the rows of another chooser of its kind behind its own, which itself stays as it was."""
+        """A chooser of its own rows and, behind them, those of another of its kind; both stay as they were."""
         ...
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a round decided, one list per row."""
+    """The accepted path of every row, and the tokens it brings."""
 
     nodes: list[list[int]]  # accepted tree nodes on the path, without the root
     tokens: list[list[int]]  # the new tokens: those of the accepted nodes, then the target's own
@@ -62,19 +62,18 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Choices:
-    """The token [B, N] that is chosen after each node, were it reached; of rows that have been walked, after each node
-    that was."""
+    """The token [B, N] chosen after each node if the walk reaches it; in rows already walked, on their paths only."""
 
     there: Tensor  # on the device
-    here: Tensor  # int64 on the host, once the step is judged
-    walked: list[bool]  # rows that have moved on already
+    here: Tensor  # int64 on the host, valid once the event `Step.judged` has happened
+    walked: list[bool]  # rows whose walk is over, so that the chooser has moved on
 
 
 def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Choices | None:
-    """Chooses after all nodes of a captured step at once, in rows where that can be done, and waits for nothing.
+    """Chooses the token after every node of a captured step at once, on the device; None where no row can.
 
-    In the others each choice of their walk waits for the device. They are walked here, so that what follows can begin
-    for all rows before the host knows of the rest.
+    Rows whose choices depend on the tokens on the way are walked here, choice by choice, waiting for the device; so the
+    next round's draft can begin for all rows before the host has walked the others.
     """
     step = verified.step
     if step is None:
@@ -94,7 +93,7 @@ def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> C
 
 
 def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool]) -> Tensor:
-    """The choices [B, N] with those of rows that have been walked in place."""
+    """The choices [B, N], with the tokens of rows that have been walked put at their paths' nodes."""
     rows = [row for row, was in enumerate(walked) if was]
     tokens = torch.zeros(len(rows), there.shape[1], dtype=there.dtype)
     for place, row in enumerate(rows):
@@ -105,7 +104,7 @@ def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool]) -> T
 
 
 def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Choices | None = None) -> Accepted:
-    """Walks every row's tree from the root to the first token that the tree does not hold."""
+    """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
     if choices is None:
         return _walk_rows(tree, verified.logits, chooser, [True] * len(tree.tokens))
     accepted = paths(tree, choices.here)
@@ -114,7 +113,7 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Cho
 
 
 def _walk_rows(tree: DraftTree, logits: Tensor, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
-    """The walk of some rows, choice by choice; others are left empty."""
+    """The walk of some rows, choice by choice; the others' lists stay empty."""
     num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, list(rows_to_walk)
@@ -133,7 +132,7 @@ def _walk_rows(tree: DraftTree, logits: Tensor, chooser: Chooser, rows_to_walk: 
 
 
 def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
-    """The walk when the token after every node is known, [B, N]."""
+    """The walk when the token chosen after every node is known: chosen [B, N] on the host."""
     library: Any = native()
     num_rows, width = tree.tokens.shape
     columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, chosen)]
@@ -151,7 +150,7 @@ def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """By row: the node of a token below a parent, of equal ones the first."""
+    """By row: {(parent, token): node}, of equal children the first."""
     columns = (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
     return [
         {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}

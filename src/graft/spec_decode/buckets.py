@@ -1,4 +1,4 @@
-"""Buckets of a score that is itself a probability: the drafter's q, the share that the target gave a successor."""
+"""Score buckets of scores that are probabilities themselves: a drafter's q, the share the target gave a successor."""
 
 from __future__ import annotations
 

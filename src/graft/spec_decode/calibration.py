@@ -1,4 +1,4 @@
-"""Calibration: from a proposer's own score to the probability that the target accepts, by counting."""
+"""Calibration: from a proposer's own score to an acceptance probability, by counting what was accepted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _MEMORY = 1024.0  # observations after which old ones begin to fade
 
 
 class Calibration:
-    """For every (source, score bucket): how often the parent was reached, and how often then the child fitted."""
+    """Acceptance probabilities by (agreement, source, score bucket).
+
+    Counted are how often the parent's path was accepted, and how often then the child's token came too.
+    """
 
     def __init__(self, priors: Sequence[Tensor]) -> None:
-        """`priors` are the proposers' own, in the order of their source numbers (from 1; the root has no entry)."""
+        """priors: of each source its probabilities by bucket, in the order of source numbers (from 1, as 0 is the
+        root)."""
         num_buckets = max(len(prior) for prior in priors)
         prior = torch.ones(NUM_AGREEMENTS, len(priors) + 1, num_buckets)
         for source, values in enumerate(priors, start=ROOT + 1):
@@ -30,18 +34,18 @@ class Calibration:
         self._chances: Tensor | None = None
 
     def probability(self, sources: Tensor, score_bucket: Tensor) -> Tensor:
-        """P(accepted | parent accepted) of proposals by their source and score bucket."""
+        """P(accepted | parent accepted) of proposals that one source made alone."""
         return self.chances[ALONE, sources, score_bucket]
 
     @property
     def chances(self) -> Tensor:
-        """[standings, sources, buckets] P(accepted | parent accepted). The same tensor until something is learned."""
+        """P(accepted | parent accepted), [agreements, sources, buckets]: the same tensor until the next `observe`."""
         if self._chances is None:
             self._chances = self._fitted / self._tried
         return self._chances
 
     def observe(self, candidates: Candidates, emitted: Sequence[Sequence[int]]) -> None:
-        """Judges every proposal by the tokens that came, whether or not it was verified."""
+        """Counts every proposal whose parent's path was emitted, whether or not it was verified."""
         candidates.count(emitted, self._tried, self._fitted, _MEMORY)
         self._chances = None
 

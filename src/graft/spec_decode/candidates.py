@@ -1,8 +1,8 @@
-"""Candidates: everything that was proposed for a round, in one currency, while the round's tree is put together.
+"""Candidates: all tokens proposed for a round, each with its acceptance probability, from which the tree is chosen.
 
-A node carries what its path amounts to (probability, key, last tokens), worked out from its parent when it is
-added: nothing is folded over the tree afterwards. Equal paths, whoever proposed them, have equal keys. The pool is in
-the host's memory, wherever the models are, and `native.c` does all the work; here is what it does.
+When a node is added, its path's probability, key and last tokens are computed from its parent's: nothing is folded over
+the tree afterwards. Equal paths, whoever proposed them, have equal keys. Candidates are in the host's memory wherever
+the models are; `native.c` does the work, and the docstrings here say what it does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from graft.spec_decode.native import ChancesStruct, PoolStruct, ScaleStruct, Tab
 from graft.spec_decode.tree import DraftTree
 
 NOBODY = -1  # no source
-ALONE, OPPOSED, AGREED = range(3)  # how a node stands among the proposals (see `Candidates.merge`)
+ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers (see `Candidates.merge`)
 NO_TOKEN = -1  # stands where a text has no earlier token
 # A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
 # rare as equal random numbers.
 DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
 _CAPACITY = 1024  # nodes a row has room for at first
-_INHERITED = -1  # needs what its parent needs
+_INHERITED = -1  # needs as many draft passes as its parent
 
 
 class Nodes(NamedTuple):
@@ -39,18 +39,18 @@ class Nodes(NamedTuple):
     tokens: Tensor
     before: Tensor  # the token before the node's
     depths: Tensor
-    keys: Tensor  # names the path from the root
-    needs: Tensor  # draft passes without which the node would not be here
+    keys: Tensor  # hash of the path from the root
+    needs: Tensor  # draft passes without which the node would not have been proposed
     parents: Tensor
     earlier: Tensor  # the token before `before`
     sources: Tensor
     score_bucket: Tensor
-    paths: Tensor  # P(the target accepts the node); 0 is padding
+    paths: Tensor  # P(the target accepts the whole path down to the node); 0 is padding
 
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes that one draft pass adds, all at one depth. Parents are places in the tree grown so far."""
+    """The nodes of one draft pass, all at one depth. Parents are node numbers in the drafted tree so far."""
 
     tokens: Tensor  # [B, n] target ids
     parents: Tensor  # [B, n]
@@ -61,12 +61,12 @@ class Level:
         return Level(*(getattr(self, field.name).cpu() for field in fields(self)))
 
     def at(self, index: Tensor) -> Level:
-        """Its nodes at `index` [B, m]."""
+        """The nodes at `index` [B, m] of the level."""
         return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
 
 
 class Place(NamedTuple):
-    """A node of the pool, and how it is reached."""
+    """A candidate node to look up continuations for, and its path."""
 
     node: int
     depth: int
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Nodes of one row, put together on the host, a list a field."""
+    """New nodes of one row, made in Python, a list a field."""
 
     tokens: list[int]
     parents: list[int]
@@ -84,7 +84,7 @@ class Columns(NamedTuple):
 
 
 class _Room:
-    """Memory for a pool, and how the kernels find it."""
+    """Memory for candidates, and the C struct that points to it."""
 
     def __init__(self, fields: Tensor, paths: Tensor) -> None:
         self.fields, self.paths = fields, paths
@@ -93,19 +93,20 @@ class _Room:
         self.ref = byref(self.struct)
 
 
-_SPARE: deque[_Room] = deque(maxlen=4)  # of pools that are gone: new memory is slow to be written to
+_SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds' candidates: first writes to new memory are slow
 
 
 class Candidates:
-    """Proposals for `roots` [B].
+    """The candidate nodes below B roots, a row each.
 
-    `chances` are P(accepted | parent) as `Calibration` has them, by agreement, source and score bucket.
+    `chances`, which many methods take, are `Calibration.chances`: P(accepted | parent accepted) by agreement, source
+    and score bucket.
     """
 
-    _is_alone = False  # whether nobody may look at the memory when the pool is gone
+    _is_alone = False  # whether nobody else has a view of the memory, so that it can be used again
 
     def __init__(self, roots: Tensor, histories: Sequence[Sequence[int]], salts: Sequence[int] = ()) -> None:
-        """roots [B]: the last tokens of the texts. salts [B]: whose tables each row uses, if not everybody's."""
+        """roots [B]: the last tokens of the histories. salts [B]: whose table entries each row uses; none: all's."""
         library: Any = native()
         self._native = library
         self.num_rows = len(roots)
@@ -127,20 +128,20 @@ class Candidates:
         self._struct, self._ref = room.struct, room.ref
 
     def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
-        """Goes on in other memory, into which everything was copied."""
+        """Switches to other memory, into which everything was copied."""
         old = self._struct
         self._move_into(_Room(fields, paths))
         self._struct.width, self._struct.deepest = old.width, old.deepest
 
     def _make_room(self, count: int) -> None:
-        """For so many more nodes in each row."""
+        """Makes room for `count` more nodes in each row."""
         width, capacity = self.width, self._struct.capacity
         if width + count > capacity:
             more = max(capacity, width + count - capacity)
             self._copy_into(*(torch.nn.functional.pad(column, (0, more)) for column in (self._fields, self._paths)))
 
     def _weigh_by(self, chances: Tensor | None) -> Any:
-        """Where the kernels find the chances, which are mostly the same in a round."""
+        """A reference to the chances for C, kept while they are the same tensor, as mostly in a round."""
         if self._chances is None or chances is not self._chances[0]:
             self._chances = (chances, byref(ChancesStruct.of(chances)))
         return self._chances[1]
@@ -158,7 +159,7 @@ class Candidates:
 
     @property
     def agreement(self) -> Tensor:
-        """[B, N] how each node stands among the proposals, once they are merged."""
+        """[B, N] ALONE, OPPOSED or AGREED for each node, once candidates are merged."""
         self._is_alone = False
         return self._fields[-1, :, : self.width]
 
@@ -175,8 +176,10 @@ class Candidates:
         score_bucket: Tensor,
         needs: int | None = None,
     ) -> None:
-        """Adds nodes [B, n], which may hang below each other; probability 0 adds padding. needs: their parents' if
-        None."""
+        """Adds nodes [B, n], whose parents may be among them; probability 0 adds padding.
+
+        needs: draft passes they need; as many as their parents if None.
+        """
         self._make_room(tokens.shape[1])
         tokens, parents, sources, score_bucket = (plain(column) for column in (tokens, parents, sources, score_bucket))
         probabilities = plain(probabilities, torch.float32)
@@ -201,11 +204,11 @@ class Candidates:
         going: Sequence[bool],
         num_beams: int,
     ) -> list[float]:
-        """Adds a drafted level, weighed by its probabilities' buckets, or without `chances` by these themselves; it is
-        padding in rows that are not `going`.
+        """Adds a drafted level; in rows that are not `going` it is padding.
 
-        first: places in the pool between the root and the first drafted level. Returns how likely the target is to
-        come as far as one of the first `num_beams`, by row.
+        chances: turn the drafter's q into acceptance probabilities; if None, q is taken as it is. first: candidates
+        between the root and the first drafted level. Returns, by row, the probability that the target accepts a path
+        down to one of the level's first `num_beams` nodes.
         """
         count = level.tokens.shape[1]
         self._make_room(count)
@@ -229,7 +232,7 @@ class Candidates:
         return reached[:]
 
     def add_rows(self, rows: Sequence[Columns], chances: Tensor) -> None:
-        """Adds nodes put together in Python, for each row its own."""
+        """Adds nodes made in Python, each row's own."""
         counts = [len(row.tokens) for row in rows]
         width = max(counts)
         if width == 0:
@@ -254,7 +257,10 @@ class Candidates:
         length: int,
         num_nodes: int,
     ) -> None:
-        """Adds what `SuffixLookup` proposes. own, past: addresses of every row's own index and of that of others."""
+        """Adds what `SuffixLookup` proposes.
+
+        own, past: by row, the address of the index of its own text and of that of finished texts.
+        """
         addresses, others, count, width = array("q", own), array("q", past), ctypes.c_int64(), self.width
         while True:
             self._native.graft_attach_copies(
@@ -272,14 +278,14 @@ class Candidates:
             )
             if self.width == width + count.value:
                 break
-            self._make_room(count.value)  # there was none, so that nothing was added
+            self._make_room(count.value)  # nothing was added, for lack of room
 
     def follow(
         self, tables: Array[TableStruct], chances: Tensor, first: int, waves: int, beam: int, max_depth: int
     ) -> None:
-        """Adds what the tables know to follow: wave by wave, of the `beam` likeliest nodes not yet looked up.
+        """Adds the tables' successors of the `beam` likeliest nodes not yet looked up, wave after wave.
 
-        Nodes have the number of their table, counted from `first`, as their source.
+        A node's source is its table's number, counted from `first`.
         """
         waves = min(waves, max_depth)
         self._make_room(waves * beam * tables[0].num_successors)
@@ -295,7 +301,7 @@ class Candidates:
         source: int,
         max_depth: int,
     ) -> None:
-        """Adds each row's template below the root; what the only table does not know stays empty."""
+        """Adds each row's template below the root, with tokens from the only table; where it has none, padding."""
         self._make_room(max(template.count for template in templates))
         addresses = array("q", map(ctypes.addressof, templates))
         self._native.graft_fill(self._ref, tables, address_of(addresses), chance, source, max_depth)
@@ -303,29 +309,29 @@ class Candidates:
     def extend_leaves(
         self, tables: Array[TableStruct], count: int, num_children: int, chance: float, source: int, max_depth: int
     ) -> None:
-        """The `count` likeliest leaves go on by their first successors in the only table."""
+        """Adds to each of the `count` likeliest leaves its first successors in the only table."""
         self._make_room(count * num_children)
         self._native.graft_extend_leaves(self._ref, tables, count, num_children, chance, source, max_depth)
 
     def keep_best(self, counts: Sequence[int]) -> None:
-        """Of each row only the root and its `counts[row]` likeliest nodes stay, equal paths counted apart."""
+        """Drops all but the root and the `counts[row]` likeliest nodes of each row; equal paths count separately."""
         numbers = array("q", counts)
         self._native.graft_keep_best(self._ref, address_of(numbers))
 
     def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
-        """Makes equal paths one node, the likeliest agreement for all; the others become padding.
+        """Makes equal paths one node: the likeliest copy stays, the others become padding.
 
-        With `chances`, nodes are weighed again by how they stand: proposed by several, by one where the source
-        `drafted` had its say and proposed something else, or by one alone. What retrieval proposes against the drafter
-        seldom comes true, whatever its record elsewhere.
+        With `chances`, probabilities are computed again by agreement: AGREED where several sources propose the token,
+        OPPOSED where one does and the source `drafted` proposed something else there, ALONE otherwise. What retrieval
+        proposes against the drafter is seldom accepted, however good it is elsewhere.
         """
         self._native.graft_merge(self._ref, drafted, self._weigh_by(chances))
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The root and the `budget` likeliest nodes of a merged pool, likeliest first; and their path probabilities.
+        """The tree of the root and the `budget` likeliest nodes, likeliest first, and their path probabilities.
 
-        A path's probability falls along it, so the best are closed under ancestors. No node is deeper than
-        `max_depth`.
+        Candidates must be merged. A path's probability falls along it, so the best are closed under ancestors.
+        max_depth: no candidate is deeper.
         """
         count = min(budget + 1, self.width)
         numbers = torch.empty(4, self.num_rows, count, dtype=torch.int64)
@@ -343,17 +349,20 @@ class Candidates:
         return gains[:]
 
     def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
-        """By row: expected tokens of a merged pool's `budget` best, had there been 0, 1, 2 ... `max_passes` passes."""
+        """By row: expected accepted tokens of the `budget` best nodes, had there been 0, 1, 2 ... `max_passes` passes.
+
+        Candidates must be merged.
+        """
         num_rows, count = self.num_rows, max_passes + 1
         values = (ctypes.c_double * (num_rows * count))()
         self._native.graft_values_by_need(self._ref, max_passes, budget, values)
         return [values[row * count : (row + 1) * count] for row in range(num_rows)]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
-        """Where to look up what is likely to come, by row.
+        """By row, the nodes at which retrievers look up continuations.
 
-        That is the root, as long as nothing was drafted, whatever others retrieved; from then on up to `count` nodes
-        below it, those likeliest to be reached that may still have children.
+        The root alone as long as nothing was drafted; from then on up to `count` nodes below it, the likeliest of those
+        that may have children.
         """
         num_rows = self.num_rows
         room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
@@ -372,10 +381,10 @@ class Candidates:
         return places
 
     def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
-        """Adds to the counts [standings, sources, buckets] what was put to the test, and what of it fitted.
+        """Adds to the counts [agreements, sources, buckets] how many proposals were tried, and how many of them fitted.
 
-        A proposal is tested when its parent's path came true, whether or not it was verified. Beyond a `memory` of
-        tests old ones fade.
+        A proposal is tried if its parent's path was emitted with a token behind it, and fits if that token is its own;
+        whether it was verified does not matter. Counts above `memory` are scaled down to it, so that old ones fade.
         """
         came = array("q", [token for tokens in emitted for token in tokens])
         lengths = array("q", map(len, emitted))
@@ -385,6 +394,7 @@ class Candidates:
 
 
 def _room_for(num_rows: int) -> _Room:
+    """Spare memory for so many rows, or new."""
     for _ in range(len(_SPARE)):
         try:
             room = _SPARE.popleft()
@@ -399,16 +409,16 @@ def _room_for(num_rows: int) -> _Room:
 
 @lru_cache(maxsize=64)
 def _no_salts(num_rows: int) -> array[int]:
-    """Not to be written to."""
+    """Zeros, one a row; shared, so not to be written to."""
     return array("q", [0] * num_rows)
 
 
 def address_of(numbers: array[int]) -> int:
-    """Of an array that must live as long as it is used."""
+    """The address of an array's memory; the array must live as long as it is used."""
     return numbers.buffer_info()[0]
 
 
 def before_roots(histories: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The token before each text's last, and the one before that."""
+    """By text, the token before the last one, and the token before that."""
     before, earlier = ([ids[-n] if len(ids) >= n else NO_TOKEN for ids in histories] for n in (2, 3))
     return before, earlier

@@ -1,4 +1,5 @@
-"""What a verify costs by its width on this machine, measured, and which width that makes best."""
+"""Cost model: seconds of a verify by its width (tokens a row) and batch size, measured on this machine, and plans of
+rounds made from them."""
 
 from __future__ import annotations
 
@@ -18,36 +19,39 @@ from graft.spec_decode.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _HOPELESS = 6.0  # a width that costs this many plain steps is the last that is timed
-_BLEND = 0.3  # weight of a new observation
-HICCUP = 2.0  # times the known seconds: the most that an observation counts for
-_DOUBT = 0.999  # by which an estimate that is not put to the test shrinks, look by look, until it is
+_BLEND = 0.3  # weight of a new observation in a running mean
+HICCUP = 2.0  # an observation counts for at most this many times the known seconds
+_DOUBT = 0.999  # by which the estimate of an unused width shrinks every round, until it looks best and is tried
 
 
 class Plan(NamedTuple):
-    """A round: how wide its verify is, root included, what it should bring and what it should take."""
+    """A width for the round's verify, with the expected tokens and seconds of all rows together."""
 
-    width: int
-    tokens: float
+    width: int  # tokens a row, the root included
+    tokens: float  # accepted ones, and one of the target's own a row
     seconds: float
 
     def worth(self, rate: float) -> float:
-        """Tokens beyond those that the same time brings at the usual rate, in tokens per second."""
+        """Expected tokens beyond those that the same time brings at the usual `rate`, in tokens per second."""
         return self.tokens - rate * self.seconds
 
 
 class MeansBySize:
-    """Running means by the size of the batch; of a size that was not seen yet, what its neighbours say, if they do."""
+    """Running means by batch size; a size not seen yet is estimated from those that were."""
 
     def __init__(
         self, blend: float = _BLEND, hiccup: float = HICCUP, growth: Callable[[int], float] | None = None
     ) -> None:
-        """blend: weight of a new observation; hiccup: times what is known, the most that it counts for; growth: of the
-        rows, to what values are about proportional; None if a size tells nothing of others."""
+        """blend: weight of a new observation; hiccup: an observation counts for at most this many times the mean.
+
+        growth: a function of the number of rows that values are about proportional to; None if sizes tell nothing of
+        each other.
+        """
         self._blend, self._hiccup, self._growth = blend, hiccup, growth
         self._means: dict[int, float] = {}
 
     def get(self, num_rows: int, estimate: float = 0.0) -> float:
-        """estimate: what it is as long as nothing was seen that tells it."""
+        """The mean of this batch size; `estimate` if nothing is known of it."""
         size = size_of(num_rows)
         if size in self._means or not self._means or self._growth is None:
             return self._means.get(size, estimate)
@@ -56,17 +60,17 @@ class MeansBySize:
         return between(self._means, nearest) * grown
 
     def observe(self, num_rows: int, value: float, estimate: float | None = None) -> None:
-        # What was seen once to take half the time took long for reasons of its own: a first use, other work beside.
+        # A mean far above the new value was inflated by something that has passed, such as a first use.
         known = min(self.get(num_rows, value if estimate is None else estimate), self._hiccup * value)
         self._means[size_of(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
 
     def restart(self, of_one_row: float = 0.0) -> None:
-        """Forgets what was seen, and knows at most that of a row alone."""
+        """Forgets all means; `of_one_row`, unless 0, becomes that of a batch of one."""
         self._means = {0: of_one_row} if of_one_row else {}
 
 
 def between(seen: Mapping[int, float], size: int) -> float:
-    """The value of a size: straight lines, by the number of rows, between those that were seen; level beyond them."""
+    """The value of a size, interpolated linearly in the number of rows between sizes seen; constant beyond them."""
     low = max((other for other in seen if other <= size), default=min(seen))
     high = min((other for other in seen if other >= size), default=max(seen))
     if low >= high:
@@ -75,14 +79,17 @@ def between(seen: Mapping[int, float], size: int) -> float:
 
 
 def total_gains(paths: Tensor) -> list[float]:
-    """Expected accepted tokens of the 1, 2, 3 ... best nodes of all rows. paths [B, n]: of each its own, best first."""
+    """Expected accepted tokens, in all rows together, of each row's 1, 2, 3 ... best nodes.
+
+    paths [B, n]: path probabilities, each row's best first.
+    """
     paths, gains = plain(paths, torch.float32), array("d", bytes(8 * paths.shape[1]))
     native().graft_gains(*paths.shape, paths.data_ptr(), gains.buffer_info()[0])
     return gains.tolist()
 
 
 def plans_for(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
-    """A plan for every choice of width. gains: expected accepted tokens of the 1, 2, 3 ... best nodes of all rows."""
+    """A plan for every choice (width, seconds). gains: as `total_gains` gives them."""
     most = len(gains)
     return [
         Plan(width, num_rows + (gains[min(width - 1, most) - 1] if width > 1 and gains else 0.0), seconds)
@@ -91,26 +98,26 @@ def plans_for(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_
 
 
 class VerifyCost:
-    """Seconds of a verify of W tokens a row, for a few widths W, kept up to date by what rounds really take."""
+    """Running means of the seconds of a verify, by width (tokens a row) and batch size, for a few widths."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # of one row
-        # Rows have caches of their own, so that many of them cost more than one row as wide: by how much, was seen.
-        self._factors: dict[tuple[int, int], float] = {}  # (size of the batch, width)
+        # Rows have KV caches of their own, so many rows cost more than one row of as many tokens: by this factor.
+        self._factors: dict[tuple[int, int], float] = {}  # by (batch size, width)
 
     @property
     def measured(self) -> bool:
         return bool(self._seconds)
 
     def measure(self, target: TargetRunner, widths: Sequence[int] = WIDTHS, context: int = 64) -> None:
-        """Times a few trees on a scratch cache, twice over, and keeps the better: one hiccup spoils nothing.
+        """Times a verify of every width on a scratch KV cache, twice, and keeps the lesser.
 
-        Where wider trees cannot pay, they are not timed but guessed; should a guess ever look good it is tried.
+        Widths too slow to pay are not timed but extrapolated; `doubt` has them tried some time.
         """
         cache = target.open(1, context + max(widths))
         for _ in target.prefill(cache, 0, [0] * context):
             pass
-        self._time_once(target, cache, 1)  # the first forward of a process pays for one-time set-up
+        self._time_once(target, cache, 1)  # warm-up
         seconds: dict[int, float] = {}
         for _ in range(2):
             for width in widths:
@@ -122,7 +129,7 @@ class VerifyCost:
 
     @classmethod
     def fixed(cls, width: int) -> VerifyCost:
-        """The cost of rounds that all have one width: it is the unit."""
+        """The cost model of rounds that all have one width: a verify takes 1, as the unit of time."""
         cost = cls()
         cost._seconds = {width: 1.0}
         return cost
@@ -139,7 +146,7 @@ class VerifyCost:
         return list(self._seconds)
 
     def observe(self, width: int, seconds: float, num_rows: int = 1) -> None:
-        """Takes in what a round's verify took. A hiccup of the machine counts for little."""
+        """Updates the running mean with the seconds of a round's verify; an outlier counts for little."""
         if width not in self._seconds:
             return
         known, place = self.seconds(width, num_rows), (size_of(num_rows), width)
@@ -155,19 +162,19 @@ class VerifyCost:
                 self._factors[size_of(num_rows), plain] = new / self._predict(num_rows * plain)
 
     def seconds(self, width: int, num_rows: int = 1) -> float:
-        """Of a verify of that many tokens in each of the rows."""
+        """Expected seconds of a verify of `width` tokens in each of the rows."""
         return self._predict(num_rows * width) * self._factor(size_of(num_rows), width)
 
     def plain_seconds(self, num_rows: int) -> float:
-        """Of a round of the least width."""
+        """Expected seconds of a plain decoding step: a verify of the least width."""
         return self.seconds(next(iter(self._seconds)), num_rows)
 
     def choices(self, num_rows: int = 1, overhead: float = 0.0) -> list[tuple[int, float]]:
-        """Every width, and what a round of it takes. overhead: seconds of one with a tree beside its verify."""
+        """(width, seconds of a round) for every width. overhead: what a round with a tree takes beside its verify."""
         return [(width, self.seconds(width, num_rows) + (overhead if width > 1 else 0.0)) for width in self._seconds]
 
     def doubt(self, used: int, num_rows: int = 1) -> None:
-        """Estimates of widths that the round does not use lose a little of their weight, until one is tried again."""
+        """Lowers the estimates of unused widths a little, so that one that once was slow is tried again."""
         for width in self._seconds:
             if width in (1, used):
                 continue
@@ -177,23 +184,23 @@ class VerifyCost:
                 self._factors[size_of(num_rows), width] *= _DOUBT
 
     def _factor(self, size: int, width: int) -> float:
-        """By how much a verify of many rows is off: as it was seen, else as with more and with fewer rows."""
+        """A verify's seconds in a batch over those of one row of as many tokens: seen, or interpolated from others."""
         own = self._factors.get((size, width)) if size else 1.0
         if own is not None:
             return own
         seen = {other: factor for (other, its_width), factor in self._factors.items() if its_width == width}
         plain = next(iter(self._seconds))
-        if not seen and width != plain:  # never tried: as far off as plain steps
+        if not seen and width != plain:  # never tried: as for plain steps
             return self._factor(size, plain)
         return between({0: 1.0, **seen}, size)
 
     def _predict(self, num_tokens: int) -> float:
-        """Straight lines between the measured widths, and on from the last."""
+        """Seconds of a verify of one row of so many tokens, by linear interpolation, and extrapolation beyond."""
         known = self._seconds.get(num_tokens)
         if known is not None:
             return known
         widths = sorted(self._seconds)
-        if len(widths) == 1:  # a unit, however many rows share it
+        if len(widths) == 1:  # the unit of time, however many rows there are
             return self._seconds[widths[0]]
         right = min(bisect_left(widths, num_tokens), len(widths) - 1)
         low, high = widths[right - 1], widths[right]
@@ -211,5 +218,5 @@ class VerifyCost:
 
 
 def size_of(num_rows: int) -> int:
-    """Batches of about the same size are one: 1, 2, 3 to 4, 5 to 8 ..."""
+    """The class of a batch size, its log2 rounded up: 1, 2, 3 to 4, 5 to 8 ... rows."""
     return (num_rows - 1).bit_length()

@@ -1,12 +1,12 @@
-/* What a round does beside the models, always on the host: the pool, the tables, the copies and the walk. A round is a
-   thousand small steps, and a tensor operation costs more than such a step.
+/* A round's bookkeeping beside the models, always on the host: candidates, successor tables, suffix lookup and the
+   acceptance walk. A round is a thousand small steps, and a tensor operation costs more than such a step.
 
    The same proposals give the same tree on every machine. Sums and products are taken in the order that stands here,
    none is followed by another operation that a compiler could contract with it, and nothing is asked of a machine's
    mathematical library: logarithms are comparisons, exponentials whole numbers.
 
-   Functions return 0, or what went wrong. Nothing is kept between calls but in a `SuffixIndex`, whose memory the caller
-   gives back by `graft_index_free`. */
+   Functions return OK, NO_MEMORY or OUT_OF_RANGE. Memory is the caller's, but for that of a `SuffixIndex`, which
+   `graft_index_free` frees. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,25 +19,26 @@ enum { ROOT = 0, PADDING = -1, INHERITED = -1 };
 
 static const float SURE = 0.999f, LEAST = 1e-30f;
 
-/* The pool */
+/* Candidates */
 
+/* The memory of Python's `Candidates`: the nodes proposed for a round, in num_rows rows of `width` each. */
 typedef struct {
     int64_t num_rows, capacity, width;
-    int64_t deepest; /* depth of any node so far */
+    int64_t deepest; /* the greatest depth of a node so far */
     int64_t *fields; /* [fields][num_rows][capacity] */
-    float *paths;    /* [num_rows][capacity] */
-    const int64_t *salts;
-    const int64_t *factors; /* of each depth, in a path's key */
+    float *paths;    /* [num_rows][capacity] P(the target accepts the path down to the node); 0 is padding */
+    const int64_t *salts;   /* [num_rows] whose table entries each row uses */
+    const int64_t *factors; /* [num_factors] by depth, of the hash of a path, its key */
     int64_t num_factors;
 } Pool;
 
-/* P(accepted | parent), [agreements][num_sources][num_buckets] */
+/* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
 typedef struct {
     const float *values;
     int64_t num_sources, num_buckets;
 } Chances;
 
-/* One row of the pool: where its columns begin. */
+/* One row of the candidates: where its columns begin. */
 typedef struct {
     int64_t *fields[AGREEMENT + 1];
     float *paths;
@@ -71,7 +72,7 @@ static float path_of(float above, float chance) {
     return path < LEAST ? 0.0f : path;
 }
 
-/* Of probabilities, two a halving: bucket b begins at 2^(-b/2) and goes down to the next. */
+/* Buckets of probabilities, two a halving: bucket b is from 2^(-b/2) down to the start of the next. */
 enum { NUM_BUCKETS = 16 };
 
 static int64_t bucket_of(double probability) {
@@ -81,7 +82,7 @@ static int64_t bucket_of(double probability) {
     return NUM_BUCKETS - 1;
 }
 
-/* The `count` places with the highest values, best first, of equals the first. */
+/* Top-k: indices of the `count` highest values, best first, of equal values the first. */
 static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
     int64_t found = 0;
     for (int64_t i = 0; i < num_values && count > 0; i++) {
@@ -115,7 +116,7 @@ static int add_node(
     return OK;
 }
 
-/* roots, before, earlier: [num_rows] */
+/* Starts with the roots alone. roots, before, earlier: [num_rows] the last token and the two before. */
 int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
     if (pool->capacity < 1) return OUT_OF_RANGE;
     for (int64_t r = 0; r < pool->num_rows; r++) {
@@ -132,7 +133,7 @@ int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const i
     return OK;
 }
 
-/* All columns are [num_rows][count]; a node may hang below one before it. */
+/* Adds nodes. All columns are [num_rows][count]; a node's parent may be a new one before it. */
 int graft_add(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *chances,
     const int64_t *sources, const int64_t *score_bucket, int64_t needs) {
@@ -141,7 +142,8 @@ int graft_add(
         for (int64_t i = 0; i < count; i++) {
             int64_t at = r * count + i;
             int failed = add_node(
-                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], score_bucket[at], needs);
+                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], score_bucket[at],
+                needs);
             if (failed) return failed;
         }
     }
@@ -149,8 +151,8 @@ int graft_add(
     return OK;
 }
 
-/* Nodes put together on the host. columns: [4][num_rows][count] of tokens, parents, sources and score_bucket; the first
-   counts[row] of each row are nodes. */
+/* Adds nodes made in Python. columns: [4][num_rows][count] of tokens, parents, sources and score buckets; the first
+   counts[row] of each row are nodes, the others padding. */
 int graft_add_rows(
     Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const Chances *chances) {
     int64_t size = pool->num_rows * count;
@@ -171,9 +173,9 @@ int graft_add_rows(
     return OK;
 }
 
-/* A drafted level: tokens, parents and probabilities are [num_rows][count], places in the drafted tree, which begins
-   `first` places further on in the pool. Without values in `chances` the drafter is taken at its word. reached: P(one of
-   the first num_beams of them comes true), by row. */
+/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
+   whose nodes but the root are `first` further on among the candidates. Without values in `chances` the drafter's q is
+   the acceptance probability. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
@@ -199,21 +201,22 @@ int graft_add_level(
     return OK;
 }
 
-/* Makes equal paths one. values of chances may be NULL: then nothing is weighed again. */
+/* Merges equal paths into the likeliest copy; the others become padding. Without values in `chances`, probabilities are
+   not computed again by agreement. */
 int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
     int64_t width = pool->width, num_slots = 16;
     int bits = 4, failed = OK;
     for (; num_slots < 2 * width; num_slots *= 2) bits++;
     int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
     if (memory == NULL) return NO_MEMORY;
-    int64_t *slots = memory;                 /* the likeliest node of each path so far, or -1 */
-    int64_t *kept = slots + num_slots;       /* node -> the one that stands for it */
-    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all copies */
+    int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
+    int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
+    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all its copies */
     int64_t *last_source = first_source + width;
     int64_t *needs = last_source + width;
-    int64_t *spoke = needs + width;          /* whether the drafter proposed something below */
-    int64_t *order = spoke + width;          /* nodes by depth */
-    int64_t *starts = order + width;         /* of each depth there */
+    int64_t *spoke = needs + width;          /* whether the drafter proposed a child */
+    int64_t *order = spoke + width;          /* nodes sorted by depth */
+    int64_t *starts = order + width;         /* where each depth starts in `order` */
     for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
         Row row = row_of(pool, r);
         const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
@@ -235,7 +238,7 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
         for (int64_t i = 0; i < width; i++) {
             int64_t k = kept[i];
             parents[i] = kept[parents[i]];
-            if (!(paths[i] > 0)) continue; /* copies with no chance are none */
+            if (!(paths[i] > 0)) continue; /* padding */
             needs[k] = least(needs[k], row.fields[NEED][i]);
             first_source[k] = least(first_source[k], sources[i]);
             last_source[k] = -least(-last_source[k], -sources[i]);
@@ -247,7 +250,7 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
             agreement[i] = ALONE;
         }
         if (chances->values == NULL) continue;
-        /* A likelier copy of its parent may stand behind a node: weighed again depth by depth. */
+        /* The kept copy of a parent may come after its child: probabilities are computed again depth by depth. */
         memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
         for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
         for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
@@ -268,7 +271,7 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
     return failed;
 }
 
-/* Of each row only the root and its counts[row] likeliest nodes stay, equal paths counted apart. */
+/* Makes padding of all but the root and the counts[row] likeliest nodes of each row; equal paths count separately. */
 int graft_keep_best(Pool *pool, const int64_t *counts) {
     int64_t *memory = malloc((size_t)(2 * pool->width) * sizeof(int64_t));
     if (memory == NULL) return NO_MEMORY;
@@ -286,14 +289,14 @@ int graft_keep_best(Pool *pool, const int64_t *counts) {
     return OK;
 }
 
-/* numbers: [4][num_rows][count] of tokens, parents, sources, score_bucket; shares: [2][num_rows][count] of probabilities
-   after the parent, and paths. */
+/* The root and likeliest nodes, `count` in all, likeliest first. numbers: [4][num_rows][count] of tokens, parents,
+   sources and score buckets; shares: [2][num_rows][count] of P(accepted | parent accepted) and path probabilities. */
 int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares) {
     int64_t size = pool->num_rows * count;
     if (count > pool->width) return OUT_OF_RANGE;
     int64_t *chosen = malloc((size_t)(count + pool->width) * sizeof(int64_t));
     if (chosen == NULL) return NO_MEMORY;
-    int64_t *place = chosen + count; /* node -> where it stands among the chosen */
+    int64_t *place = chosen + count; /* node -> its index among the chosen */
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
         memset(place, 0, (size_t)pool->width * sizeof(int64_t));
@@ -314,7 +317,7 @@ int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares)
     return OK;
 }
 
-/* What the 1, 2, 3 ... likeliest nodes of each row come to in all rows. */
+/* Expected accepted tokens, in all rows together, of each row's 1, 2, 3 ... likeliest nodes. */
 int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
     if (count > pool->width - 1) return OUT_OF_RANGE;
     int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
@@ -330,7 +333,7 @@ int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
     return OK;
 }
 
-/* What the first 1, 2, 3 ... of [num_rows][count] paths come to in all rows. */
+/* The same of path probabilities [num_rows][count] that are sorted already. */
 int graft_gains(int64_t num_rows, int64_t count, const float *paths, double *gains) {
     for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
     for (int64_t r = 0; r < num_rows; r++)
@@ -339,7 +342,8 @@ int graft_gains(int64_t num_rows, int64_t count, const float *paths, double *gai
     return OK;
 }
 
-/* values: [num_rows][max_passes + 1] */
+/* Expected accepted tokens of each row's `budget` likeliest nodes, had there been 0, 1, 2 ... max_passes draft passes.
+   values: [num_rows][max_passes + 1] */
 int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, double *values) {
     int64_t count = least(budget + 1, pool->width);
     int64_t *chosen = malloc((size_t)count * sizeof(int64_t));
@@ -348,7 +352,7 @@ int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, d
     for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
         Row row = row_of(pool, r);
         for (int64_t passes = 0; passes <= max_passes; passes++) {
-            double sum = -1.0; /* the root is sure */
+            double sum = -1.0; /* without the root, which is among the likeliest with probability 1 */
             for (int64_t i = 0; i < pool->width; i++) had[i] = row.fields[NEED][i] > passes ? 0.0f : row.paths[i];
             highest(had, pool->width, count, chosen);
             for (int64_t i = 0; i < count; i++) sum += had[chosen[i]];
@@ -360,7 +364,7 @@ int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, d
     return failed;
 }
 
-/* Whether anything was drafted so far. */
+/* Whether any candidate was drafted so far. */
 static int is_drafted(const Pool *pool) {
     for (int64_t r = 0; r < pool->num_rows; r++) {
         const int64_t *needs = row_of(pool, r).fields[NEED];
@@ -370,7 +374,7 @@ static int is_drafted(const Pool *pool) {
     return 0;
 }
 
-/* The nodes of a row to look up, at most max(count, 1), and how many they are: see `Candidates.places`. */
+/* The nodes of a row to look up continuations for, at most max(count, 1), and their number: see `Candidates.places`. */
 static int64_t places_of(
     const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
     int64_t num_found = 0;
@@ -387,9 +391,9 @@ static int64_t places_of(
     return num_found;
 }
 
-/* For each row of found: how many places, and of each its node, its depth and the tokens on the way there.
-   found: room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, depth being the least of max_depth and the
-   deepest node's. */
+/* found: for each row the number of places, and of each its node, its depth and the tokens of its path. It needs room
+   for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, with the lesser of max_depth and the deepest node's depth.
+   */
 int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
     int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (nodes == NULL) return NO_MEMORY;
@@ -411,14 +415,15 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Counts what was put to the test by the tokens that came, row after row, and what of it fitted, by agreement, source
-   and score_bucket. Beyond a memory of tests old ones fade. */
+/* Adds to the counts, by agreement, source and score bucket, the nodes whose parent's path was emitted with a token
+   behind it (tried), and those that are this token (fitted). emitted: the rows' new tokens, one row after the other.
+   Counts above `memory` are scaled down to it, so that old ones fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
     enum { FOLLOWED = 1, FITTED = 2 };
-    uint8_t *came = malloc((size_t)pool->width); /* what came of each node */
-    int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of what came, from the root on */
+    uint8_t *came = malloc((size_t)pool->width); /* by node: FOLLOWED, FITTED */
+    int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of the emitted path, by depth */
     int failed = came == NULL || keys == NULL ? NO_MEMORY : OK;
     for (int64_t r = 0; r < pool->num_rows && !failed; emitted += lengths[r++]) {
         Row row = row_of(pool, r);
@@ -435,7 +440,8 @@ int graft_count(
             int64_t source = row.fields[SOURCE][i], score_bucket = row.fields[SCORE_BUCKET][i];
             int64_t agreement = row.fields[AGREEMENT][i];
             if (!(came[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
-            if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 || score_bucket >= num_buckets) {
+            if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 ||
+                score_bucket >= num_buckets) {
                 failed = OUT_OF_RANGE;
                 break;
             }
@@ -455,18 +461,18 @@ int graft_count(
     return failed;
 }
 
-/* The walk */
+/* Acceptance */
 
-/* Down trees [num_rows][width] by the token chosen after each node, to the first that is no child: nodes and came
-   [num_rows][width], the first counts[row] of each row being tokens, and one less nodes. Of equal children the first
-   counts. */
+/* The walk down trees [num_rows][width] by the token chosen after each node, to the first token that is no child.
+   nodes, came: [num_rows][width], the accepted nodes and the new tokens; counts[row] tokens, and one node less. Of
+   equal children the first is taken. */
 int graft_walk(
     int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
     const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t first = r * width, count = 0, node = 0;
         came[first] = chosen[first];
-        for (int64_t i = 1; i < width; i++) { /* a child stands behind its parent */
+        for (int64_t i = 1; i < width; i++) { /* a child comes after its parent */
             int64_t at = first + i;
             if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
             node = i;
@@ -478,7 +484,7 @@ int graft_walk(
     return OK;
 }
 
-/* counts: [num_rows][num_sources] of the nodes of trees [num_rows][width]. */
+/* Numbers of nodes by source in trees [num_rows][width]. counts: [num_rows][num_sources] */
 int graft_count_sources(
     int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
     memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
@@ -491,22 +497,23 @@ int graft_count_sources(
     return OK;
 }
 
-/* The tables */
+/* Successor tables */
 
+/* The target's top-k successors by n-gram, a row each: Python's `SuccessorTable`. */
 typedef struct {
-    int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its bucket, or -1 */
-    int64_t *tags;    /* [num_rows] if hashed, else NULL and a row is a token */
+    int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its score bucket, or -1 */
+    int64_t *tags;    /* [num_rows] the whole hash of the row's n-gram; NULL if not hashed: then a row is a token */
     int64_t num_rows, num_successors, order;
-    int64_t row_bits;       /* of a hash that name the row */
-    const int64_t *factors; /* of the last token, the one before, the one before that and the salt */
-    int64_t isolated;       /* whether texts have rows of their own, under their salts, before those of all */
+    int64_t row_bits;       /* high bits of a hash that are the row's number */
+    const int64_t *factors; /* [4] hash factors of the last token, the one before, the one before that and the salt */
+    int64_t isolated;       /* whether entries under a text's own salt are looked up before those of all, under 0 */
 } Table;
 
 static int64_t row_of_key(const Table *table, uint64_t key) {
     return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
 }
 
-/* The row of an n-gram, or -1 where there is none; the tag is 0 if rows have none. */
+/* The row of an n-gram, or -1 if the token is out of range; tag: its hash, 0 in a table that is not hashed. */
 static int64_t table_row(
     const Table *table, int64_t token, int64_t before, int64_t earlier, int64_t salt, int64_t *tag) {
     *tag = 0;
@@ -519,7 +526,7 @@ static int64_t table_row(
     return row_of_key(table, key);
 }
 
-/* Of place i of a row of a tree: the node it stands for, the root where it is padding, and the two tokens before it. */
+/* The node at i of a row's tree, or the root where that is padding, and the two tokens before the node's. */
 static int context_of(
     int64_t i, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources, int64_t before,
     int64_t earlier, int64_t *node, int64_t *last, int64_t *second) {
@@ -531,7 +538,7 @@ static int context_of(
     return OK;
 }
 
-/* Makes the entries what every table has after an n-gram. */
+/* Writes the successors of an n-gram to every table. */
 static int write_entries(
     const Table *tables, int64_t num_tables, int64_t token, int64_t before, int64_t earlier, int64_t salt,
     const int32_t *entries, int64_t num_successors) {
@@ -546,7 +553,7 @@ static int write_entries(
 
 /* exp(x) for x <= 0 as a whole number, in parts of 2^30. */
 static int64_t exp_of(float x) {
-    /* 2^-f for f from 0 to 1 is their sum, each times -f to its place. */
+    /* The Taylor series of 2^-f for f from 0 to 1: the sum of c_i (-f)^i. */
     static const int64_t COEFFICIENTS[] = {
         1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8};
     if (!(x > -20.0f)) return 0;
@@ -556,7 +563,7 @@ static int64_t exp_of(float x) {
     return sum >> (halvings >> 30);
 }
 
-/* The entries of the likeliest tokens after a node, whose logits come best first. */
+/* Entries of the top-k tokens after a node: each with the score bucket of its softmax share among them. */
 static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
     int64_t total = 0;
     for (int64_t s = 0; s < num_successors; s++) total += exp_of(logits[s] - logits[0]);
@@ -566,10 +573,10 @@ static void entries_of(int64_t num_successors, const int32_t *tokens, const floa
     }
 }
 
-/* Learns what the target found likeliest after every node of trees [num_rows][width]: tokens and their logits, best
+/* Learns the target's top-k successors of every node of verified trees [num_rows][width]: tokens and logits, best
    first, [num_rows][row_stride] of [width][num_successors] each. before, earlier, salts: [num_rows], of the roots.
-   Of several judgements of an n-gram the last stays, which is that of the node likeliest to be reached; or, of chunks of
-   a text, that of the place furthest on. */
+   Where an n-gram occurs several times the last write stays: that of the likeliest node or, in a chunk of text, of the
+   last occurrence. */
 int graft_learn(
     const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
     int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
@@ -594,8 +601,8 @@ int graft_learn(
     return OK;
 }
 
-/* Fills a table with rows that were kept, [count][num_successors], each named by its tag; or, where tags is NULL, by its
-   token in a table of order 1 that was not hashed. */
+/* Writes saved rows [count][num_successors] to a table, each where its tag belongs; or, if tags is NULL, where its
+   token does: then they are of a table of order 1 that was not hashed. */
 int graft_restore(
     const Table *table, int64_t count, int64_t num_successors, const int64_t *tokens, const int64_t *tags,
     const int32_t *entries) {
@@ -612,7 +619,7 @@ int graft_restore(
     return OK;
 }
 
-/* What a table knows after a node under a salt, or NULL. */
+/* A table's successors of a node's n-gram under a salt, or NULL. */
 static const int32_t *known_after(const Table *table, const Row *row, int64_t node, int64_t salt) {
     int64_t tag, place = table_row(
         table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
@@ -621,7 +628,7 @@ static const int32_t *known_after(const Table *table, const Row *row, int64_t no
     return entries[0] >= 0 ? entries : NULL;
 }
 
-/* The entries of the longest n-gram that is known, or NULL; its table's number, that of the last if none is. */
+/* The successors of a node's longest n-gram that a table has, or NULL; number: that table's, or the last one's. */
 static const int32_t *longest_known(
     const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
     for (*number = 0; *number < num_tables; ++*number) {
@@ -633,7 +640,7 @@ static const int32_t *longest_known(
     return NULL;
 }
 
-/* Adds the successor of a rank of what follows a node, or padding where it is not known. */
+/* Adds the parent's successor of a rank, or padding where the table has none. */
 static int add_successor(
     Pool *pool, const Row *row, const Table *table, int64_t node, int64_t parent, int64_t rank, int64_t salt,
     float chance, int64_t source) {
@@ -644,14 +651,14 @@ static int add_successor(
                      : add_node(pool, row, node, entry / NUM_BUCKETS, parent, chance, source, 0, INHERITED);
 }
 
-/* A tree of ranks: each node is a successor, of its rank, of its parent's token. 0 is the root, and nodes come by depth;
-   what is to be added of them has a depth of its own in `depths`. */
+/* A fixed tree of ranks: each node is its parent's successor of that rank. Nodes are numbered from 1, 0 is the root,
+   and depths do not fall. */
 typedef struct {
     int64_t count;
     const int64_t *parents, *ranks, *depths; /* [count] */
 } Template;
 
-/* Hangs a template below the root of each row, as deep as may be; each node has the same chance. */
+/* Attaches each row's template at the root, down to max_depth; every node has the same chance. */
 int graft_fill(
     Pool *pool, const Table *table, const Template *const *templates, float chance, int64_t source,
     int64_t max_depth) {
@@ -681,14 +688,14 @@ int graft_fill(
     return OK;
 }
 
-/* The `count` likeliest leaves of each row go on by their first num_children successors. */
+/* Adds to each of the `count` likeliest leaves of a row its first num_children successors. */
 int graft_extend_leaves(
     Pool *pool, const Table *table, int64_t count, int64_t num_children, float chance, int64_t source,
     int64_t max_depth) {
     int64_t width = pool->width, failed = OK;
     if (num_children > table->num_successors) return OUT_OF_RANGE;
     count = least(count, width);
-    float *reached = malloc((size_t)width * sizeof(float)); /* paths of leaves */
+    float *reached = malloc((size_t)width * sizeof(float)); /* path probabilities of leaves, 0 for others */
     int64_t *leaves = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (reached == NULL || leaves == NULL) failed = NO_MEMORY;
     for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
@@ -710,13 +717,13 @@ int graft_extend_leaves(
     return (int)failed;
 }
 
-/* Wave by wave the likeliest nodes not looked up yet get the successors of the longest n-gram that is known. */
+/* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
 int graft_follow(
     Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
     int64_t width = pool->width;
     int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
-    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of the nodes that may be looked up */
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of nodes that may be looked up */
     int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
     for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
         Row row = row_of(pool, r);
@@ -754,25 +761,25 @@ int graft_follow(
     return failed;
 }
 
-/* Copies */
+/* Suffix lookup */
 
-enum { MAX_OCCURRENCES = 12 }; /* the most recent ones of a pair of tokens are looked at */
+enum { MAX_OCCURRENCES = 12 }; /* of a pair of tokens, the most recent, that are compared */
 
-/* A pair of tokens, and the place behind its last occurrence; 0 if there is no pair. */
+/* A pair of tokens, and the position behind its last occurrence; 0 marks an empty slot. */
 typedef struct {
     int32_t before, token;
     int64_t last;
 } Pair;
 
-/* Texts one behind the other. Places count from the first token there ever was; those of a pair of tokens are a chain
-   from the last back to the first. All zeros is an empty index. */
+/* An index of texts by pairs of tokens. Positions count from the first token ever added; occurrences of a pair are a
+   linked list from the last back to the first. All zeros is an empty index. */
 typedef struct {
     int64_t num_tokens, num_texts;
-    int64_t dropped;    /* tokens that are gone */
-    int32_t *tokens;    /* [num_tokens] */
-    int64_t *previous;  /* [num_tokens] of the pair that ends there: the place behind its occurrence before, or 0 */
-    int64_t *starts;    /* [num_texts] of each text */
-    Pair *pairs;        /* [num_slots], by their hashes; some may be of texts that are gone */
+    int64_t dropped;    /* tokens of texts that were dropped */
+    int32_t *tokens;    /* [num_tokens] texts one after the other */
+    int64_t *previous;  /* [num_tokens] of the pair that ends there: the position behind the one before, or 0 */
+    int64_t *starts;    /* [num_texts] positions where texts start */
+    Pair *pairs;        /* [num_slots] hash table; some pairs may be of dropped texts */
     int64_t token_room, text_room, num_slots, num_pairs;
 } SuffixIndex;
 
@@ -785,7 +792,7 @@ int graft_index_free(SuffixIndex *index) {
     return OK;
 }
 
-/* Makes room for `count` values of a size, if there is none. */
+/* Makes room for `count` values of a size. */
 static int reserve(void **values, size_t size, int64_t count, int64_t *room) {
     if (count <= *room) return OK;
     int64_t more = count > 2 * *room ? count : 2 * *room;
@@ -796,7 +803,7 @@ static int reserve(void **values, size_t size, int64_t count, int64_t *room) {
     return OK;
 }
 
-/* Where a pair of tokens stands, or would. */
+/* The slot of a pair of tokens, empty if there is none. */
 static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t token) {
     uint64_t key = ((uint64_t)(uint32_t)before << 32 | (uint32_t)token) * UINT64_C(0x9E3779B97F4A7C15);
     uint64_t slot = (key >> 32) & (uint64_t)(num_slots - 1);
@@ -805,7 +812,7 @@ static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t tok
     return pairs + slot;
 }
 
-/* Makes room for one more pair; those of texts that are gone go as well. */
+/* Makes room for one more pair; where the table has to grow, pairs of dropped texts are left out. */
 static int make_room_for_pair(SuffixIndex *index) {
     int64_t num_pairs = 0, num_slots = 16;
     if (2 * (index->num_pairs + 1) <= index->num_slots) return OK;
@@ -838,7 +845,7 @@ static void drop_oldest(SuffixIndex *index, int64_t max_tokens) {
     memmove(index->previous, index->previous + count, (size_t)index->num_tokens * sizeof(int64_t));
 }
 
-/* What comes from here on is another text. */
+/* Starts a new text. */
 int graft_index_begin(SuffixIndex *index) {
     if (reserve((void **)&index->starts, sizeof(int64_t), index->num_texts + 1, &index->text_room)) return NO_MEMORY;
     index->starts[index->num_texts++] = index->dropped + index->num_tokens;
@@ -867,8 +874,8 @@ static int extend(SuffixIndex *index, int64_t count, const int32_t *tokens) {
     return OK;
 }
 
-/* Adds to the last text of each index its counts[i] tokens, which stand one behind the other. max_tokens: -1 if there
-   may be as many as come. */
+/* Extends the last text of index i by counts[i] tokens; `tokens` are those of all, one index after the other.
+   max_tokens: above it the oldest texts are dropped; -1 for no limit. */
 int graft_index_extend(
     SuffixIndex *const *indices, int64_t num_indices, const int64_t *counts, const int32_t *tokens,
     int64_t max_tokens) {
@@ -880,11 +887,11 @@ int graft_index_extend(
     return OK;
 }
 
-/* Where a pair of tokens occurs with something behind it, the oldest first. */
+/* Occurrences of a pair of tokens that something follows, the oldest first. */
 typedef struct {
-    const int32_t *tokens; /* texts one behind the other */
+    const int32_t *tokens; /* texts one after the other */
     int64_t num_spans;
-    int64_t spans[MAX_OCCURRENCES][3]; /* where its text starts, where the occurrence ends, where its text stops */
+    int64_t spans[MAX_OCCURRENCES][3]; /* start of its text, end of the occurrence, end of its text */
 } Occurrences;
 
 static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t token, Occurrences *found) {
@@ -896,7 +903,7 @@ static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t t
     for (; place > index->dropped && num_places < MAX_OCCURRENCES; place = index->previous[place - index->dropped - 1])
         places[num_places++] = place;
     while (num_places > 0) {
-        int64_t low = 0, high = index->num_texts; /* the first text that does not start before the place */
+        int64_t low = 0, high = index->num_texts; /* bisection: the first text that starts at the position or later */
         place = places[--num_places];
         while (low < high) {
             int64_t middle = (low + high) / 2;
@@ -912,12 +919,13 @@ static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t t
     }
 }
 
+/* A tree to attach below a candidate node: its nodes are numbered from 1, and 0 is that node. */
 typedef struct {
     int64_t *tokens, *parents, *sources, *score_bucket;
     int64_t count;
 } Subtree;
 
-/* How occurrences are told apart: least lengths of a match and least shares, in rising order. */
+/* Score buckets of a match: lower bounds of its length and of the share of its occurrences, in rising order. */
 typedef struct {
     int64_t max_match, num_matches, num_shares;
     const int64_t *matches;
@@ -931,10 +939,10 @@ static int64_t score_bucket_of(const Scale *scale, int64_t match, double share) 
     return (m - 1) * scale->num_shares + s - 1;
 }
 
-/* The subtree's node for a token below another, 1 and up; a new one if there is none among the first num_known. */
+/* The subtree's node for a token below a parent; a new one if it is not among the first num_known. */
 static int64_t subtree_node(
     Subtree *subtree, int64_t num_known, int64_t parent, int64_t token, int64_t source, int64_t score_bucket) {
-    for (int64_t i = parent; i < num_known; i++) /* a child stands behind its parent */
+    for (int64_t i = parent; i < num_known; i++) /* a child comes after its parent */
         if (subtree->parents[i] == parent && subtree->tokens[i] == token) return i + 1;
     subtree->tokens[subtree->count] = token;
     subtree->parents[subtree->count] = parent;
@@ -943,7 +951,7 @@ static int64_t subtree_node(
     return ++subtree->count;
 }
 
-/* A part of the subtree that is to go on: its node and the chains that came so far. */
+/* A node of the subtree to continue, and the occurrences (members start to start + count) that lead to it. */
 typedef struct {
     int64_t node, depth, start, count;
 } Branch;
@@ -957,12 +965,13 @@ static int64_t match_of(
 }
 
 static int grow_subtree(
-    Subtree *subtree, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length, int64_t length,
-    int64_t num_nodes, const Scale *scale) {
+    Subtree *subtree, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length,
+    int64_t length, int64_t num_nodes, const Scale *scale) {
     int64_t most = found->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
-    int64_t num_known = subtree->count; /* of other sources: its own nodes differ from each other */
+    int64_t num_known = subtree->count; /* nodes of other sources: its own are distinct anyway */
     if (most == 0 || num_nodes < 1) return OK;
-    int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t)); /* chains of branches */
+    /* Occurrences of each branch. */
+    int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t));
     Branch *branches = malloc((size_t)(num_nodes + 1) * sizeof(Branch));
     if (members == NULL || branches == NULL) {
         free(members);
@@ -974,15 +983,15 @@ static int grow_subtree(
         group_of[s] = match_of(found, found->spans[s], suffix, suffix_length, scale->max_match);
         if (group_of[s] > longest) longest = group_of[s];
     }
-    /* Shorter matches than half the longest only spread the same few places thinner. */
+    /* Matches at most half as long as the longest are left out: they would only take up its nodes. */
     for (int64_t s = 0; s < most; s++)
         if (2 * group_of[s] > longest) members[num_chains++] = s;
     branches[0] = (Branch){0, 0, 0, num_chains};
-    int64_t end = num_chains; /* of the members so far */
+    int64_t end = num_chains; /* number of members so far */
     for (int64_t b = 0; b < num_branches && left > 0; b++) {
         Branch branch = branches[b];
         int64_t num_groups = 0;
-        for (int64_t m = 0; m < branch.count; m++) { /* by their next token, in the order of their first */
+        for (int64_t m = 0; m < branch.count; m++) { /* grouped by next token, in the order of first appearance */
             const int64_t *span = found->spans[members[branch.start + m]];
             int64_t at = span[1] + branch.depth, group = 0;
             group_of[m] = -1;
@@ -1000,11 +1009,12 @@ static int grow_subtree(
             int64_t largest = 0;
             for (int64_t other = 1; other < num_groups; other++)
                 if (sizes[other] > sizes[largest]) largest = other;
-            /* A token further down is reached only if the ones before fitted: by then the match is longer. */
+            /* A token further down matters only if those before it were accepted: by then the match is longer. */
             int64_t score_bucket =
                 score_bucket_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
             int64_t depth = branch.depth + 1;
-            int64_t node = subtree_node(subtree, num_known, branch.node, found->tokens[heads[largest]], source, score_bucket);
+            int64_t node = subtree_node(
+                subtree, num_known, branch.node, found->tokens[heads[largest]], source, score_bucket);
             branches[num_branches++] = (Branch){node, depth, end, sizes[largest]};
             for (int64_t m = 0; m < branch.count; m++)
                 if (group_of[m] == largest) members[end++] = members[branch.start + m];
@@ -1016,9 +1026,10 @@ static int grow_subtree(
     return OK;
 }
 
-/* Hangs at a place of the pool what followed the occurrences of the suffix there, the first's score_bucket before the
-   second's; their sources are `first` and the next. Nodes are numbered from `node` on; none is added where the pool has
-   no room for them. subtree: room for 2 * num_nodes of each column. */
+/* Attaches at a candidate node, `place`, what followed the occurrences of the suffix that ends there: in the row's own
+   text (found[0], source `first`) and in finished texts (found[1], source first + 1); a token of both has the former's
+   source and score bucket. Nodes are numbered from `node` on; none is added if there is no room for all of them.
+   subtree: scratch memory for 2 * num_nodes of each column. */
 static int attach_copies(
     Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
     int64_t suffix_length, int64_t length, int64_t num_nodes, const Scale *scale, int64_t first,
@@ -1034,20 +1045,21 @@ static int attach_copies(
         failed = chance_of(chances, ALONE, subtree->sources[i], subtree->score_bucket[i], &chance);
         if (!failed)
             failed = add_node(
-                pool, row, node + i, subtree->tokens[i], parent, chance, subtree->sources[i], subtree->score_bucket[i], INHERITED);
+                pool, row, node + i, subtree->tokens[i], parent, chance, subtree->sources[i], subtree->score_bucket[i],
+                INHERITED);
     }
     return failed;
 }
 
-/* Hangs copies of each row's own text, own[row], whose last token is the root, and of finished texts, past[row], at up
-   to num_places places of every row. width: nodes that the longest row got; they are only part of the pool if it had room
-   for as many. */
+/* Attaches continuations from each row's own text, own[row], whose last token is the root, and from finished texts,
+   past[row], at up to num_places nodes of every row. width: the most nodes that a row gets; they are candidates only if
+   there was room for as many, so the caller makes room and calls again. */
 int graft_attach_copies(
     Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t room = 2 * num_nodes, end = scale->max_match;
     int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
-    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a row's end and a place's path */
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, and a node's path */
     int failed = memory == NULL || text == NULL ? NO_MEMORY : OK, drafted = is_drafted(pool);
     int64_t *places = memory, *counts = places + num_places + 1, *columns = counts + pool->num_rows;
     Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};

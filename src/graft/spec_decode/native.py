@@ -1,7 +1,7 @@
-"""The functions of `native.c` as Python calls them: what goes in, and what it means when one fails.
+"""ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
 
-They are compiled when the package is installed, into a shared library beside this file, and called through ctypes. They
-hold the interpreter's lock: they take microseconds, and read lists' memory that must not move meanwhile.
+The C code is compiled when the package is installed, into a shared library beside this file. Calls hold the GIL: they
+take microseconds, and read Python memory that must not move meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 
 
 class PoolStruct(ctypes.Structure):
+    """The memory of `Candidates`."""
+
     _fields_ = (
         ("num_rows", c_int64),
         ("capacity", c_int64),
@@ -40,7 +42,7 @@ class ChancesStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, chances: Tensor | None) -> ChancesStruct:
-        """chances [..., sources, buckets], contiguous floats that must stay where they are; none if None."""
+        """chances [..., sources, buckets]: contiguous float32, kept alive by the caller; a null pointer if None."""
         if chances is None:
             return cls()
         assert chances.is_contiguous() and chances.dtype is torch.float32
@@ -61,7 +63,7 @@ class TableStruct(ctypes.Structure):
 
 
 class IndexStruct(ctypes.Structure):
-    """Of zeros it is an empty index; what it comes to hold must be freed."""
+    """The memory of a `SuffixIndex`. All zeros is an empty one; `graft_index_free` frees what it comes to hold."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -97,7 +99,7 @@ class TemplateStruct(ctypes.Structure):
     )
 
 
-_ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passed by reference
+_ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
     "graft_begin": [c_void_p] * 4,
     "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
@@ -126,7 +128,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # by what each takes; structures are passe
 
 @cache
 def native() -> Any:
-    """The library."""
+    """The compiled library, loaded once."""
     library: Any = compiled(HERE, "_native", ctypes.PyDLL)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
@@ -135,7 +137,7 @@ def native() -> Any:
 
 
 def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """A library that was built with the package. What it is called behind the name differs between machines."""
+    """A shared library that was built with the package; its file's suffix differs between machines."""
     built = [path for suffix in EXTENSION_SUFFIXES if (path := folder / (name + suffix)).exists()]
     try:
         if not built:
@@ -149,7 +151,7 @@ def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -
 
 
 def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A column as the kernels read it. It must live until they have."""
+    """The tensor contiguous and of the dtype that C reads. Keep it until the call is over."""
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Profile: what `graft tune` learned of a model, a head and a machine, in one small file that `load` picks up.
+"""Profile: what `graft tune` learned about a model, a head and a machine, in one small file that `graft.load` reads.
 
-It holds a policy's state, and what draft passes and verifies cost. How it is made is in `tuning`.
+It holds a policy's state, and the costs of draft passes and verifies. `tuning` makes it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ FORMAT = "graft-profile-1"
 _HEADS = Path(__file__).parents[1] / "heads"
 _ANEW = "make one with graft tune"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NUM_WEIGHTS = 8  # of a tensor that a fingerprint looks at
+_NUM_WEIGHTS = 8  # of each tensor that go into a fingerprint
 
 
 @dataclass(frozen=True)
 class About:
-    """What a profile is of."""
+    """The model, head and machine that a profile belongs to."""
 
     model: str  # a fingerprint
     head: str | None  # likewise; None without a head
-    device: str | None  # None: of no machine in particular
+    device: str | None  # None: a portable profile
     dtype: str | None
 
     @classmethod
@@ -61,12 +61,12 @@ class About:
 
 
 class _OtherFormatError(GraftError):
-    """A file that may be well, but for another version."""
+    """A profile of another version's format, which may be intact."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A policy's state, and costs as a policy gives them; no costs where it is of no machine in particular."""
+    """A policy's state, and its measured costs; a portable profile has none."""
 
     about: About
     state: dict[str, Tensor]
@@ -89,9 +89,9 @@ class Profile:
 
 
 def equip(engine: Engine, profile: str | Path | None) -> None:
-    """Gives the engine's policy what a profile holds; it goes on learning from there.
+    """Restores the engine's policy from a profile; it goes on learning from there.
 
-    profile: a file, which must be of this model and head; auto takes the user's own for this machine, else one that
+    profile: a file, which must belong to this model and head; auto takes the user's own for this machine, else one that
     comes with the package, else none; None takes none.
     """
     if profile is None:
@@ -117,13 +117,13 @@ def equip(engine: Engine, profile: str | Path | None) -> None:
 
 
 def profile_path(about: About) -> Path:
-    """Where a user's profile lies unless it is put elsewhere."""
+    """The default file of a user's profile."""
     words = (about.model, about.head or "no-head", _digest(f"{about.device} {about.dtype}".encode()))
     return _folder() / f"{'-'.join(words)}.safetensors"
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Tells models apart by their shape and a few weights, rounded so that the precision does not matter."""
+    """A hash of a model's shape and a few of its weights, rounded so that the dtype does not matter."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -132,7 +132,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def head_fingerprint(drafter: Drafter | None) -> str | None:
-    """Tells heads apart, whatever the tree that is drafted with them."""
+    """A hash of a draft head's shapes and a few of its weights, whatever its tree settings; None without a drafter."""
     if drafter is None:
         return None
     head = getattr(drafter, "head", None)
@@ -144,7 +144,7 @@ def head_fingerprint(drafter: Drafter | None) -> str | None:
 
 
 def _fitting(path: Path, about: About) -> Profile:
-    """The profile that a user named, refused if it is not of this model and head."""
+    """The profile that a user named; a GraftError if it belongs to another model or head."""
     profile = Profile.read(path)
     require(profile.about.model == about.model, f"{path} is the profile of another model: {_ANEW} for this one")
     if profile.about.head != about.head:
@@ -157,7 +157,7 @@ def _fitting(path: Path, about: About) -> Profile:
 def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None:
     policy = engine.policy
     try:
-        # Tables are somebody's texts: those who must not learn from others start without.
+        # Tables hold pieces of texts: a policy whose texts are isolated starts without them.
         is_of_texts = not policy.isolated
         policy.restore({key: value for key, value in profile.state.items() if is_of_texts or _is_general(key)})
         if profile.costs and profile.about.is_for_machine_of(about):
@@ -168,7 +168,7 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 
 def _is_general(key: str) -> bool:
-    """Whether a part of a state tells how good proposals are, not what was proposed."""
+    """Whether a part of a state holds no text: acceptance probabilities and thresholds, not tokens."""
     return key.startswith(("calibration/", "prospect/", "gates/"))
 
 

@@ -1,7 +1,7 @@
 """DraftTree: a batch of token trees, ready to be verified, as plain tensors.
 
-Every operation is a slice or a doubling over all nodes at once, on any device. Trees are put together in `pool`;
-what goes into one is decided in `policy`, and how it is checked, in `target`.
+Every operation is a slice or a pointer doubling over all nodes at once, on any device. Trees are made from `candidates`
+by the `policies`, and verified by `model.runner`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ROOT = 0  # source of the root; proposers are numbered from 1
 
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Parents, probabilities, sources and score bucket of trees with one path each. They are not to be written to."""
+    """Parents, probabilities, sources and score buckets of trees with one path each; not to be written to."""
     parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape)
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     return parents, torch.ones(shape, device=device), zeros, zeros
 
 
-_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # a CUDA graph must not read what goes when others are cached
+_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # the host's only: a CUDA graph must not read an evicted entry
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """B trees of N nodes. Node 0 is the root: the last known token, whose keys are not cached yet.
+    """B trees of N nodes. Node 0 is the root: the last known token, whose keys and values are not cached yet.
 
     Invariant: a node stands after its parent, and the root is its own parent.
     """
@@ -109,12 +109,12 @@ class DraftTree:
         """[B, N, max_depth + 1] int64, the nodes from the root to each node itself, in order; 0 behind it."""
         batch, width = self.tokens.shape
         nodes = torch.arange(width, device=self.tokens.device).expand(batch, width, width)
-        # Whoever is no ancestor goes to one place more, which is cut off.
+        # Nodes that are no ancestors are scattered into one column more, which is cut off.
         steps = torch.where(self.ancestors(), self.depths()[:, None, :], self.max_depth + 1)
         return nodes.new_zeros(batch, width, self.max_depth + 2).scatter_(2, steps, nodes)[:, :, :-1]
 
     def to(self, device: torch.device) -> DraftTree:
-        """The same on a device."""
+        """The same trees on a device."""
         if self.tokens.device == device:
             return self
         names = [field.name for field in fields(self) if field.name != "max_depth"]
@@ -125,14 +125,16 @@ class DraftTree:
         return self.first(int(self.valid.sum(dim=1).max()))
 
     def first(self, width: int) -> DraftTree:
-        """The first `width` places."""
+        """The trees of the first `width` nodes."""
         if width >= self.width:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
         return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
 
     def fold_to_root(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Combines each node's value with those of all its ancestors, in log2(depth) doublings. values [B, N, ...].
+        """Combines each node's value with those of all its ancestors, in log2(depth) pointer doublings.
+
+        values [B, N, ...].
 
         The root is its own parent, so its value must leave others unchanged however often it is combined.
         """

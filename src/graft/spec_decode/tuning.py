@@ -1,4 +1,4 @@
-"""Tuning: a profile from warm-up prompts. Fills what `graft` learns, calibrates gates, measures the machine."""
+"""Tuning: a profile from warm-up prompts, with the state that `graft` learns, gates' thresholds and measured costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.factory import drafter_for
 from graft.spec_decode.tree import DraftTree
 
-_ENOUGH = 10  # rounds of either kind, below which a gate keeps its published threshold
+_ENOUGH = 10  # rounds worth stopping, and worth going on, below which a gate keeps its published threshold
 _PORTABLE = ("calibration/", "prospect/", "gates/", "adjacency/")
 _MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
 
@@ -40,10 +40,10 @@ def tune(
     portable: bool = False,
     progress: Progress = lambda report: None,
 ) -> Profile:
-    """The profile of an engine whose policy is `graft`, which learns from the prompts as it answers them.
+    """The profile of an engine whose policy is `graft`, learned from the prompts while it answers them.
 
-    portable: for any machine, and small: it is learned at the usual budget with every draft pass made, whatever pays
-    here; costs, n-gram tables and past texts are left out.
+    portable: small and for any machine: learned at the usual budget with all draft passes, whatever pays here; without
+    costs, n-gram tables and past texts.
     """
     about, drafter = About.of(engine), _wide(engine.drafter)
     if portable:
@@ -65,7 +65,7 @@ def tune(
 
 
 class GateWatch(Dense):
-    """dense, remembering how sure the drafter was at each gate and how far the round then came."""
+    """dense, which records each round's confidences at the gates and how many nodes were accepted."""
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         super().__init__(target, drafter, settings)
@@ -79,18 +79,18 @@ class GateWatch(Dense):
 
 
 def thresholds(seen: Seen) -> list[float]:
-    """For each gate the confidence up to which drafting on was not worth its passes.
+    """For each gate, the highest confidence at which stopping was better than drafting on.
 
-    To stop a round loses the tokens by which it came deeper than the tree that is left, and saves the passes that
-    were to come, each worth the tokens that its time brings otherwise. What retrieval puts in their place is not
-    counted, so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
+    Stopping a round loses the tokens it accepted below the depth drafted so far, and saves the passes that were to
+    come, each worth the tokens that its time brings otherwise. What retrieval would put in their place is not counted,
+    so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
     """
     cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
     most = TreeSettings().depth + 1
     chosen = []
     for gate, number in enumerate(GATES):
         confidences = np.array([own[gate] for own, _ in seen])
-        left = number + 1  # depth of the tree, and passes made
+        left = number + 1  # passes made so far, and depth of the tree that is left
         regrets = np.array([max(depth - left, 0) - cost * (most - left) for _, depth in seen])
         found = best_threshold(confidences, regrets)
         chosen.append(PUBLISHED[gate] if found is None else found)
@@ -99,16 +99,16 @@ def thresholds(seen: Seen) -> list[float]:
 
 
 def best_threshold(confidences: NDArray[np.float64], regrets: NDArray[np.float64]) -> float | None:
-    """The threshold with the least regret, summed over the rounds that it stops: those that are no surer.
+    """The threshold with the least sum of regrets over the rounds that it stops: those whose confidence is below it.
 
-    None where too few rounds are worth stopping, or too few worth going on. Of equals the lowest.
+    None where too few rounds are worth stopping, or too few worth going on. Of equal thresholds the lowest.
     """
     if min(np.sum(regrets < 0), np.sum(regrets > 0)) < _ENOUGH:
         return None
     order = confidences.argsort(kind="stable")
     values = np.append(0.0, confidences[order])
-    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret when all up to here are stopped
-    is_last = np.append(values[1:] > values[:-1], False)  # between equal values no threshold fits
+    stopped = np.append(0.0, np.cumsum(regrets[order]))  # the regret when all rounds up to here are stopped
+    is_last = np.append(values[1:] > values[:-1], False)  # no threshold separates equal confidences
     if not is_last[1:].any():
         return None
     place = int(np.where(is_last, stopped, np.inf).argmin())
@@ -122,7 +122,7 @@ def watch_gates(
     settings: SamplingSettings,
     progress: Progress = lambda report: None,
 ) -> Seen:
-    """What gates would have seen while `dense` answers the prompts, those of a group together."""
+    """Confidences at the gates and accepted nodes of every round while `dense` answers the prompts, group by group."""
     watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
     dense = Engine(model, policy=watch, drafter=drafter)
     for number, prompts in enumerate(groups, start=1):
@@ -132,14 +132,14 @@ def watch_gates(
 
 
 def _measured(engine: Engine) -> dict[str, Tensor]:
-    """What a new policy measures here, now that the process is warm; and the host's share of the rounds so far."""
+    """Costs as a new policy measures them in this warm process, with the host's overhead of the rounds so far."""
     policy = make_policy("graft", engine.target, engine.drafter)
     policy.prepare()
     return policy.costs() | {"host": engine.policy.costs()["host"]}
 
 
 def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
-    """The state with the adjacency rows of the tokens that texts held most often."""
+    """The state with only those adjacency rows whose tokens were the most frequent; `counts` by token."""
     rows = state["adjacency/rows"].cpu()
     kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
     fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
@@ -147,7 +147,7 @@ def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
 
 
 def _wide(drafter: Drafter | None) -> Drafter | None:
-    """The same head drafting the usual tree: an engine on a CPU drafts a narrower one."""
+    """The same head with the default tree settings: an engine on a CPU drafts a narrower tree."""
     return drafter_for(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
 
 

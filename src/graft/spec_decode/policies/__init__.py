@@ -42,7 +42,7 @@ def make_policy(
     """The policy of that name for one target, with nothing learned yet.
 
     budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
-    pass_cost: what a draft pass costs, in verifies; None measures it.
+    pass_cost: the cost of a draft pass, in verifies; None measures it.
     isolated: texts learn from themselves and from those of the same owner (`Sequence.owner`) only.
     datastore: an index on disk that `graft` retrieves from too.
     """

@@ -1,6 +1,6 @@
-"""The policy contract: grow the round's tree before the target sees it, learn from the round after.
+"""The policy contract: propose the round's tree before the target verifies it, learn from the round afterwards.
 
-What every policy does alike stands here too: it keeps a drafter and retrievers up to date.
+What every policy does alike is here too: keeping its drafter and retrievers up to date.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 
 MAX_BUDGET = 127  # nodes a round may verify beside the root
-USUAL_BUDGET = 60  # of the methods that do not choose their own
+USUAL_BUDGET = 60  # of policies that do not choose their own
 USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
 
 
 @dataclass(frozen=True)
 class PolicySettings(Settings):
-    """What a user may say about the tree, whatever the policy."""
+    """Settings of the tree that every policy takes."""
 
     budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
     pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
@@ -44,11 +44,11 @@ class PolicySettings(Settings):
 
 @dataclass(frozen=True)
 class DraftResult:
-    """What a policy made of a round: the trees to verify, and how many draft passes each row took."""
+    """A round's trees to verify, and how many draft passes each row took."""
 
     tree: DraftTree
     passes: list[int]
-    considered: DraftTree | None = None  # the same nodes, and behind them proposals that were pruned, for who watches
+    considered: DraftTree | None = None  # the same nodes and, behind them, pruned candidates, for whoever watches
 
     @classmethod
     def without_drafts(cls, tree: DraftTree) -> DraftResult:
@@ -56,7 +56,7 @@ class DraftResult:
 
 
 class Policy(ABC):
-    """Decides what a round verifies. It never decides what is accepted."""
+    """Decides which candidates a round verifies. It never decides what is accepted."""
 
     drafts = False  # whether it cannot do without a drafter
     sources: tuple[str, ...] = ("root",)  # names by source number
@@ -66,30 +66,30 @@ class Policy(ABC):
 
     @property
     def common_sources(self) -> frozenset[str]:
-        """Sources that may propose what others wrote; whoever watches a round sees of them what was accepted."""
+        """Sources that may propose other users' text: of their nodes, a watched round shows only the accepted ones."""
         return frozenset(name for retriever in self.retrievers for name in retriever.common)
 
     @property
     def adapts(self) -> bool:
-        """Whether it is to find out by itself what pays; then a server may do without it where nothing does."""
+        """Whether it chooses the budget itself; then a server may decode plainly where trees do not pay."""
         return False
 
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Measures what it needs to know of the machine. Called before every run; does its work once."""
+        """Measures the costs it needs on this machine. Called before every run; measures once."""
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        """The trees to verify under `roots` [B], no deeper than the batch's `max_depth`."""
+        """The trees to verify below `roots` [B], no deeper than the batch's `max_depth`."""
 
     def open(self, num_rows: int, num_slots: int) -> DraftState | None:
-        """What a drafter keeps for a new batch, if there is one."""
+        """The drafter's state for a new batch; None without a drafter."""
         return self.drafter.open(num_rows, num_slots) if self.drafter is not None else None
 
     def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
-        """Learns from a judged chunk of a row's prompt; `following` are the tokens that come after each of it."""
+        """Learns from a prefilled chunk of a row's prompt; `following` are the tokens after each of its tokens."""
         if self.retrievers:
             start = batch.cache.lengths[row] - verified.tokens.shape[1]
             sequence = batch.sequences[row]
@@ -108,23 +108,23 @@ class Policy(ABC):
         self.learn_accepted(tree, accepted, seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        """Has a device go on to the next round, as far as it can, before the host knows of this one."""
+        """Lets the drafter begin the next round on the device before the host knows what this one accepted."""
         if self.drafter is not None:
             self.drafter.draft_ahead(batch.draft, verified, choices.there)
 
     def reconsider(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Tries again what did not pay for so many rows."""
+        """Forgets that trees did not pay for so many rows, so that they are tried again."""
 
     def catch_up(self) -> None:  # noqa: B027 - optional
-        """Does what could wait, while a device verifies."""
+        """Does postponed learning while the device verifies."""
 
-    def learn_top_k(self, judged: TargetTopK) -> None:
-        """Learns what the target thinks follows each of some tokens."""
+    def learn_top_k(self, top_k: TargetTopK) -> None:
+        """Learns the target's top-k successors of verified tokens."""
         for retriever in self.retrievers:
-            retriever.learn(judged)
+            retriever.learn(top_k)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:  # noqa: B027 - optional
-        """Learns what became of the round's proposals."""
+        """Learns which of the round's candidates were accepted."""
 
     def finish(self, history: History) -> None:
         """Learns from a finished text."""
@@ -132,31 +132,31 @@ class Policy(ABC):
             retriever.finish(history)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of all that was learned, by name; empty for a policy that learns nothing."""
+        """A copy of everything learned, by name; empty for a policy that learns nothing."""
         return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes on what `state` once gave, on any device; what is missing there starts as new."""
+        """Replaces what was learned by what `state` once gave, on any device; what is missing there starts anew."""
         for retriever in self.retrievers:
             retriever.restore(state)
 
     def costs(self) -> dict[str, Tensor]:
-        """What `prepare` measured of the machine, by name; empty for a policy that asks for nothing."""
+        """The costs that `prepare` measured, by name; empty for a policy that needs none."""
         return {}
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
-        """Takes on what `costs` once gave on this machine, so that `prepare` need not measure it again."""
+        """Takes over what `costs` once gave on this machine, so that `prepare` need not measure again."""
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
-        """A pool with the batch's roots and nothing else."""
+        """Candidates of the batch's roots and nothing else."""
         return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
 
     def _salts(self, batch: Batch) -> list[int]:
-        """Whose tables each row uses."""
+        """By row, the salt of its entries in the tables."""
         return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:
-        """Whose tables a text uses: everybody's, or its owner's, or its own."""
+        """The salt of a text's entries in the tables: 0 for those of all, else its owner's number or its own."""
         if not self.isolated:
             return 0
         return history.number if history.owner is None else history.owner

@@ -1,4 +1,4 @@
-"""dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same, but drafting stops where it is unsure."""
+"""dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same, but gates stop the drafting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graft.stats import Clock
 
 
 class Dense(Policy):
-    """Nothing pruned, nothing grafted."""
+    """The budget's likeliest nodes of the whole drafted tree: nothing pruned, nothing grafted."""
 
     drafts = True
     sources = ("root", "drafted")
@@ -24,7 +24,7 @@ class Dense(Policy):
         assert drafter is not None
         self.drafter = drafter
         self._budget = settings.budget or min(drafter.settings.total_token, USUAL_BUDGET)
-        self.drafted: Drafted | None = None  # what the last round's drafting came to
+        self.drafted: Drafted | None = None  # passes, stops and confidences of the last round's drafting
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
@@ -39,7 +39,7 @@ class Dense(Policy):
 
 
 class Prune(Dense):
-    """Dynamic depth only: what the published method is without its grafts."""
+    """Dynamic draft depth only: the published method without its grafts."""
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         super().__init__(target, drafter, settings)

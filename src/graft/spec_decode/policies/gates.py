@@ -1,4 +1,4 @@
-"""Gates: drafting pass by pass, stopped in each row where the drafter's best path is no longer likely enough."""
+"""Gates: drafting that stops, row by row, after certain passes if the likeliest path's q is at most a threshold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEVER = len(GATES)  # the stop of a row that passed all gates
 
 
 class Gates:
-    """A policy's thresholds, as a part of its state."""
+    """The gates' thresholds, as part of a policy's state."""
 
     def __init__(self) -> None:
         self.thresholds = torch.tensor(PUBLISHED)
@@ -36,17 +36,20 @@ class Gates:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What drafting came to, row by row."""
+    """How far each row was drafted, and why it stopped there."""
 
     passes: list[int]
     stops: list[int]  # the gate that stopped the row, or NEVER
-    confidences: Tensor  # [B, gates] of the likeliest path when each gate was reached; 0 where it was not
+    confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 where the row did not come to it
 
 
 def draft_through_gates(
     drafter: Drafter, batch: Batch, candidates: Candidates, thresholds: Tensor | None, clock: Clock
 ) -> Drafted:
-    """Adds drafted nodes to the pool, by their own q, until the gates stop every row; without thresholds none does."""
+    """Adds drafted levels to the candidates, weighed by q itself, until the gates have stopped every row.
+
+    Without thresholds no gate stops a row.
+    """
     num_rows = len(batch.sequences)
     most = min(drafter.settings.depth + 1, batch.max_depth)
     passes, stops = [0] * num_rows, [NEVER] * num_rows

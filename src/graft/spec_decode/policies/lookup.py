@@ -1,4 +1,4 @@
-"""lookup: what followed the text's own end before, and nothing else; no drafter, no tables."""
+"""lookup: suffix lookup in the text itself and nothing else; no drafter, no tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graft.stats import Clock
 
 
 class Lookup(Policy):
-    """The suffix lookup in the context alone: no finished texts, no calibration beyond its prior."""
+    """What followed earlier occurrences of the text's end: no finished texts, no calibration beyond the prior."""
 
     sources = ("root", *SuffixLookup.names)
 

@@ -13,6 +13,8 @@ from graft.stats import Clock
 
 
 class Off(Policy):
+    """Verifies the root alone."""
+
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         pass
 

@@ -1,8 +1,8 @@
-"""paper: the published prune-and-graft, its gates, splits and widths as they stand; and two of its ablations.
+"""paper: the published prune-and-graft with its gates, splits and widths, and two of its ablations; recycle.
 
-What was not published is decided here: cold rows of the matrix give no node, a token that was both drafted and
-retrieved is one node (its place stays empty), the root does not count in the budget, and the rank paths are those
-of `template`.
+What was not published is decided here: rows of the matrix that were never written give no node, a token that was both
+drafted and retrieved is one node (its place stays empty), the root does not count in the budget, and which ranks a
+template has is decided in `template`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADJACENCY = DRAFTED + 1
 
 
 class Recycle(Policy):
-    """The adjacency matrix alone."""
+    """Token recycling: the adjacency matrix alone, filled into a fixed template."""
 
     sources = ("root", "adjacency")
 
@@ -52,7 +52,8 @@ class Recycle(Policy):
 
 
 class Paper(Policy):
-    """Gates at d0, d1 and d5; by where drafting stopped, so much of it is kept and so much retrieved."""
+    """Gates after passes 1, 2 and 6; the gate that stops a row decides how its budget is split between drafted and
+    retrieved nodes."""
 
     drafts = True
     sources = ("root", "drafted", "adjacency")
@@ -87,7 +88,7 @@ class Paper(Policy):
         return self.gates.thresholds
 
     def _stops(self, drafted: Drafted) -> list[int]:
-        """By row the gate whose split is used."""
+        """By row, the gate whose split of the budget is used."""
         return drafted.stops
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
@@ -103,7 +104,7 @@ class Paper(Policy):
 
 
 class Root(Paper):
-    """Retrieval at the root beside the whole drafted tree: no pruning, so both share the budget."""
+    """Retrieval at the root beside the whole drafted tree, without pruning: two thirds of the budget are drafted."""
 
     def _thresholds(self) -> None:
         return None
@@ -113,7 +114,7 @@ class Root(Paper):
 
 
 class Tail(Root):
-    """Retrieval at the other end: the likeliest leaves of the drafted tree go on by their first two successors."""
+    """Retrieval at the leaves: the likeliest leaves of the drafted tree get their first two successors."""
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         count = (self._budget - self._kept[NEVER - 1]) // 2

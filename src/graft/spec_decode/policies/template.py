@@ -13,19 +13,19 @@ from graft.model.verified import NUM_SUCCESSORS
 from graft.spec_decode.native import TemplateStruct
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
-LIKELY = 0.5  # stands for a probability: it only has to fall along a path
+LIKELY = 0.5  # every node's probability after its parent: paths' only have to fall with depth
 
 
 NOTHING = TemplateStruct()
 
 
 def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateStruct:
-    """The template with so many nodes at each depth: of each node its parent, its rank among the parent's successors,
-    and its depth. Nodes are numbered from 1, and 0 is the root."""
+    """The template with `widths` nodes at depths 1, 2, 3 ...: of each its parent, its rank among the parent's k
+    successors, and its depth. Nodes are numbered from 1, and 0 is the root."""
     parents: list[int] = []
     ranks: list[int] = []
     depths: list[int] = []
-    above = [(1, 0)]  # costs and numbers of the nodes of the depth before
+    above = [(1, 0)]  # (product of 2 + rank, number) of the nodes one depth up
     for depth, width in enumerate(widths, start=1):
         candidates = sorted((cost * (2 + rank), node, rank) for cost, node in above for rank in range(k))[:width]
         above = [(cost, len(parents) + place) for place, (cost, _, _) in enumerate(candidates, start=1)]
@@ -37,7 +37,7 @@ def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateS
 
 
 def scaled(widths: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """The widths for another number of nodes, as near to their proportions as whole numbers allow."""
+    """The widths scaled to `budget` nodes in all, as near to their proportions as whole numbers allow."""
     total, taken, given = sum(widths), 0, 0
     result = []
     for width in widths:

@@ -1,4 +1,4 @@
-"""Retrievers: token trees from what the model has already said and judged, at no draft pass."""
+"""Proposers: retrievers, which find candidate tokens without a draft pass, and drafters, which run a draft model."""
 
 from graft.spec_decode.proposers.base import Retriever, TargetTopK
 from graft.spec_decode.proposers.datastore import DatastoreLookup

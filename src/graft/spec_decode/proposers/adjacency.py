@@ -1,4 +1,4 @@
-"""AdjacencyMatrix: the table of order 1 as a source of its own, for policies that hang it by a fixed template."""
+"""AdjacencyMatrix: the successor table of single tokens, for policies that fill a fixed template from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graft.spec_decode.proposers.successor_table import SuccessorTables, adjacen
 
 
 class AdjacencyMatrix:
-    """M[vocab, k]; `tables`, which is this one, is what a template is filled from."""
+    """M[vocab, k]: the target's top-k successors of each token; `tables` holds this one table."""
 
     names: tuple[str, ...] = ("adjacency",)
 
@@ -19,11 +19,11 @@ class AdjacencyMatrix:
         self.tables = SuccessorTables([adjacency_table(vocab_size, isolated)])
         self.common: tuple[str, ...] = () if isolated else self.names
 
-    def learn(self, judged: TargetTopK) -> None:
-        self.tables.learn(judged)
+    def learn(self, top_k: TargetTopK) -> None:
+        self.tables.learn(top_k)
 
     def finish(self, history: History) -> None:
-        """Nothing to do: every token was learned when it was judged."""
+        """Nothing to do: every token was learned when it was verified."""
 
     def state(self) -> dict[str, Tensor]:
         return named(self.names[0], self.tables.tables[0].state())

@@ -1,4 +1,4 @@
-"""The retriever contract: hang proposals on the round's pool, then learn what the target said.
+"""The retriever contract: propose candidates for the round, then learn from the target's output.
 
 A new retriever is a new file.
 """
@@ -17,32 +17,32 @@ from graft.spec_decode.tree import DraftTree
 
 
 class History(Protocol):
-    """A sequence as retrievers see it: its tokens so far, the root last. Hashable, and gone when it is done."""
+    """A sequence as retrievers see it: its tokens so far, the root last. They keep weak references to it only."""
 
     ids: list[int]
-    number: int  # its own; no other text has it or will have it
-    owner: int | None  # whose it is: where texts are isolated, one owner's still learn from each other; None: nobody's
+    number: int  # unique among all texts, ever
+    owner: int | None  # where texts are isolated, one owner's still learn from each other; None: nobody's
 
     def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class TargetTopK:
-    """What the target thinks follows every node of some trees, or every token of a chunk of a prompt."""
+    """The target's top-k successors of every node of verified trees, or of every token of a prefilled chunk."""
 
     tokens: Tensor  # [B, W]
     parents: Tensor  # [B, W]
-    sources: Tensor  # [B, W] of which only matters what is padding: it was judged, but in no context of its own
-    successors: Tensor  # [B, W, k] int32, likeliest first; the rows may be parts of longer ones
-    logits: Tensor  # [B, W, k] of them, float32
+    sources: Tensor  # [B, W]; only whether it is PADDING matters
+    successors: Tensor  # [B, W, k] int32, likeliest first; the rows may be slices of longer ones
+    logits: Tensor  # [B, W, k] float32, of the successors
     before: Sequence[int]  # [B] the token before each root
-    earlier: Sequence[int]  # [B] and the one before that
-    salts: Sequence[int]  # [B] whose text each is part of, or 0: what stands under one salt is no use under another
-    is_text: bool = False  # whether later tokens are more recent, and not less likely to be reached
+    earlier: Sequence[int]  # [B] the token before that
+    salts: Sequence[int]  # [B] whose text each row is, or 0: what is learned under one salt is not found under another
+    is_text: bool = False  # whether it is a chunk, whose later tokens are more recent; a tree's are less likely
 
     @classmethod
     def of_chunk(cls, verified: VerifyOutput, preceding: Sequence[int], salt: int = 0) -> TargetTopK:
-        """A chunk of one prompt, and at least the two tokens before it, where there are two."""
+        """Of a prefilled chunk of one prompt. preceding: the tokens before it, at least two where there are as many."""
         chain = DraftTree.chain(verified.tokens)
         columns = (chain.tokens, chain.parents, chain.sources, *verified.likeliest())
         return cls(*columns, *before_roots([[*preceding, NO_TOKEN]]), salts=[salt], is_text=True)
@@ -51,54 +51,54 @@ class TargetTopK:
     def of_trees(
         cls, verified: VerifyOutput, tree: DraftTree, histories: Sequence[Sequence[int]], salts: Sequence[int]
     ) -> TargetTopK:
-        """Every node of every tree, under texts whose last tokens are the roots."""
+        """Of every node of verified trees. histories: the texts, whose last tokens are the roots."""
         columns = (tree.tokens, tree.parents, tree.sources, *verified.likeliest())
         return cls(*columns, *before_roots(histories), salts=salts)
 
 
 class Learner(Protocol):
-    """What the target said, kept for later: all that is asked of a retriever that others look into."""
+    """A store that learns from the target's output; a retriever is one that proposes as well."""
 
     names: tuple[str, ...]  # of its sources, which it numbers from 0
-    common: tuple[str, ...]  # those of them that may propose what is neither the text's own nor its owner's
+    common: tuple[str, ...]  # those of them that may propose other owners' text
 
-    def learn(self, judged: TargetTopK) -> None:
-        """Takes in the target's judgement of a prompt chunk or of verified trees, accepted or not."""
+    def learn(self, top_k: TargetTopK) -> None:
+        """Learns from a prefilled chunk or from verified trees, whether or not their nodes were accepted."""
         ...
 
     def finish(self, history: History) -> None:
-        """Takes in a finished text."""
+        """Learns from a finished text."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what was learned, under the names of its own sources: "adjacency/rows"."""
+        """A copy of what was learned, by names that begin with its sources': "adjacency/rows"."""
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes on what `state` once gave, among other things; what is missing there starts anew."""
+        """Replaces what was learned by its part of what `state` once gave; what is missing there starts anew."""
         ...
 
 
 class Retriever(Learner, Protocol):
-    """A source of nodes, or several."""
+    """A proposer that runs no model: it adds candidates of one or several sources."""
 
     prior: Tensor  # [sources, buckets] P(accepted | parent accepted) of each score bucket before any is observed
 
     def propose(
         self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
     ) -> None:
-        """Adds its proposals to the pool, at most `max_depth` deep; its source 0 has the number `first` there.
+        """Adds its proposals to the candidates, at most `max_depth` deep.
 
-        chances: P(accepted | parent) by agreement, source number in the pool, and score bucket.
+        first: the number of its source 0 among all sources. chances: `Calibration.chances`.
         """
         ...
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """What a state holds under `name`."""
+    """The entries of a state whose names begin with `name`, without that prefix."""
     return {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
 
 
 def named(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part of a state under `name`."""
+    """The entries with `name` as a prefix, as part of a larger state."""
     return {f"{name}/{key}": value for key, value in part.items()}

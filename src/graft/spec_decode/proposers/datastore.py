@@ -1,4 +1,4 @@
-"""Datastore lookup: what followed the longest match of the text's own end in an index on disk."""
+"""DatastoreLookup: proposes what followed the longest match of the text's end in an index on disk."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SHARES = (0.15, 0.35, 0.6, 0.85)  # limits between the classes of the share
 
 
 class DatastoreLookup:
-    """The commonest continuations of the longest match, as one small tree."""
+    """A retriever of the commonest continuations of the longest match, as one small subtree."""
 
     names: tuple[str, ...] = ("datastore",)
     common: tuple[str, ...] = names
-    # As held-out source code had it (docs/index.md); high ones are lowered, as a model is no such text.
+    # Measured on held-out source code (docs/index.md); high ones are lowered, as a model's text is less predictable.
     prior = torch.tensor(
         [
             # share below .15, .35, .6, .85, above
@@ -52,13 +52,13 @@ class DatastoreLookup:
                 subtree = Subtree()
                 for chain in match.continuations:
                     node = 0
-                    for step, bucket in enumerate(_evidence(match.length, match.num_read, chain), start=1):
+                    for step, bucket in enumerate(_score_buckets(match.length, match.num_read, chain), start=1):
                         node = subtree.add(node, chain.tokens[step - 1], step, 0, bucket)
-                row.hang(place, subtree.columns)
+                row.attach(place, subtree.columns)
             rows.append(row.columns)
         candidates.add_rows(rows, chances)
 
-    def learn(self, judged: TargetTopK) -> None:
+    def learn(self, top_k: TargetTopK) -> None:
         """Nothing to do: the index is read-only."""
 
     def finish(self, history: History) -> None:
@@ -71,13 +71,13 @@ class DatastoreLookup:
         """Nothing was learned."""
 
 
-def _evidence(match: int, num_read: int, chain: Continuation) -> list[int]:
-    """The bucket of every token: how long the match is by then, and how many of those that got there go on so."""
+def _score_buckets(match: int, num_read: int, chain: Continuation) -> list[int]:
+    """The score bucket of every token of a continuation, by the match's length and the share of occurrences with it."""
     buckets = []
     for depth, (reached, agree) in enumerate(zip([num_read, *chain.counts], chain.counts, strict=False)):
-        # A token further down is reached only if the ones before fitted: by then the match is longer.
+        # A token further down matters only if those before it were accepted: by then the match is longer.
         length = min((match + depth).bit_length() - 2, _NUM_LENGTHS - 1)
-        # One more counts as going elsewhere: of one occurrence little is known, of sixty much.
+        # One occurrence more is counted as continuing otherwise: a share of few occurrences is worth less.
         share = agree / (reached + 1)
         buckets.append(length * (len(_SHARES) + 1) + bisect_right(_SHARES, share))
     return buckets

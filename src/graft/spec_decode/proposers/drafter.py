@@ -1,4 +1,4 @@
-"""The drafter contract: levels of a tree, one forward each, and features refreshed from what the target judged."""
+"""The drafter contract: a tree drafted level by level, one forward each, from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graft.spec_decode.candidates import Level
 
 @dataclass(frozen=True)
 class TreeSettings(Settings):
-    """The drafted tree, by the names EAGLE's users know."""
+    """The shape of the drafted tree, by the names EAGLE's users know."""
 
     depth: int = 8  # draft passes behind the first
     topk: int = 10  # nodes expanded at each depth, and children of each
@@ -30,74 +30,76 @@ class TreeSettings(Settings):
 
 
 class DraftState(Protocol):
-    """What a drafter keeps for the rows of one batch."""
+    """A drafter's state for the rows of one batch."""
 
-    cache: TreeCache  # an entry a token; a row's may be behind the target's
+    cache: TreeCache  # the drafter's own KV cache; a row may have fewer tokens than the target's
 
     def keeping(self, rows: Sequence[int]) -> Self:
-        """These rows alone, in this order; see `TreeCache.keeping`."""
+        """The state of these rows alone, in this order; see `TreeCache.keeping`."""
         ...
 
     def copy_row(self, source: int, target: int) -> None:
-        """Makes one row what another is."""
+        """Makes row `target` a copy of row `source`."""
         ...
 
     def reserving(self, num_rows: int) -> Self:
-        """With room for so many rows that may join."""
+        """The same state with room for `num_rows` rows, as others may join."""
         ...
 
     def joining(self, other: Any) -> Self:
-        """With the rows of another state of the same drafter behind its own, which itself stays as it was."""
+        """A state of its own rows and, behind them, those of another of the same drafter; both stay as they were."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes trees level by level. `state` is what its own `open` gave."""
+    """A draft model that proposes trees level by level. `state` is what its own `open` gave."""
 
-    hidden_layers: tuple[int, ...]  # target layers whose inputs it reads
+    hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads
     settings: TreeSettings
 
     @property
     def num_setups(self) -> int:
-        """As a target's; see `num_setups_of`."""
+        """One-time set-ups done so far; see `num_setups_of`."""
         ...
 
     def open(self, num_rows: int, num_slots: int) -> DraftState: ...
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        """Takes in a judged chunk of one row's prompt and the tokens that follow each of its tokens."""
+        """Prefills a chunk of one row's prompt. following: the tokens after each of its tokens."""
         ...
 
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
-        """Each `next` is one draft pass and gives the nodes one depth further down, on the host; stop when enough.
+        """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass, one depth further down.
 
-        keep: only so many of each level, the likeliest first; all of them in any order if None.
-        stops: the passes after which the caller may stop, so that a device can go on to the next of them without being
-        asked; any if None.
+        keep: only so many nodes of each level, the likeliest first; all of them in any order if None.
+        stops: the passes after which the caller may stop, so that the device can run on to the next of them by itself;
+        any if None.
         """
         ...
 
     def num_prefetched(self, state: Any) -> int:
-        """Levels of the coming round that a device is at work on: to do without them would save nothing."""
+        """Levels of the coming round that the device is drafting already: not to use them would save nothing."""
         ...
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Starts on the next round on the device, where a step is judged and tokens `chosen` [B, N] after each node.
+        """Begins the next round's drafting on the device, before the host knows what this round accepted.
 
-        The host knows neither yet; `learn` follows.
+        The device has the verified step and the tokens `chosen` [B, N] after each node; `learn` follows.
         """
         ...
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
-        """Takes in a finished round: the accepted nodes and the new tokens of each row."""
+        """Extends the state by a finished round: the accepted nodes and the new tokens of each row."""
         ...
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:
-    """Things that a target and its drafter have done that are done once, such as captures: a round that did one is no
-    measure of others."""
+    """One-time set-ups, such as graph captures, that a target and its drafter have done so far.
+
+    The time of a round with one tells nothing about other rounds.
+    """
     return target.num_setups + (drafter.num_setups if drafter is not None else 0)

@@ -1,7 +1,7 @@
-"""NgramTables: the target's own earlier judgements, hung wherever the round's pool is likeliest to be reached.
+"""NgramTables: proposes the target's own top-k successors of n-grams that it has verified before.
 
-Wave by wave the best nodes not yet looked up, whoever proposed them, get the successors that the target found
-likely after the same tokens: after the last three if they were ever judged, else the last two, else the last one.
+Wave by wave the likeliest candidates not yet looked up, whoever proposed them, get the successors of their last three
+tokens if the target ever verified these, else of the last two, else of the last one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 from graft.spec_decode.proposers.successor_table import ISOLATED_ROWS, SuccessorTable, SuccessorTables, adjacency_table
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
-# What an old opinion, in a context that is now another, is worth of its face: the more of the context is the same,
-# the more.
+# Prior of acceptance over the share that the target gave a successor in its earlier context: the longer the n-gram, the
+# more of that context is the same.
 _WORTH = {1: 0.5, 2: 0.7, 3: 0.85}
 
 
 class NgramTables:
-    """Tables of several orders, and how far they are followed."""
+    """A retriever over successor tables of several n-gram orders."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class NgramTables:
         beam: int = 12,  # nodes looked up in a wave
         isolated: bool = False,  # texts do not learn from each other
     ) -> None:
-        """orders: longest first."""
+        """orders: lengths of n-grams, longest first. waves: how often the likeliest nodes are looked up."""
         tables = [
             SuccessorTable(order, ISOLATED_ROWS if isolated else num_rows, isolated=isolated)
             if order > 1
@@ -53,11 +53,11 @@ class NgramTables:
     ) -> None:
         candidates.follow(self._tables.structs, chances, first, self._waves, self._beam, max_depth)
 
-    def learn(self, judged: TargetTopK) -> None:
-        self._tables.learn(judged)
+    def learn(self, top_k: TargetTopK) -> None:
+        self._tables.learn(top_k)
 
     def finish(self, history: History) -> None:
-        """Nothing to do: every token was learned when it was judged."""
+        """Nothing to do: every token was learned when it was verified."""
 
     def state(self) -> dict[str, Tensor]:
         held: dict[str, Tensor] = {}

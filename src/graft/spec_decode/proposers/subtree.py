@@ -1,4 +1,4 @@
-"""Proposals put together on the host: subtrees, hung at places of the pool row by row."""
+"""Subtrees: proposals made in Python, row by row, to be attached below candidate nodes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from graft.spec_decode.candidates import Candidates, Columns, Place
 
 
 class Subtree:
-    """A small tree to hang at a place: its nodes are numbered from 1, and 0 is the place."""
+    """A small tree to attach below a node: its own nodes are numbered from 1, and 0 is that node."""
 
     def __init__(self) -> None:
         self.columns = Columns([], [], [], [], [])
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def add(self, parent: int, token: int, depth: int, source: int, score_bucket: int) -> int:
-        """The node for `token` below `parent`; one that is there already keeps its score bucket."""
+        """The number of the node for `token` below `parent`; one that exists already keeps its score bucket."""
         new = len(self._nodes) + 1
         node = self._nodes.setdefault((parent, token), new)
         if node == new:
@@ -23,15 +23,15 @@ class Subtree:
 
 
 class Row:
-    """One row's new nodes, numbered on from the pool's."""
+    """One row's new nodes, numbered on from its candidates."""
 
     def __init__(self, candidates: Candidates, first: int) -> None:
         """first: the number of the proposer's source 0."""
         self._first_node, self._first_source = candidates.width, first
         self.columns = Columns([], [], [], [], [])
 
-    def hang(self, place: Place, subtree: Columns) -> None:
-        """Adds a subtree's nodes below a place."""
+    def attach(self, place: Place, subtree: Columns) -> None:
+        """Adds a subtree's nodes below a candidate node."""
         own, before = self.columns, self._first_node + len(self.columns.tokens) - 1
         own.tokens.extend(subtree.tokens)
         own.parents.extend([before + parent if parent else place.node for parent in subtree.parents])

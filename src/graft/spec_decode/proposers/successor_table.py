@@ -1,8 +1,8 @@
-"""SuccessorTable: what the target found likeliest after a token, or after an n-gram, when it last judged it.
+"""SuccessorTable: the target's top-k successors of a token, or of an n-gram, when it last verified it.
 
-Order 1 is the adjacency matrix, a row a token. Higher orders are hashed: a row is named by its n-gram's hash and
-carries a tag, so that another n-gram on the same row is told apart. Where texts must not learn from each other, order
-1 is hashed too, and every text has a salt that goes into its hashes; what stands under salt 0 serves all. Memory is
+Order 1 is the adjacency matrix, a row a token. Higher orders are hash tables: an n-gram's hash names its row, and is
+kept there as a tag, so that another n-gram on the same row is told apart. Where texts must not learn from each other,
+order 1 is hashed too, and the hashes include a salt of each text or owner; entries under salt 0 serve all. Memory is
 fixed.
 """
 
@@ -23,20 +23,20 @@ from graft.spec_decode.candidates import address_of
 from graft.spec_decode.native import TableStruct, native, plain
 from graft.spec_decode.proposers.base import TargetTopK
 
-COLD = -1  # stands for the successor of an n-gram that was never judged
-ISOLATED_ROWS = 1 << 20  # of each table when every text has its own
-# Of the last token, the one before, the one before that and the salt. A row is named by the high bits of a sum of
-# products: cheap, and as good as random for such keys.
+COLD = -1  # in place of a successor: the n-gram was never verified
+ISOLATED_ROWS = 1 << 20  # rows of each table where texts are isolated
+# Hash factors of the last token, the one before, the one before that, and the salt. A row is the high bits of the sum
+# of products: cheap, and as good as random for such keys.
 _FACTORS = mix64(torch.arange(4)) | 1
 
 
 class SuccessorTable:
-    """M[rows, k] of entries, likeliest first: a token id and the bucket of its share, in one number."""
+    """A table M[rows, k] of successors, likeliest first: token id and score bucket of its share in one number."""
 
     def __init__(self, order: int, num_rows: int, hashed: bool = True, isolated: bool = False) -> None:
         """num_rows: a power of two if `hashed`, else (of order 1 only) the vocabulary's size.
 
-        isolated: of a table that is hashed, whether texts look up rows of their own before those of all.
+        isolated: of a hashed table, whether texts look up entries under their own salt before those of all.
         """
         self.order = order
         self._is_isolated = isolated
@@ -46,7 +46,7 @@ class SuccessorTable:
         self._tags = torch.zeros(num_rows if hashed else 0, dtype=torch.int64)
 
     def struct(self) -> TableStruct:
-        """Where the kernels find it."""
+        """The table for C."""
         return TableStruct(
             self._entries.data_ptr(),
             self._tags.data_ptr() if self._is_hashed else None,
@@ -58,7 +58,7 @@ class SuccessorTable:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The rows that were judged: a few thousand of many."""
+        """The rows that were written: a few thousand of many."""
         rows = (self._entries[:, 0] != COLD).nonzero().squeeze(1)
         held = {"rows": rows.int(), "entries": self._entries[rows]}
         return held | ({"tags": self._tags[rows]} if self._is_hashed else {})
@@ -78,7 +78,7 @@ class SuccessorTable:
 
 
 class SuccessorTables:
-    """Tables of several orders, the longest first: what follows is what the first that knows the n-gram says."""
+    """Tables of several orders, the longest first: the first that has a node's n-gram gives its successors."""
 
     num_successors = NUM_SUCCESSORS
 
@@ -87,30 +87,33 @@ class SuccessorTables:
 
     @cached_property
     def structs(self) -> Array[TableStruct]:
-        """Where the kernels find them."""
+        """The tables for C."""
         return (TableStruct * len(self.tables))(*(table.struct() for table in self.tables))
 
-    def learn(self, judged: TargetTopK) -> None:
-        """Of several judgements of an n-gram the last stays (see `TargetTopK.is_text`)."""
+    def learn(self, top_k: TargetTopK) -> None:
+        """Writes the successors of every n-gram to all tables.
+
+        Where an n-gram occurs several times, the likeliest node's stay, or in a chunk of text the last occurrence's.
+        """
         library: Any = native()
-        successors, logits = judged.successors, judged.logits
+        successors, logits = top_k.successors, top_k.logits
         assert (successors.dtype, logits.dtype) == (torch.int32, torch.float32)
         assert successors.stride()[1:] == logits.stride()[1:] == (successors.shape[2], 1)
         assert len(successors) == 1 or successors.stride(0) == logits.stride(0)
-        columns = [plain(column) for column in (judged.tokens, judged.parents, judged.sources)]
-        before, earlier, salts = (array("q", column) for column in (judged.before, judged.earlier, judged.salts))
+        columns = [plain(column) for column in (top_k.tokens, top_k.parents, top_k.sources)]
+        before, earlier, salts = (array("q", column) for column in (top_k.before, top_k.earlier, top_k.salts))
         library.graft_learn(
             self.structs,
             len(self.structs),
-            *judged.tokens.shape,
+            *top_k.tokens.shape,
             successors.shape[2],
             successors.stride(0),
             *(column.data_ptr() for column in (*columns, successors, logits)),
             *map(address_of, (before, earlier, salts)),
-            judged.is_text,
+            top_k.is_text,
         )
 
 
 def adjacency_table(vocab_size: int, isolated: bool) -> SuccessorTable:
-    """The matrix of all texts, or rows of it for each."""
+    """The adjacency matrix: a row a token, or hashed where texts are isolated."""
     return SuccessorTable(1, ISOLATED_ROWS if isolated else vocab_size, hashed=isolated, isolated=isolated)

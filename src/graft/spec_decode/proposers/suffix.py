@@ -1,8 +1,7 @@
-"""Suffix lookup: what followed the longest earlier occurrences of the text's own end.
+"""SuffixLookup: proposes what followed the longest earlier occurrences of the text's end.
 
-It looks in the text itself and in texts that were finished before (all of them, or where texts are isolated their
-owner's), at the root and under the likeliest drafted nodes: a drafted token may complete an occurrence that the text
-alone does not have.
+It searches the text itself and finished texts (all of them or, where texts are isolated, the owner's), at the root and
+below the likeliest drafted nodes: with a drafted token the end may match where the text alone does not.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from graft.spec_decode.native import IndexStruct, ScaleStruct, native
 from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 
 _MAX_MATCH = 24
-_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # least lengths of the score bucket
-_SHARES = (0.0, 0.3, 0.6, 0.9)  # least shares, among the occurrences that came as far
+_MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # lower bounds of the score buckets' match lengths
+_SHARES = (0.0, 0.3, 0.6, 0.9)  # and of their shares among the occurrences that go on to the same parent
 _SCALE = ScaleStruct(
     _MAX_MATCH,
     len(_MATCHES),
@@ -37,7 +36,7 @@ _MAX_OWNERS = 256  # whose finished texts are kept, where they are kept apart
 
 
 class SuffixIndex:
-    """Texts one behind the other, indexed by pairs of tokens; the oldest go when there are too many tokens."""
+    """An index of texts by pairs of tokens; the oldest texts are dropped above `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         library: Any = native()
@@ -60,7 +59,7 @@ class SuffixIndex:
         return [tokens[a:b].tolist() for a, b in pairwise(places)]
 
     def begin(self) -> None:
-        """What comes from here on is another text: no match and no continuation reaches over its start."""
+        """Starts a new text: no match and no continuation reaches over its start."""
         self._native.graft_index_begin(self.address)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -68,7 +67,7 @@ class SuffixIndex:
 
 
 def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], max_tokens: int = -1) -> None:
-    """Adds to the last text of each index its own tokens, in one call."""
+    """Extends the last text of each index by its own tokens, all in one call."""
     library: Any = native()
     counts, tokens = array("q", map(len, texts)), array("i")
     for text in texts:
@@ -80,7 +79,7 @@ def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], m
 
 
 class SuffixLookup:
-    """A tree of what followed the longest matches: first of the text itself, then of finished texts."""
+    """A retriever of what followed the longest matches, first in the text itself, then in finished texts."""
 
     names: tuple[str, ...] = ("suffix", "past")
     # Longer matches are surer, and so are tokens that all occurrences agree on.
@@ -91,7 +90,7 @@ class SuffixLookup:
     def __init__(
         self,
         depth: int = 32,
-        num_nodes: int = 40,  # of the tree at one place
+        num_nodes: int = 40,  # of the subtree at one node
         num_drafted: int = 10,  # drafted nodes that are looked up beside the root
         max_past_tokens: int = 200_000,  # of all finished texts together
         keep_past: bool = True,  # finished texts help later ones
@@ -101,7 +100,7 @@ class SuffixLookup:
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
         self._max_past_tokens = max_past_tokens
         self._past = SuffixIndex(max_past_tokens)  # for all
-        self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, who finished none for longest first
+        self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, the least recently extended first
         self._keeps_past, self._is_isolated = keep_past, isolated
         self.common: tuple[str, ...] = ("past",) if keep_past and not isolated else ()
 
@@ -114,7 +113,7 @@ class SuffixLookup:
         past = [self._past_for(history).address for history in histories]
         candidates.attach_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
 
-    def learn(self, judged: TargetTopK) -> None:
+    def learn(self, top_k: TargetTopK) -> None:
         """Nothing to do: texts are taken from their histories."""
 
     def finish(self, history: History) -> None:
@@ -131,7 +130,7 @@ class SuffixLookup:
             self._pasts.popitem(last=False)
 
     def state(self) -> dict[str, Tensor]:
-        """Of texts that serve all; what is one owner's alone is not handed on."""
+        """The finished texts that serve all; those of one owner alone are not saved."""
         texts = self._past.texts
         tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
@@ -147,16 +146,16 @@ class SuffixLookup:
                 self._past.extend(list(islice(tokens, length)))
 
     def _past_for(self, history: History) -> SuffixIndex:
-        """The finished texts that a text may see."""
+        """The index of finished texts that a text may see."""
         if not self._is_isolated or history.owner is None:
-            return self._past  # of isolated texts only what was restored, which serves all
+            return self._past  # where texts are isolated, only restored ones, which serve all
         return self._pasts.get(history.owner, self._past)
 
     def _has_too_many_owners(self) -> bool:
         return len(self._pasts) > _MAX_OWNERS or sum(map(len, self._pasts.values())) > self._max_past_tokens
 
     def _index(self, history: History) -> SuffixIndex:
-        """Of a text's own tokens, as far as they were looked up."""
+        """The index of a text's own tokens, as far as they were added."""
         index = self._own.get(history)
         if index is None:
             index = self._own[history] = SuffixIndex()
