@@ -21,7 +21,7 @@ from graft.bench.peers import make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
-from graft.bench.runner import BenchSettings, check_states, contestants, rotated, run
+from graft.bench.runner import BenchSettings, check_states, rotated, run, variants
 from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
@@ -71,9 +71,9 @@ def known_before(method: Method, states: list[str], tasks: dict[str, int], warm_
     """What a method knew before each of its answers, in order."""
     settings = BenchSettings(max_new_tokens=16, **options)
     trial = Question("trial", [0])
-    field = contestants([method], states, asked(warm_up), trial, settings)
+    compared = variants([method], states, asked(warm_up), trial, settings)
     given = {task: asked(count) for task, count in tasks.items()}
-    return [s.answer.ids[0] for task in run(field, given, settings) for result in task for s in result.samples]
+    return [s.answer.ids[0] for task in run(compared, given, settings) for result in task for s in result.samples]
 
 
 # Turns
@@ -82,9 +82,9 @@ def known_before(method: Method, states: list[str], tasks: dict[str, int], warm_
 def test_methods_take_turns_prompt_by_prompt_and_each_begins_in_its_turn():
     log: list[tuple[str, int]] = []
     methods = [Learner(name, log) for name in "abc"]
-    field = contestants(methods, ["cold"], [], Question("trial", [99]), BenchSettings())
+    compared = variants(methods, ["cold"], [], Question("trial", [99]), BenchSettings())
     log.clear()
-    list(run(field, {"task": asked(4)}, BenchSettings()))
+    list(run(compared, {"task": asked(4)}, BenchSettings()))
     assert [name for name, _ in log] == list("abcbcacababc")
     assert [prompt for _, prompt in log] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
 
@@ -95,14 +95,16 @@ def test_what_is_set_up_for_longer_texts_is_set_up_before_the_clock_runs(capture
         num_setups = int(captures)
 
     method = Capturing()
-    field = contestants([method], ["persistent"], [], Question("trial", [0]), BenchSettings())
+    compared = variants([method], ["persistent"], [], Question("trial", [0]), BenchSettings())
     method.log.clear()
     tasks = {
         "long": [Question("a", [1]), Question("b", [2, 2, 2])],
         "short": [Question("c", [3, 3])],
         "longer": [Question("d", [4] * 4)],
     }
-    known = [s.answer.ids[0] for task in run(field, tasks, BenchSettings()) for result in task for s in result.samples]
+    known = [
+        s.answer.ids[0] for task in run(compared, tasks, BenchSettings()) for result in task for s in result.samples
+    ]
     assert [prompt for _, prompt in method.log] == ([2, 1, 2, 3, 4, 4] if captures else [1, 2, 3, 4])
     assert known == [0, 1, 2, 3], "nothing was learned from what did not count"
 
@@ -112,10 +114,10 @@ def test_rows_that_end_at_different_times_are_rehearsed_too():
         num_setups = 1
 
     method, settings = Capturing(), BenchSettings(rows=2)
-    field = contestants([method], ["cold"], [], Question("trial", [0]), settings)
+    compared = variants([method], ["cold"], [], Question("trial", [0]), settings)
     method.log.clear()
     tasks = {"task": [Question("a", [1]), Question("b", [2, 2, 2]), Question("c", [3, 3])]}
-    list(run(field, tasks, settings))
+    list(run(compared, tasks, settings))
     assert [prompt for _, prompt in method.log] == [2, 3, 1, 2, 3], "different texts, for equal ones end together"
 
 
@@ -124,8 +126,8 @@ def test_rotation_begins_with_another_each_turn_and_leaves_nobody_out():
 
 
 def test_rows_are_answered_together_and_share_the_time_of_their_batch():
-    field = contestants([Learner()], ["cold"], [], Question("trial", [0]), BenchSettings())
-    (task,) = run(field, {"task": asked(5)}, BenchSettings(rows=2))
+    compared = variants([Learner()], ["cold"], [], Question("trial", [0]), BenchSettings())
+    (task,) = run(compared, {"task": asked(5)}, BenchSettings(rows=2))
     seconds = [sample.decode_seconds for sample in task[0].samples]
     assert seconds == [0.25, 0.25, 0.25, 0.25, 0.5]
 
@@ -155,23 +157,23 @@ def test_repeating_a_task_does_not_let_a_method_learn_its_own_answers():
 
 def test_states_of_one_method_do_not_touch_each_other():
     settings = BenchSettings()
-    field = contestants([Learner()], ["cold", "warm", "persistent"], asked(4), Question("trial", [0]), settings)
-    (task,) = run(field, {"task": asked(3)}, settings)
-    known = {result.contestant.state: [s.answer.ids[0] for s in result.samples] for result in task}
+    compared = variants([Learner()], ["cold", "warm", "persistent"], asked(4), Question("trial", [0]), settings)
+    (task,) = run(compared, {"task": asked(3)}, settings)
+    known = {result.variant.state: [s.answer.ids[0] for s in result.samples] for result in task}
     assert known == {"cold": [0, 0, 0], "warm": [4, 4, 4], "persistent": [4, 5, 6]}
 
 
 def test_method_that_learns_nothing_runs_once_whatever_states_are_asked_for():
-    field = contestants([Learner(learns=False)], ["cold", "persistent"], [], Question("t", [0]), BenchSettings())
-    assert [contestant.state for contestant in field] == ["none"]
+    compared = variants([Learner(learns=False)], ["cold", "persistent"], [], Question("t", [0]), BenchSettings())
+    assert [variant.state for variant in compared] == ["none"]
 
 
 def test_method_with_thresholds_that_never_change_learns_nothing():
     model = tiny_model(num_hidden_layers=6)
     methods = make_methods(["prune", "paper"], model, Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
     assert all(method.state() for method in methods)
-    field = contestants(methods, ["cold", "persistent"], [], Question("t", PROMPT), BenchSettings())
-    assert [c.state for c in field] == ["none", "cold", "persistent"]
+    compared = variants(methods, ["cold", "persistent"], [], Question("t", PROMPT), BenchSettings())
+    assert [c.state for c in compared] == ["none", "cold", "persistent"]
 
 
 @pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
@@ -399,8 +401,8 @@ def test_prompt_that_does_not_fit_is_named_with_what_to_do():
 def summary_of(*methods: Method, tasks: dict[str, int], **options):
     settings = BenchSettings(max_new_tokens=16, **options)
     summary = Summary(settings.sampling(()), settings.rows)
-    field = contestants(methods, ["cold"], [], Question("trial", [0]), settings)
-    for task in run(field, {name: asked(count) for name, count in tasks.items()}, settings):
+    compared = variants(methods, ["cold"], [], Question("trial", [0]), settings)
+    for task in run(compared, {name: asked(count) for name, count in tasks.items()}, settings):
         summary.add(task)
     return summary.results({}, {})
 

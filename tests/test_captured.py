@@ -251,15 +251,15 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monke
 @pytest.mark.parametrize("most", [1, 3, 16])
 def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, plain, monkeypatch):
     model = model_of("llama", num_hidden_layers=6)
-    foreseen, has_foreseen = [], CapturedDrafter._has_foreseen
+    ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
 
     def note(drafter, state, counts):
-        was_begun = state.num_drafted_ahead > 0
-        foreseen.append((was_begun, has_foreseen(drafter, state, counts)))
-        return foreseen[-1][1]
+        was_started = state.num_drafted_ahead > 0
+        ahead.append((was_started, was_drafted_ahead(drafter, state, counts)))
+        return ahead[-1][1]
 
-    monkeypatch.setattr(CapturedDrafter, "_has_foreseen", note)
-    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._MOST_FORESEEN", most)
+    monkeypatch.setattr(CapturedDrafter, "_was_drafted_ahead", note)
+    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._MAX_DRAFTED_AHEAD", most)
     monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._PENDING", (1, 3, 16, 128))
     runs = []
     for foresees in (True, False):
@@ -272,7 +272,7 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
             generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30, **options)
             runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
     assert runs[:2] == runs[2:]
-    assert (True, True) in foreseen and ((True, False) in foreseen) == (most == 1)
+    assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
 
 
 def test_levels_that_are_begun_are_taken_without_asking(plain):
@@ -855,11 +855,11 @@ def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahe
     for sequence in expected:
         for _ in alone.rounds([sequence]):
             pass
-    walked, foreseen = [], []
-    choose, has_foreseen = Sampler.choose, CapturedDrafter._has_foreseen
+    walked, ahead = [], []
+    choose, was_drafted_ahead = Sampler.choose, CapturedDrafter._was_drafted_ahead
     monkeypatch.setattr(Sampler, "choose", lambda *given: (walked.append(list(given[2])), choose(*given))[1])
     monkeypatch.setattr(
-        CapturedDrafter, "_has_foreseen", lambda *given: foreseen.append(has_foreseen(*given)) or foreseen[-1]
+        CapturedDrafter, "_was_drafted_ahead", lambda *given: ahead.append(was_drafted_ahead(*given)) or ahead[-1]
     )
     for kind in (Eagle3Drafter, SmallDrafter):
         walked.clear()
@@ -871,7 +871,7 @@ def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahe
         assert sum(sequence.stats.accepted for sequence in sequences) > 0
         assert walked[0] == [False, False, True, True, True, True, True]
         assert any(not walks[5] for walks in walked if len(walks) == 7 and walks[2]), "not once it is long enough"
-    assert sum(foreseen) > len(foreseen) // 2, "the device goes on by itself"
+    assert sum(ahead) > len(ahead) // 2, "the device goes on by itself"
 
 
 @pytest.mark.parametrize("with_head", [False, True])

@@ -53,30 +53,30 @@ def model():
 def test_widened_model_has_the_same_logits_and_the_same_text(rope, tied):
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPE[rope]}
     small = tiny_model(num_hidden_layers=2, rope_parameters=parameters, tie_word_embeddings=tied)
-    worn = widen(small, WIDE)
+    widened = widen(small, WIDE)
     tokens = torch.randint(3, 60, (2, 100), generator=torch.manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(worn(tokens).logits, small(tokens).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(widened(tokens).logits, small(tokens).logits, atol=1e-4, rtol=1e-4)
     expected = Engine(small, policy="off").generate(PROMPT, max_new_tokens=24).ids
-    assert Engine(worn, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
+    assert Engine(widened, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
 
 
 def test_hidden_states_are_the_models_own_where_it_has_layers_and_zero_beside(model):
-    worn = widen(model, WIDE)
+    widened = widen(model, WIDE)
     with torch.no_grad():
-        own, wide = (m(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states for m in (model, worn))
+        own, wide = (m(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states for m in (model, widened))
     for layer in range(TINY.layers):
         torch.testing.assert_close(wide[layer][..., : TINY.hidden], own[layer], atol=1e-5, rtol=1e-4)
         assert not wide[layer][..., TINY.hidden :].any()
 
 
-def test_worn_model_has_the_shape_asked_for_and_computes_with_all_of_it(model):
-    worn = widen(model, WIDE)
-    assert Shape.of_config(worn.config) == WIDE
-    assert (worn.dtype, worn.config.vocab_size) == (model.dtype, model.config.vocab_size)
+def test_widened_model_has_the_shape_asked_for_and_computes_with_all_of_it(model):
+    widened = widen(model, WIDE)
+    assert Shape.of_config(widened.config) == WIDE
+    assert (widened.dtype, widened.config.vocab_size) == (model.dtype, model.config.vocab_size)
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert worn.model.layers[-1].self_attn.get_submodule(name).weight.ne(0).all()
-    assert not any(parameter.isinf().any() or parameter.isnan().any() for parameter in worn.parameters())
+        assert widened.model.layers[-1].self_attn.get_submodule(name).weight.ne(0).all()
+    assert not any(parameter.isinf().any() or parameter.isnan().any() for parameter in widened.parameters())
 
 
 def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
@@ -84,9 +84,9 @@ def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
     half = deepcopy(model).bfloat16()
     with torch.no_grad():
         exact = model(tokens).logits
-        own, worn = (m(tokens).logits for m in (half, widen(half, WIDE)))
-    assert worn.dtype is torch.bfloat16 and worn.isfinite().all()
-    assert (worn - exact).abs().mean() < 2 * (own - exact).abs().mean()
+        own, widened = (m(tokens).logits for m in (half, widen(half, WIDE)))
+    assert widened.dtype is torch.bfloat16 and widened.isfinite().all()
+    assert (widened - exact).abs().mean() < 2 * (own - exact).abs().mean()
 
 
 # The head
@@ -109,12 +109,13 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     head.set_vocabulary(torch.randperm(61)[:40].sort().values)
     if not head.config.own_embedding:
         head.borrow_embedding(model.model.embed_tokens.weight)
-    worn = widen(model, WIDE)
-    worn_head = widen_head(head, WIDE, worn.model.embed_tokens.weight)
-    assert Shape.of_config(worn_head.config) == replace(WIDE, layers=1)
+    widened = widen(model, WIDE)
+    wide_head = widen_head(head, WIDE, widened.model.embed_tokens.weight)
+    assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
     engines = [
-        Engine(m, policy="dense", drafter=Eagle3Drafter(h, SMALL_TREE)) for m, h in ((model, head), (worn, worn_head))
+        Engine(m, policy="dense", drafter=Eagle3Drafter(h, SMALL_TREE))
+        for m, h in ((model, head), (widened, wide_head))
     ]
     drafts = []
     for engine in engines:
@@ -133,13 +134,13 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
 def test_default_model_and_its_head_keep_text_and_accepted_lengths():
     plain = load(DEFAULT_MODEL, policy="off", dtype="fp32", device="cpu")
     shape = Shape(layers=32, hidden=640, intermediate=1600, heads=16, kv_heads=4, head_dim=128)
-    worn = widen(plain.target.model, shape)
+    widened = widen(plain.target.model, shape)
     drafter = load_drafter(DEFAULT_MODEL, plain.target.model, SMALL_TREE)
-    wide = Eagle3Drafter(widen_head(drafter.head, shape, worn.model.embed_tokens.weight), drafter.settings)
+    wide = Eagle3Drafter(widen_head(drafter.head, shape, widened.model.embed_tokens.weight), drafter.settings)
     question = [{"role": "user", "content": "Count from one to ten."}]
     answers = [
         Engine(model, plain.tokenizer, policy="dense", drafter=head).generate(question, max_new_tokens=16)
-        for model, head in ((plain.target.model, drafter), (worn, wide))
+        for model, head in ((plain.target.model, drafter), (widened, wide))
     ]
     assert answers[0].ids == answers[1].ids == plain.generate(question, max_new_tokens=16).ids
     assert answers[0].stats.accepted_by_depth == answers[1].stats.accepted_by_depth
@@ -214,27 +215,27 @@ def head(model_folder: str, tmp_path: Path) -> str:
     return str(tmp_path / "head")
 
 
-def test_bench_counts_the_same_in_costume_and_says_so_in_every_title(
+def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
     graft_tiny: Run, data: list[str], head: str, model_folder: str, tmp_path: Path
 ) -> None:
     words = ["bench", *data, "--methods", "off,dense,hf", "--draft", head]
-    plain, worn = tmp_path / "plain", tmp_path / "worn"
+    plain, widened = tmp_path / "plain", tmp_path / "widened"
     assert graft_tiny(*words, "--out", str(plain)).status == 0
-    result = graft_tiny(*words, "--as-cost-of", SPEC, "--out", str(worn))
+    result = graft_tiny(*words, "--as-cost-of", SPEC, "--out", str(widened))
     assert result.status == 0, result.err
     title = f"at the cost of {SPEC} (widened {Path(model_folder).name})"
     assert title in " ".join(result.out.split())
-    page = (worn / "report.html").read_text()
+    page = (widened / "report.html").read_text()
     assert f"<h1>Graft benchmark {title}</h1>" in page and f"All numbers {title}" in page
     assert "at the cost of" not in (plain / "report.html").read_text()
 
-    own, wide = (json.loads((folder / "results.json").read_text()) for folder in (plain, worn))
+    own, wide = (json.loads((folder / "results.json").read_text()) for folder in (plain, widened))
     assert own["settings"]["as_cost_of"] is None and wide["settings"]["as_cost_of"] == SPEC
     assert wide["settings"]["shape"]["hidden"] == 72 and wide["settings"]["shape"]["parameters"] > 100_000
     for before, after in zip(own["runs"], wide["runs"], strict=True):
         for count in ("method", "tokens", "rounds", "accepted_by_depth", "differ"):
             assert before[count] == after[count]
-    rows = list(csv.DictReader((worn / "results.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((widened / "results.csv").read_text().splitlines()))
     assert {row["as_cost_of"] for row in rows} == {SPEC}
 
 
@@ -247,7 +248,7 @@ def test_bench_counts_the_same_in_costume_and_says_so_in_every_title(
         (["--as-cost-of", SPEC, "--replay", "traces"], "--as-cost-of: was settled when the traces were recorded"),
     ],
 )
-def test_costume_that_cannot_be_worn_is_one_line(
+def test_shape_that_a_model_cannot_be_widened_to_is_one_line(
     words: list[str], message: str, graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

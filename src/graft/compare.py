@@ -1,6 +1,6 @@
-"""Is the text the same? Answers of an engine against plain decoding and against transformers itself.
+"""Compares an engine's answers token by token with plain decoding and with transformers' `generate`.
 
-Decoding is the engine's; here it is only compared, and what a difference is worth is looked up.
+At a first difference the logits of both tokens are computed, to tell an exact tie from an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graft.stats import Stats
 
 
 class Answer(NamedTuple):
-    """New tokens, and whose they are."""
+    """New tokens, and the name of the decoder that chose them."""
 
     decoder: str
     ids: Sequence[int]
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one way of decoding chose at a place."""
+    """The token that one decoder chose at a position."""
 
     decoder: str
     token: int | None  # None: its answer had ended
@@ -38,7 +38,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place at which two answers to a prompt part."""
+    """The first position at which two answers to a prompt differ."""
 
     position: int  # among the new tokens, from 0
     expected: Candidate
@@ -84,7 +84,7 @@ def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSet
 def find_difference(
     model: PreTrainedModel, prompt_ids: Sequence[int], expected: Answer, found: Answer
 ) -> Difference | None:
-    """Where two answers to a prompt first part, and what the model thinks of either token there."""
+    """The first difference between two answers to a prompt, with the model's logits of both tokens there."""
     position = first_difference(expected.ids, found.ids)
     if position is None:
         return None
@@ -98,21 +98,21 @@ def find_difference(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first place at which two answers differ, be it that one has ended there."""
+    """The first position at which two answers differ; one may have ended there."""
     pairs = enumerate(zip_longest(expected, found))
     return next((place for place, (one, other) in pairs if one != other), None)
 
 
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
-    """What follows `ids` [V], by one plain forward of the model with its own attention and no cache."""
+    """Logits [V] after `ids`, by one plain forward of the model with its own attention and no KV cache."""
     inputs = torch.tensor([list(ids)], device=model.device)
     with evaluating(model):
         return model(inputs, use_cache=False, logits_to_keep=1).logits[0, -1].float()
 
 
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:
-    """Greedy and nothing else, in fp32: lower precisions round differently from forward to forward."""
+    """Whether the text must equal transformers': greedy, no penalties, fp32. Lower precisions round differently."""
     greedy = SamplingSettings(max_new_tokens=settings.max_new_tokens, seed=settings.seed)
     return settings == greedy and engine.target.model.dtype == torch.float32
 

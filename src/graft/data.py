@@ -1,4 +1,4 @@
-"""Prompts from files, one JSON object a line, and how a prompt is put to a chat model."""
+"""Prompts from JSON-lines files, and their wrapping as chat messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prompt:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` rows of a file, all if None; what comes after them is not looked at.
+    """The first `limit` prompts of a file, all if None; later lines are not read.
 
     A row has `prompt`, or `turns`, of which the first is taken: later ones follow up on an answer.
     """
@@ -37,7 +37,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def user_message(text: str, tokenizer: Any, system: str | None = None) -> str | list[dict[str, str]]:
-    """The prompt that puts `text` as a user's message, or as it stands to a model without a chat template."""
+    """`text` as a user's chat message, or as it is for a model without a chat template."""
     if not tokenizer.chat_template:
         require(system is None, "this model has no chat template, so a system message has no place")
         return text

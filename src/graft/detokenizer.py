@@ -1,4 +1,4 @@
-"""Token ids to text, as they come: never half a character, never past a stop string."""
+"""Incremental detokenizer: token ids to text, never half a character, never past a stop string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a chara
 
 
 class TextStream:
-    """Decodes an answer token by token and watches for stop strings."""
+    """Detokenizes an answer token by token and watches for stop strings."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -36,12 +36,12 @@ class TextStream:
         return self._add(new, may_stop)
 
     def finish(self) -> None:
-        """Lets out what was held back: the answer ended inside a character."""
+        """Flushes what was held back when an answer ends inside a character."""
         if self._decoded_to < len(self._ids):
             self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
 
     def take(self, final: bool = False) -> str:
-        """The text not taken before, less (unless `final`) an end that may turn out to begin a stop string."""
+        """The new text since the last call, without (unless `final`) an end that may begin a stop string."""
         end = len(self.text) if final else len(self.text) - self._num_held()
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)

@@ -1,4 +1,4 @@
-"""What a machine calls itself, by which measured times are kept apart, and how much memory it has left."""
+"""Names of devices, under which measured times are kept, and their free memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cpu_name() -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had there; None where that is not known."""
+    """Free bytes on the device; None where that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""`load`: from a model's name to a ready engine."""
+"""`load`: makes an engine from a model's name, with its drafter, profile and datastore."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load(
 
 
 def tree_settings(policy: str, device: torch.device) -> TreeSettings:
-    """What a policy should have drafted on that device."""
+    """The size of the draft tree for a policy on that device."""
     # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
     narrow = policy == DEFAULT_POLICY and device.type == "cpu"
     return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()

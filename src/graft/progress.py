@@ -1,4 +1,4 @@
-"""How long work tells of its progress; what is drawn of it is the command's."""
+"""Progress reports of long-running work; the command line draws them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """What a stage tells whoever watches: how far it is, of how much, and a few words."""
+    """Progress of one stage: steps done, steps in total, and a few words."""
 
     stage: str
     done: int

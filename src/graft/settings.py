@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_known(what: str, name: str, known: Collection[str]) -> None:
-    """Raises a GraftError unless `name` is among the `known` names of a setting, a policy ...; a slip is put right."""
+    """Raises a GraftError, with the closest known name, unless `name` is `known`. what: setting, policy ..."""
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

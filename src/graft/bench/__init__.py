@@ -1,1 +1,1 @@
-"""The benchmark: many ways of decoding the same prompts, in one process, counted and timed alike."""
+"""The benchmark: several decoding methods on the same prompts, in one process, counted and timed alike."""

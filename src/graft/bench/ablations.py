@@ -1,4 +1,4 @@
-"""Ablations: `graft` with one thing left out, to see what it is worth. Methods of the benchmark, not policies."""
+"""Ablations: the policy `graft` with one part left out, to measure what that part is worth. Benchmark only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from graft.spec_decode.tree import DraftTree
 
 
 class WithoutSuffix(Graft):
-    """No copies, neither of the text itself nor of finished ones."""
+    """`graft` without suffix lookup: no copies of the text itself nor of finished texts."""
 
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
         return [r for r in super().make_retrievers(target, settings) if not isinstance(r, SuffixLookup)]
 
 
 class WithoutPast(Graft):
-    """Copies of the text itself only."""
+    """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
 
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
         usual = super().make_retrievers(target, settings)
@@ -29,6 +29,8 @@ class WithoutPast(Graft):
 
 
 class _OtherOrders(Graft):
+    """`graft` with n-gram tables of other orders: 1 is the adjacency matrix."""
+
     orders: tuple[int, ...]
 
     def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
@@ -39,39 +41,39 @@ class _OtherOrders(Graft):
 
 
 class WithoutNgrams(_OtherOrders):
-    """The adjacency matrix alone of what the target judged."""
+    """`graft` without 2- and 3-gram tables: the adjacency matrix is left."""
 
     orders = (1,)
 
 
 class WithoutAdjacency(_OtherOrders):
-    """N-grams alone of what the target judged."""
+    """`graft` without the adjacency matrix: 2- and 3-gram tables are left."""
 
     orders = (3, 2)
 
 
 class WithoutRecall(_OtherOrders):
-    """Nothing of what the target judged."""
+    """`graft` without any table of the target's top-k tokens."""
 
     orders = ()
 
 
 class WithoutCalibration(Graft):
-    """Proposers are believed as their priors say, whatever becomes of what they propose."""
+    """`graft` without calibration: acceptance probabilities stay at their priors."""
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
-        """Nothing is learned."""
+        """Learns nothing."""
 
 
 class WithoutPruning(Graft):
-    """Every draft pass is made, whether or not it pays."""
+    """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
     def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         return going
 
 
 class WithoutMerging(Graft):
-    """A path that several proposed takes a place of the budget for each of them."""
+    """`graft` without merging: a path proposed by several sources takes one node of the budget for each."""
 
     def best_of(self, candidates: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         candidates.keep_best([budget] * candidates.num_rows)
@@ -91,4 +93,5 @@ ABLATIONS: dict[str, type[Graft]] = {
         ("merging", WithoutMerging),
     )
 }
-CONTENDERS: dict[str, type[Policy]] = {**POLICIES, **ABLATIONS}
+# Every policy that the benchmark can run, by method name.
+POLICY_METHODS: dict[str, type[Policy]] = {**POLICIES, **ABLATIONS}

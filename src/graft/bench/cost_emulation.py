@@ -1,7 +1,7 @@
-"""The cost emulation: a small model, and its head, made as wide and deep as a large one without changing what they say.
+"""Cost emulation: widens a small model and its draft head to a large model's shape without changing their output.
 
 Text, drafts and accepted lengths stay the small model's; memory traffic and arithmetic become the large shape's.
-Whatever is added is random where it is only computed with, and zero where the small model would hear of it.
+Added weights are random where their results are thrown away, and zero where they would reach the small model's output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROPE_BY_FREQUENCY = ("default", "linear", "llama3")  # what a frequency becomes
 
 @dataclass(frozen=True)
 class Shape(Settings):
-    """What a Llama costs, its vocabulary apart."""
+    """Sizes of a Llama's layers, which decide its cost; the vocabulary is left out."""
 
     layers: int
     hidden: int
@@ -64,7 +64,7 @@ class Shape(Settings):
 
     @classmethod
     def of_config(cls, config: LlamaConfig | Eagle3Config) -> Self:
-        """That of a model or of a head."""
+        """The shape of a model or of a head."""
         return cls(
             layers=getattr(config, "num_hidden_layers", 1),
             hidden=config.hidden_size,
@@ -100,9 +100,9 @@ SHAPES = {
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
-    """A model of that shape with the function of `model`, a Llama, on its device and in its dtype.
+    """A Llama of that shape that computes what `model` computes, on its device and in its dtype.
 
-    Layers that are added stand behind the model's own, so what a head reads from a layer stays where it was.
+    Added layers come after the model's own, so a head reads its features from the same layers as before.
     """
     if not isinstance(model, LlamaForCausalLM):
         raise GraftError(f"{type(model).__name__} cannot be widened: only a Llama can, such as the default model")
@@ -114,28 +114,28 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
     wide_config.update({**shape.attention_and_mlp, "num_hidden_layers": shape.layers})
     wide_config.rms_norm_eps = config.rms_norm_eps * small.hidden / shape.hidden
     with torch.device("meta"):  # laid out only: each weight is made once, where it stays
-        worn = LlamaForCausalLM(wide_config)
-    _check_room(worn, model)
+        wide = LlamaForCausalLM(wide_config)
+    _check_room(wide, model)
 
-    tailor = _Widener(small, shape, like=model.lm_head.weight)
-    for place, layer in enumerate(worn.model.layers):
-        tailor.layer(layer, model.model.layers[place] if place < small.layers else None, tailor.channels)
+    widener = _Widener(small, shape, like=model.lm_head.weight)
+    for place, layer in enumerate(wide.model.layers):
+        widener.layer(layer, model.model.layers[place] if place < small.layers else None, widener.channels)
     tokens = torch.arange(config.vocab_size)
-    tailor.norm(worn.model.norm, model.model.norm, tailor.channels)
-    tailor.fill(worn.model.embed_tokens, model.model.embed_tokens, tokens, tailor.channels, noise=False)
+    widener.norm(wide.model.norm, model.model.norm, widener.channels)
+    widener.fill(wide.model.embed_tokens, model.model.embed_tokens, tokens, widener.channels, noise=False)
     if config.tie_word_embeddings:
-        worn.lm_head.weight = worn.model.embed_tokens.weight
+        wide.lm_head.weight = wide.model.embed_tokens.weight
     else:
-        tailor.fill(worn.lm_head, model.lm_head, tokens, tailor.channels)
-    worn.model.rotary_emb = LlamaRotaryEmbedding(wide_config).to(model.device)
-    worn.generation_config = model.generation_config
-    speed_up(worn)
-    return worn.eval()
+        widener.fill(wide.lm_head, model.lm_head, tokens, widener.channels)
+    wide.model.rotary_emb = LlamaRotaryEmbedding(wide_config).to(model.device)
+    wide.generation_config = model.generation_config
+    speed_up(wide)
+    return wide.eval()
 
 
 @torch.no_grad()
 def widen_head(head: Eagle3Head, shape: Shape, embedding: Tensor) -> Eagle3Head:
-    """A head for the worn model, with that model's embedding, that drafts what `head` drafts."""
+    """A head for the widened model that drafts what `head` drafts. embedding: the widened model's."""
     config = head.config
     small = Shape.of_config(config)
     _check_fits("head", small, shape, config.rope)
@@ -143,34 +143,34 @@ def widen_head(head: Eagle3Head, shape: Shape, embedding: Tensor) -> Eagle3Head:
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
     eps = config.rms_norm_eps * small.hidden / shape.hidden
     with torch.device("meta"):
-        worn = Eagle3Head(replace(config, **sizes, rms_norm_eps=eps))
+        wide = Eagle3Head(replace(config, **sizes, rms_norm_eps=eps))
 
-    tailor = _Widener(small, shape, like=head.fc.weight)
-    channels, features = tailor.channels, tailor.side_by_side(len(config.target_layers))
+    widener = _Widener(small, shape, like=head.fc.weight)
+    channels, features = widener.channels, widener.side_by_side(len(config.target_layers))
     if config.norm_before_fc:
-        tailor.norm(worn.input_norm, head.input_norm, features)
+        widener.norm(wide.input_norm, head.input_norm, features)
     if config.fc_norm:
-        for wide, narrow in zip(worn.fc_norm, head.fc_norm, strict=True):
-            tailor.norm(wide, narrow, channels)
-    tailor.fill(worn.fc, head.fc, channels, features, noise=False)
-    tailor.layer(worn.midlayer, head.midlayer, tailor.side_by_side(2))
-    tailor.norm(worn.norm, head.norm, channels)
-    tailor.fill(worn.lm_head, head.lm_head, torch.arange(config.draft_vocab_size), channels)
-    worn.d2t, worn.t2d = head.d2t, head.t2d
+        for wide_norm, own_norm in zip(wide.fc_norm, head.fc_norm, strict=True):
+            widener.norm(wide_norm, own_norm, channels)
+    widener.fill(wide.fc, head.fc, channels, features, noise=False)
+    widener.layer(wide.midlayer, head.midlayer, widener.side_by_side(2))
+    widener.norm(wide.norm, head.norm, channels)
+    widener.fill(wide.lm_head, head.lm_head, torch.arange(config.draft_vocab_size), channels)
+    wide.d2t, wide.t2d = head.d2t, head.t2d
     if config.own_embedding:
-        tailor.fill(worn.embed_tokens, head.embed_tokens, torch.arange(config.vocab_size), channels, noise=False)
+        widener.fill(wide.embed_tokens, head.embed_tokens, torch.arange(config.vocab_size), channels, noise=False)
     else:
-        worn.borrow_embedding(embedding)
-    worn.to(head.fc.weight.device)
-    speed_up(worn)
-    return worn.eval()
+        wide.borrow_embedding(embedding)
+    wide.to(head.fc.weight.device)
+    speed_up(wide)
+    return wide.eval()
 
 
 class _Widener:
-    """Lays small weights out in wide ones. A place says which row or column of the wide one each small one takes."""
+    """Copies small weights into wide ones: index tensors say which wide row or column each small one goes to."""
 
     def __init__(self, small: Shape, wide: Shape, like: Tensor) -> None:
-        """like: has the device and dtype of all that is made."""
+        """like: gives the device and dtype of every new weight."""
         self._small, self._wide, self._like = small, wide, like
         self._random = torch.Generator(like.device).manual_seed(_SEED)
         self.channels = torch.arange(small.hidden)
@@ -184,17 +184,17 @@ class _Widener:
         self._whole_queries = (wide.head_dim * heads[:, None] + torch.arange(wide.head_dim)).flatten()
 
     def side_by_side(self, count: int) -> Tensor:
-        """Places of the channels where several vectors are concatenated."""
+        """Indices of the small channels in `count` concatenated wide vectors."""
         return (self._wide.hidden * torch.arange(count)[:, None] + self.channels).flatten()
 
     def layer(self, wide: nn.Module, small: nn.Module | None, inputs: Tensor) -> None:
-        """A decoder layer that does what `small` does, or nothing. inputs: places of what its attention reads."""
+        """Fills a decoder layer so that it does what `small` does, or nothing. inputs: columns its attention reads."""
 
         def project(name: str, rows: Tensor, columns: Tensor, **options: Any) -> None:
             own = small.get_submodule(name) if small is not None else None
             self.fill(wide.get_submodule(name), own, rows, columns, **options)
 
-        # Scores are divided by sqrt(head_dim). What is random in a key meets a zero in every query of the model's own.
+        # Scores are divided by sqrt(head_dim). Random dimensions of a key meet zeros in every query of the small model.
         scale = math.sqrt(self._wide.head_dim / self._small.head_dim)
         project("self_attn.q_proj", self._queries, inputs, scale=scale, silent=self._whole_queries)
         project("self_attn.k_proj", self._keys, inputs)
@@ -208,7 +208,7 @@ class _Widener:
                 self.norm(norm, getattr(small, name, None), self.channels)
 
     def norm(self, wide: nn.Module, small: nn.Module | None, places: Tensor) -> None:
-        """Zeros beside a vector make its mean square smaller, which the weights undo; eps is smaller by as much."""
+        """Fills an RMS norm: added zeros lower the mean square, which smaller weights and a smaller eps undo."""
         weight = torch.ones(wide.get_parameter("weight").shape)
         if small is not None:
             weight[places] = small.get_parameter("weight").float().cpu()
@@ -225,7 +225,7 @@ class _Widener:
         scale: float = 1.0,
         silent: Tensor | None = None,
     ) -> None:
-        """Makes the weight of `wide`: noise or zeros, zeros in `silent` rows, and `scale` times that of `small`."""
+        """Fills the weight of `wide`: noise or zeros, zeros in `silent` rows, then `scale` times that of `small`."""
         weight = self._like.new_empty(wide.get_parameter("weight").shape)
         if noise:
             weight.normal_(0, _NOISE, generator=self._random)
@@ -259,9 +259,9 @@ def _check_fits(what: str, small: Shape, wide: Shape, rope: Mapping[str, Any]) -
     )
 
 
-def _check_room(worn: nn.Module, model: PreTrainedModel) -> None:
-    """Better than to be killed half-way."""
-    needed = sum(parameter.numel() for parameter in worn.parameters()) * model.dtype.itemsize
+def _check_room(wide: nn.Module, model: PreTrainedModel) -> None:
+    """Raises before allocating, rather than being killed half-way for lack of memory."""
+    needed = sum(parameter.numel() for parameter in wide.parameters()) * model.dtype.itemsize
     free = free_memory(model.device)
     if free is not None and needed > free:
         raise GraftError(f"a model of that shape takes {needed / 1e9:.1f} GB, and only {free / 1e9:.1f} GB are free")

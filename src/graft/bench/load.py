@@ -1,4 +1,4 @@
-"""A load test: many requests to a server that speaks OpenAI's API, and what their users would have felt."""
+"""Load test of an OpenAI-compatible server: throughput and latencies of many concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class LoadSettings(Settings):
-    """What is asked, how often, and what is fast enough."""
+    """Settings of a load test: requests, concurrency or rate, and the latency targets (SLO)."""
 
     requests: int = 64
     concurrency: int = 8  # requests under way at once; with a rate, the most of them
@@ -39,7 +39,7 @@ class LoadSettings(Settings):
 
 @dataclass
 class Answered:
-    """One request as its user saw it; times in seconds since it was sent."""
+    """One request as its client saw it; times in seconds since it was sent."""
 
     status: int
     pieces: list[float] = field(default_factory=list)  # when each piece of text came
@@ -59,7 +59,7 @@ class Answered:
 async def load_test(
     url: str, prompts: Sequence[str], settings: LoadSettings, key: str | None, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Asks the prompts in turn, as often as told; returns the report's figures."""
+    """Sends `settings.requests` requests, going through the prompts in turn; returns the summary."""
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     limits = httpx.Limits(max_connections=settings.concurrency + 1)
     answers: list[Answered] = []
@@ -152,7 +152,7 @@ def summary(answers: Sequence[Answered], seconds: float, settings: LoadSettings)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """By nearest rank; none of nothing."""
+    """Mean and percentiles by nearest rank; None for an empty list."""
     ordered = sorted(values)
     found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] if ordered else None for p in _PERCENTILES}
     return {"mean": sum(ordered) / len(ordered) if ordered else None, **found}

@@ -1,6 +1,6 @@
-"""Methods: ways of decoding that are compared. Here Graft's own policies and ablations; transformers' are in `peers`.
+"""Methods of the benchmark: decoding methods to compare. Graft's policies and ablations; transformers' are in `peers`.
 
-A method answers prompts given as token ids, and may keep what it learned, which can be taken out and put back.
+A method answers prompts given as token ids. What it learned can be saved with `state` and put back with `restore`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import CONTENDERS
+from graft.bench.ablations import POLICY_METHODS
 from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
@@ -30,13 +30,15 @@ _USUAL = PolicySettings()
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens and what it took. The times are those of all prompts that were decoded together."""
+    """New tokens of one prompt, with counts and times; times are those of the whole batch."""
 
     ids: list[int]
     stats: Stats
 
 
 class Method(ABC):
+    """One decoding method: answers prompts, and may learn from them."""
+
     name: str
     is_batched = True  # can decode several prompts together
 
@@ -46,7 +48,7 @@ class Method(ABC):
 
     @property
     def num_setups(self) -> int:
-        """Things done so far that are done once, such as captures for texts of some length."""
+        """How many one-time set-ups were made so far, such as captures of CUDA graphs."""
         return 0
 
     def is_exact(self, settings: SamplingSettings) -> bool:
@@ -54,21 +56,21 @@ class Method(ABC):
         return True
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
-        """What it knows after answering prompts, those of a group together."""
+        """Answers prompts, one batch per group, and returns the learned state."""
         for prompts in groups:
             self.answer(prompts, settings)
         return self.state()
 
     def state(self) -> dict[str, Tensor]:
-        """All that was learned; empty for a method that learns nothing."""
+        """The learned state; empty for a method that learns nothing."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most learn nothing
-        """Takes on what `state` once gave."""
+        """Puts back a state that `state` returned."""
 
 
 class PolicyMethod(Method):
-    """A policy in Graft's engine. Its tokens are never made text: that is no part of decoding."""
+    """A policy in Graft's engine. Tokens are not detokenized: that is no part of decoding."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class PolicyMethod(Method):
         return self._engine.num_setups
 
     def warm_up(self, groups: Sequence[Sequence[Sequence[int]]], settings: SamplingSettings) -> Mapping[str, Tensor]:
-        """Gates are calibrated too; and where texts are isolated, it is one whose texts are not that learns for all."""
+        """Calibrates gates too. Where texts are isolated, a copy of the method that shares texts learns for all."""
         model, drafter = self._engine.target.model, self._engine.drafter
         if self._settings.isolated:
             taught = PolicyMethod(self.name, model, drafter, replace(self._settings, isolated=False), self._exact)
@@ -117,4 +119,4 @@ class PolicyMethod(Method):
 
 def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings, exact: bool) -> Policy:
     target = target_for(model, drafter.hidden_layers if drafter is not None else (), exact=exact)
-    return policy_with(settings, name, target, drafter, CONTENDERS)
+    return policy_with(settings, name, target, drafter, POLICY_METHODS)

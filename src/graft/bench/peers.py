@@ -1,4 +1,4 @@
-"""Peers: transformers' own ways of decoding, counted and timed as Graft's are.
+"""Peers: transformers' own decoding methods, counted and timed like Graft's.
 
 A prompt's last token belongs to the first round here as there, so prefill is cut off in front of it: hooks, which
 leave the model's code alone, run it as a forward of its own and put a clock to it and to every forward after it.
@@ -28,12 +28,12 @@ NUM_LOOKUP_TOKENS = 10  # what transformers' documentation takes for prompt look
 
 
 class Peer(Method):
-    """`generate` of transformers with some options."""
+    """transformers' `generate` as a benchmark method."""
 
     is_batched = False
 
     def __init__(self, name: str, model: PreTrainedModel, source: str | None = None, **options: Any) -> None:
-        """source: who proposes, if anybody does. options: for `generate`."""
+        """source: name of what proposes tokens, if anything does. options: for `generate`."""
         self.name = name
         self._model = model
         self._assistant: PreTrainedModel | None = options.get("assistant_model")
@@ -105,7 +105,7 @@ def make_peer(name: str, model: PreTrainedModel, assistant: PreTrainedModel | No
 
 
 class _Watch:
-    """Counts and times a model's forwards, all that stands before the prompt's last token apart."""
+    """Counts and times a model's forwards; prefill, up to the prompt's last token, is timed separately."""
 
     def __init__(self, num_prefill: int) -> None:
         self.num_forwards = 0
@@ -129,7 +129,7 @@ class _Watch:
         self.seconds += time.perf_counter() - self._start
 
     def _prefill(self, model: Any, keywords: dict[str, Any], count: int) -> dict[str, Any]:
-        """Runs the first `count` tokens, and gives the forward that is left."""
+        """Prefills the first `count` tokens; returns the arguments of the remaining forward."""
         start = time.perf_counter()
         by_token = [k for k in ("input_ids", "position_ids") if keywords.get(k) is not None]
         first = {**keywords, **{key: keywords[key][..., :count] for key in by_token}}

@@ -1,8 +1,8 @@
-"""Replay: policies on recorded answers, without the target: minutes of a GPU become seconds of a laptop.
+"""Replay: runs policies on recorded answers, without the target model, in seconds on a laptop.
 
-A trace holds, for every place of an answer, what the drafter proposed there and what the target said of a whole
-dense tree. A replayed policy grows its own trees; they are judged by the recorded answer. What the target would
-have said of nodes that the recorded tree did not hold is not known, so the tables learn a little less than in life.
+A trace holds, for every position of an answer, what the drafter proposed there and the target's top-k tokens at every
+node of a dense tree. A replayed policy grows its own trees, which are accepted by the recorded answer. The target's
+top-k at nodes outside the recorded tree is unknown, so the n-gram tables learn a little less than in live decoding.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from graft.spec_decode.tree import ROOT, DraftTree
 from graft.stats import Clock, Stats
 
 FORMAT = "graft-trace-2"
-_JUDGED = 60  # nodes of the recorded dense tree
+_NUM_RECORDED = 60  # nodes of the recorded dense tree
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One answer. Sizes: P prompt tokens, A answer tokens, D drafted nodes, J judged nodes (the root first)."""
+    """One recorded answer. Sizes: P prompt tokens, A answer tokens, D drafted nodes, J verified nodes (root first)."""
 
     prompt: Tensor  # [P]
     answer: Tensor  # [A]
@@ -54,14 +54,14 @@ class Trace:
     drafted: Tensor  # [A, D] tokens, level by level, before each answer token
     parents: Tensor  # [A, D]
     q: Tensor  # [A, D]
-    judged: Tensor  # [A, J] tokens of the recorded tree
+    judged: Tensor  # [A, J] tokens of the recorded tree, which the target verified
     judged_parents: Tensor  # [A, J]
     successors: Tensor  # [A, J, k]
-    logits: Tensor  # [A, J, k] likewise
+    logits: Tensor  # [A, J, k] of each, less that of the first
 
 
 class Recorder(Policy):
-    """Drafts the whole tree before every single token and has it judged, but offers none of it."""
+    """A policy that records: drafts and verifies the whole dense tree before every token, but accepts none of it."""
 
     drafts = True
 
@@ -85,8 +85,8 @@ class Recorder(Policy):
             zeros = torch.zeros_like(level.tokens)
             candidates.add(level.tokens, level.parents, level.probabilities, zeros + 1, zeros)
         candidates.merge()
-        tree, _ = candidates.best(_JUDGED, len(self._levels))
-        # Nodes of source 0 are judged like others and never accepted: every round goes on by one token.
+        tree, _ = candidates.best(_NUM_RECORDED, len(self._levels))
+        # Nodes of source 0 are verified like others and never accepted: every round adds one token.
         hidden = DraftTree(
             tree.max_depth,
             tree.tokens,
@@ -114,7 +114,7 @@ class Recorder(Policy):
 
 
 def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Trace]:
-    """Decodes the prompts together, greedily, and records every place. The engine's policy must be a `Recorder`."""
+    """Decodes the prompts together, greedily, and records every position. The engine's policy must be a `Recorder`."""
     recorder = engine.policy
     assert isinstance(recorder, Recorder)
     settings = SamplingSettings(max_new_tokens=max_new_tokens)
@@ -146,7 +146,7 @@ def record(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) ->
 def save_traces(
     path: Path, traces: Sequence[Trace], tree: TreeSettings, vocab_size: int, task: str, **facts: str | int | None
 ) -> None:
-    """All traces of a task, in one file. facts: what else should be known of them."""
+    """Writes all traces of a task to one file. facts: further metadata."""
     tensors = {
         f"{i}/{name}": _small(value).contiguous()
         for i, trace in enumerate(traces)
@@ -160,7 +160,7 @@ def save_traces(
 
 
 def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
-    """The traces of a file, and what it says about them."""
+    """The traces of a file, and its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
@@ -174,7 +174,7 @@ def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
 
 
 class ReplayedDrafter:
-    """Proposes what was recorded at a place. Its state is that place."""
+    """A drafter that proposes what was recorded. Its state is a trace and a position in it."""
 
     hidden_layers: tuple[int, ...] = ()
     num_setups = 0
@@ -212,7 +212,7 @@ class ReplayedDrafter:
 def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> Stats:
     """The rounds that the policy would have taken over a recorded answer.
 
-    max_new_tokens: the answer's limit in life, which trees near its end are cut to; its own length if None.
+    max_new_tokens: the limit when it was recorded, by which trees near the end are cut; None takes the answer's length.
     """
     policy.prepare()
     settings = SamplingSettings(max_new_tokens=max_new_tokens or len(trace.answer))
@@ -231,7 +231,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
             nodes = _accepted(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
-            policy.learn_top_k(_judged(trace, place, sequence.ids, policy.salt_of(sequence)))
+            policy.learn_top_k(_recorded_top_k(trace, place, sequence.ids, policy.salt_of(sequence)))
             policy.learn_accepted(draft_result.tree, Accepted([nodes], [tokens]), seconds=1.0)
             sequence.stats.draft_passes += draft_result.passes[0]
             sequence.extend(tokens, nodes, TreeRow(draft_result.tree, torch.zeros(1, 1, 1), 0, policy.sources))
@@ -240,7 +240,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
 
 
 def replayed_target(about: dict[str, Any]) -> TargetRunner:
-    """What a policy asks of its target when it is made: the vocabulary's size."""
+    """A stand-in for the target runner: all that a policy asks of it is the vocabulary's size."""
     return cast(TargetRunner, SimpleNamespace(vocab_size=about["vocab_size"], num_setups=0))
 
 
@@ -256,8 +256,8 @@ def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
     return path
 
 
-def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> TargetTopK:
-    """What the recorded round says, under the text so far."""
+def _recorded_top_k(trace: Trace, place: int, history: Sequence[int], salt: int) -> TargetTopK:
+    """The target's recorded top-k tokens at a position, with the text so far as history."""
     tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
     zeros = torch.zeros_like(tokens)
     tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
@@ -265,19 +265,19 @@ def _judged(trace: Trace, place: int, history: Sequence[int], salt: int) -> Targ
 
 
 def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutput:
-    """As a step gave it that told the host no more than this, of one row."""
+    """A verify output of one row that holds the target's top-k tokens and nothing else."""
     nothing = torch.empty(*tokens.shape, 0)
     return VerifyOutput(tokens, nothing, nothing, highest=(successors[None].int(), logits[None].contiguous()))
 
 
 def _likeliest(verified: VerifyOutput) -> tuple[Tensor, Tensor]:
-    """The likeliest successors, and their logits less that of the first: small numbers, for which two bytes do."""
+    """The target's top-k tokens at each node, and their logits less the highest: small numbers, so fp16 suffices."""
     successors, logits = verified.likeliest()
     return successors.long(), logits - logits[:, :, :1]
 
 
 def _small(values: Tensor) -> Tensor:
-    """Token ids and places in two bytes, where they fit, and logits in two."""
+    """The smallest dtype that fits: fp16 for logits, uint16 or int32 for token ids and indices."""
     if values.dtype.is_floating_point:
         return values.half()
     fits = values.numel() == 0 or int(values.max()) < 2**16

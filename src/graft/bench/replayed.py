@@ -1,4 +1,4 @@
-"""Replayed methods: policies and ablations as contestants on recorded answers, and files of such answers as tasks."""
+"""Replayed methods: policies and ablations run on recorded answers, and trace files as benchmark tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graft.bench.ablations import CONTENDERS
+from graft.bench.ablations import POLICY_METHODS
 from graft.bench.methods import Answer, Method
 from graft.bench.replay import ReplayedDrafter, Trace, read_traces, replay, replayed_target
 from graft.bench.tasks import Question
@@ -24,20 +24,20 @@ _SHARED = ("vocab_size", "depth", "topk", "model", "draft", "max_new_tokens")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Recorded tasks, their answers by prompt, and what the files say about them."""
+    """Recorded tasks, their traces by prompt, and the files' metadata."""
 
     tasks: dict[str, list[Question]]
     traces: dict[tuple[int, ...], Trace]
     about: dict[str, Any]
 
     def and_traces_of(self, other: Recorded) -> Recorded:
-        """The same tasks, with what is known of another's prompts too."""
+        """The same tasks, with another's traces added."""
         _check_alike(self.about, other.about)
         return Recorded(self.tasks, self.traces | other.traces, self.about)
 
 
 def read_recorded(paths: Sequence[Path], limit: int | None = None) -> Recorded:
-    """All traces of files; a folder stands for the files in it."""
+    """Reads all traces of the given files and folders."""
     require(limit is None or limit >= 1, f"limit must be at least 1, not {limit}")
     files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
     require(bool(files), f"no traces are in {', '.join(map(str, paths))}: record some with graft bench --record")
@@ -56,7 +56,7 @@ def read_recorded(paths: Sequence[Path], limit: int | None = None) -> Recorded:
 
 
 class ReplayMethod(Method):
-    """A policy that meets recorded answers in place of a target."""
+    """A policy as a benchmark method that replays recorded answers in place of a target."""
 
     def __init__(self, name: str, recorded: Recorded, budget: int, pass_cost: float) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class ReplayMethod(Method):
         self._max_new_tokens: int | None = about.get("max_new_tokens")
         drafter = ReplayedDrafter(TreeSettings(depth=about["depth"], topk=about["topk"]))
         settings = PolicySettings(budget, pass_cost)
-        self._policy = policy_with(settings, name, replayed_target(about), drafter, CONTENDERS)
+        self._policy = policy_with(settings, name, replayed_target(about), drafter, POLICY_METHODS)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         traces = [self._traces[tuple(prompt)] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, with the plots and all the tables."""
+"""report.html: one self-contained HTML file with the plots and all results tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLAY_COLUMNS: dict[str, Callable[[Run], str]] = {
 
 
 def columns(results: Results) -> dict[str, Callable[[Run], str]]:
-    """The columns that make sense: a replay runs no target, so it has no times and no texts to compare."""
+    """Columns of the results table: a replay runs no target, so it has no times and no texts to compare."""
     return REPLAY_COLUMNS if results.settings.get("replay") else COLUMNS
 
 
@@ -46,19 +46,19 @@ def label(run: Run) -> str:
 
 
 def in_short(run: Run) -> str:
-    """The two numbers that matter most."""
+    """A run in one line: tokens per second and mean accepted length."""
     speed = f"{run.tokens_per_second:.1f} tokens/s, " if run.tokens_per_second is not None else ""
     return f"{speed}accepted {run.mean_accepted:.2f}"
 
 
 def titled(words: str, settings: dict[str, Any]) -> str:
-    """A title with what must stand there: tables of a widened model must never pass for those of a large one."""
-    worn = settings.get("as_cost_of")
-    return f"{words} at the cost of {worn} (widened {settings['model']})" if worn else words
+    """A title that names the emulated cost, so that a widened model is never taken for a large one."""
+    cost = settings.get("as_cost_of")
+    return f"{words} at the cost of {cost} (widened {settings['model']})" if cost else words
 
 
 def html(results: Results) -> str:
-    """The whole page."""
+    """The whole HTML page."""
     series = {run.key: place for place, run in enumerate(results.averages)}
     sections = [
         ("Speed against accepted length", _FRONTIER, _frontier(results, series), ""),
@@ -91,7 +91,7 @@ def html(results: Results) -> str:
 
 
 def note_on(settings: dict[str, Any]) -> str:
-    """What must be said where prompts decode together, and of a replay."""
+    """The caveat to print beside batched or replayed results; empty if there is none."""
     if settings.get("replay"):
         return "A replay of recorded answers: accepted lengths are nearly those of life, and there are no times."
     rows = settings.get("rows", 1)
@@ -121,9 +121,9 @@ def _head(results: Results) -> str:
         tiles.append((f"{best.speedup:.2f}×", f"fastest on average: {label(best)}"))
     longest = max(results.averages, key=lambda run: run.mean_accepted)
     tiles.append((f"{longest.mean_accepted:.2f}", f"longest accepted on average: {label(longest)}"))
-    judged = [run for run in results.averages if run.differ is not None]
-    if judged:
-        differ, total = sum(run.differ or 0 for run in judged), sum(run.prompts for run in judged)
+    compared = [run for run in results.averages if run.differ is not None]
+    if compared:
+        differ, total = sum(run.differ or 0 for run in compared), sum(run.prompts for run in compared)
         tiles.append((f"{differ} of {total}", "answers differ from plain decoding"))
     boxes = "".join(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles)
     note = note_on(settings)

@@ -1,4 +1,4 @@
-"""Results: from single answers to rates, averages over tasks, and intervals over prompts; and their files.
+"""Results of a benchmark: rates, averages over tasks, confidence intervals over prompts, and their files.
 
 Rates are ratios of sums over a task's prompts. The average gives every task the same weight.
 """
@@ -27,7 +27,7 @@ from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies.base import USUAL_PASS_COST
 
 AVERAGE = "average"
-TIMED = ("tokens_per_second", "speedup")  # rates that are no matter of one prompt where prompts share a batch
+TIMED = ("tokens_per_second", "speedup")  # rates that a single prompt does not have where prompts share a batch
 _NUM_DRAWS = 2000
 _SEED = 0
 
@@ -36,7 +36,7 @@ Rates = dict[str, NDArray[np.float64]]  # by name, one value per draw
 
 @dataclass(frozen=True)
 class Run:
-    """What one method, in one state, did on one task, or on average."""
+    """Results of one method in one state, on one task or averaged over tasks."""
 
     task: str
     method: str
@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything a run of the benchmark found, in the shape of results.json."""
+    """Content of results.json: all runs, averages, settings and environment."""
 
     runs: list[Run]
     averages: list[Run]
@@ -79,8 +79,8 @@ class Results:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
-        worn = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
-        rows = [worn | _flat(run) for run in [*self.runs, *self.averages]]
+        emulated = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
+        rows = [emulated | _flat(run) for run in [*self.runs, *self.averages]]
         with open(folder / "results.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
@@ -88,7 +88,7 @@ class Results:
 
 
 class Summary:
-    """Takes in finished tasks and says what they amount to."""
+    """Accumulates finished tasks into `Results`."""
 
     def __init__(self, sampling: SamplingSettings, rows: int = 1, is_timed: bool = True) -> None:
         self._sampling = sampling
@@ -98,7 +98,7 @@ class Summary:
         self._draws: list[Rates] = []  # of each run
 
     def add(self, task: Sequence[Samples]) -> None:
-        plain = next((s for s in task if s.contestant.name == PLAIN), None)
+        plain = next((s for s in task if s.variant.name == PLAIN), None)
         picks = _draw(_num_prompts(task[0]), task=len({run.task for run in self._runs}))
         points, draws = self._rates(task, None), self._rates(task, picks)
         for samples, point, draw in zip(task, points, draws, strict=True):
@@ -110,9 +110,9 @@ class Summary:
         return Results(list(self._runs), [self._average(key) for key in keys], settings, environment)
 
     def _rates(self, task: Sequence[Samples], picks: NDArray[np.int64] | None) -> list[Rates]:
-        """The task's rates for each contestant. picks [draws, prompts]: which prompts count; None takes all, once."""
+        """The task's rates of each variant. picks [draws, prompts]: bootstrap samples; None takes each prompt once."""
         rates = [_own_rates(samples, picks, self._is_timed) for samples in task]
-        names = [samples.contestant.name for samples in task]
+        names = [samples.variant.name for samples in task]
         for one in rates:
             if PLAIN in names and self._is_timed:
                 one["speedup"] = one["tokens_per_second"] / rates[names.index(PLAIN)]["tokens_per_second"]
@@ -122,12 +122,12 @@ class Summary:
 
     def _run(self, samples: Samples, point: Rates, draw: Rates, plain: Samples | None) -> Run:
         all_stats = [sample.answer.stats for sample in samples.samples]
-        exact = plain is not None and samples.contestant.method.is_exact(self._sampling)
+        exact = plain is not None and samples.variant.method.is_exact(self._sampling)
         num_prompts = _num_prompts(samples)
         return Run(
             task=samples.task,
-            method=samples.contestant.name,
-            state=samples.contestant.state,
+            method=samples.variant.name,
+            state=samples.variant.state,
             prompts=num_prompts,
             tokens=sum(stats.tokens for stats in all_stats),
             decode_seconds=sum(sample.decode_seconds for sample in samples.samples),
@@ -178,7 +178,7 @@ class Summary:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on; nothing of whose machine it is."""
+    """Versions and hardware of the measurement; no host name and no path."""
     packages = {"graft": "graft-decoding", "torch": "torch", "transformers": "transformers", "numpy": "numpy"}
     return {
         "versions": {
@@ -210,7 +210,7 @@ def _own_rates(samples: Samples, picks: NDArray[np.int64] | None, is_timed: bool
 
 
 def _by_prompt(samples: Samples) -> list[tuple[str, NDArray[np.float64]]]:
-    """What is summed, a value a prompt; its repetitions are added up."""
+    """The summed columns, one value per prompt; repetitions of a prompt are added up."""
     place = {prompt: row for row, prompt in enumerate(dict.fromkeys(s.prompt for s in samples.samples))}
     names = ("tokens", "rounds", "accepted", "draft_passes", "nodes")
     table = np.zeros((len(names) + 1, len(place)))
@@ -221,7 +221,7 @@ def _by_prompt(samples: Samples) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 def _draw(num_prompts: int, task: int) -> NDArray[np.int64]:
-    """Bootstrap: prompts drawn with replacement, the same for all methods, so that ratios are of like with like."""
+    """Bootstrap samples: prompts drawn with replacement, the same for all methods, so that ratios are fair."""
     return np.random.default_rng([_SEED, task]).integers(num_prompts, size=(_NUM_DRAWS, num_prompts))
 
 
@@ -231,7 +231,7 @@ def _points(rates: Rates) -> dict[str, Any]:
 
 
 def _different(samples: Samples, plain: Samples) -> set[str]:
-    """Prompts for which some answer is not the plain one's first."""
+    """Prompts with an answer that differs from plain decoding's first one."""
     expected: dict[str, list[int]] = {}
     for sample in plain.samples:
         expected.setdefault(sample.prompt, sample.answer.ids)
@@ -279,7 +279,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Never leaves half a file behind: a long run may be stopped at any time."""
+    """Writes atomically: a long run may be stopped at any time."""
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,6 +1,6 @@
-"""The run: every method answers every prompt, in turns, each from the state it should be in.
+"""The benchmark's main loop: every method answers every prompt, in turn, each starting from its own learned state.
 
-Nothing is counted here but what an answer took; rates, averages and intervals are made in `results`.
+Only single answers are timed and counted here; rates, averages and intervals are computed in `results`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Sample:
     seconds_by_phase: dict[str, float]
 
 
-class Contestant:
-    """A method in one state: what it knows before each prompt."""
+class Variant:
+    """A method in one state: cold, warm, persistent or none. `memory` is what it has learned before each prompt."""
 
     def __init__(self, method: Method, state: str, memory: Mapping[str, Tensor]) -> None:
         self.method = method
@@ -71,7 +71,7 @@ class Contestant:
         return self.method.name
 
     def rehearse(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
-        """Answers, if there is anything to set up for texts as long, and learns nothing from it."""
+        """Untimed warm-up: captures CUDA graphs for texts as long as these, and learns nothing."""
         if self.method.num_setups:
             self.method.restore(self.memory)
             self.method.answer([question.ids for question in questions], settings)
@@ -86,25 +86,25 @@ class Contestant:
 
 @dataclass
 class Samples:
-    """All answers of one contestant to one task; a prompt that was repeated has several."""
+    """All answers of one variant to one task; a repeated prompt has several."""
 
     task: str
-    contestant: Contestant
+    variant: Variant
     samples: list[Sample] = field(default_factory=list)
 
 
 Watcher = Callable[[str, int, int], None]  # task, prompts done and prompts in all
 
 
-def contestants(
+def variants(
     methods: Sequence[Method],
     states: Sequence[str],
     warm_up: Sequence[Question],
     trial: Question,
     settings: BenchSettings,
     eos_token_ids: Sequence[int] = (),
-) -> list[Contestant]:
-    """Every method in every state asked for; one that learns nothing once.
+) -> list[Variant]:
+    """Every method in every requested state; a method that learns nothing appears once, stateless.
 
     Each first answers `trial`, so that what a process pays once (set-up, measured costs) is paid before the clock
     runs, and is then made to forget it. Those to be warm go on to answer the prompts of `warm_up`.
@@ -121,23 +121,23 @@ def contestants(
             warm = method.warm_up(groups, settings.sampling(eos_token_ids))
             learns = learns or not _is_same(warm, cold)
         if not learns:
-            result.append(Contestant(method, STATELESS, cold))
+            result.append(Variant(method, STATELESS, cold))
             continue
-        result += [Contestant(method, state, cold if state == "cold" else warm) for state in states]
+        result += [Variant(method, state, cold if state == "cold" else warm) for state in states]
     return result
 
 
 def run(
-    contestants: Sequence[Contestant],
+    variants: Sequence[Variant],
     tasks: Mapping[str, Sequence[Question]],
     settings: BenchSettings,
     eos_token_ids: Sequence[int] = (),
     watch: Watcher = lambda task, done, total: None,
 ) -> Iterator[list[Samples]]:
-    """Gives, task by task, what each contestant did. The order of contestants rotates from prompt to prompt.
+    """Yields, task by task, the samples of each variant. The order of variants rotates from prompt to prompt.
 
-    Before prompts longer than any so far, the longest, as many as are decoded together, are answered once without being
-    counted: what is captured for texts of that length is captured then, and for the rows left when some have ended.
+    Before a task with prompts longer than any so far, its longest batch is answered once untimed, so that the CUDA
+    graphs for that length, and for the fewer rows left as answers end, are captured before the clock runs.
     """
     sampling = settings.sampling(eos_token_ids)
     longest = 0
@@ -145,18 +145,18 @@ def run(
         hardest = sorted(questions, key=lambda question: len(question.ids), reverse=True)[: settings.rows]
         if hardest and len(hardest[0].ids) > longest:
             longest = len(hardest[0].ids)
-            for contestant in contestants:
-                contestant.rehearse(hardest, sampling)
-        results = [Samples(task, contestant) for contestant in contestants]
-        memories = [contestant.memory for contestant in contestants]
+            for variant in variants:
+                variant.rehearse(hardest, sampling)
+        results = [Samples(task, variant) for variant in variants]
+        memories = [variant.memory for variant in variants]
         done, total = 0, len(questions) * settings.repeat
         for repetition in range(settings.repeat):
-            # What was learned from an answer must not help to the same answer again.
-            for contestant, memory in zip(contestants, memories, strict=True):
-                contestant.memory = memory
+            # What was learned from an answer must not help with the same answer again.
+            for variant, memory in zip(variants, memories, strict=True):
+                variant.memory = memory
             for turn, group in enumerate(_groups(questions, settings.rows), start=repetition):
                 for result in rotated(results, turn):
-                    result.samples += result.contestant.answer(group, sampling)
+                    result.samples += result.variant.answer(group, sampling)
                 done += len(group)
                 watch(task, done, total)
         yield results
@@ -186,7 +186,7 @@ def _groups(questions: Sequence[Question], size: int) -> list[Sequence[Question]
 
 
 def _samples(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Sample]:
-    """A batch lasts as long as its longest answer; its time is shared out evenly."""
+    """Samples of a batch: it lasts as long as its longest answer, and its time is divided evenly."""
     longest = max((answer.stats for answer in answers), key=lambda stats: stats.decode_seconds)
     share = 1 / len(answers)
     phases = {phase: seconds * share for phase, seconds in longest.seconds_by_phase.items()}

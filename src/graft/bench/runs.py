@@ -1,4 +1,4 @@
-"""The line-up: from the names of methods to methods that share one model."""
+"""Makes the methods of a benchmark from their names; all share one model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import ABLATIONS, CONTENDERS
+from graft.bench.ablations import ABLATIONS, POLICY_METHODS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.loading import tree_settings
@@ -15,11 +15,11 @@ from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
-OURS = tuple(CONTENDERS)
+OURS = tuple(POLICY_METHODS)
 
 
 def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) -> None:
-    """Every name must be known, and stand once."""
+    """Raises unless every name is known and given once."""
     require(bool(names), f"no method is named; known: {', '.join(known)}")
     for name in names:
         require_known("method", name, known)
@@ -52,7 +52,7 @@ def make_methods(
 
 
 def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None) -> Eagle3Drafter | None:
-    """Under a common budget all draft the same tree; otherwise each what it drafts for users."""
+    """The drafter of a policy: under a common budget all draft the same tree, otherwise each its default one."""
     if drafter is None or budget is not None:
         return drafter
     return drafter_for(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))

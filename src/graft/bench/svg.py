@@ -53,7 +53,7 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, height: int = 4
 
 
 def lines(curves: Mapping[int, Sequence[tuple[float, float]]], x_title: str, y_title: str, height: int = 360) -> str:
-    """curves: by series, places from left to right."""
+    """Line plot. curves: by series, points from left to right."""
     places = [place for curve in curves.values() for place in curve] or [(1.0, 0.0)]
     frame = _Frame.around([x for x, _ in places], [y for _, y in places], height, whole_x=True)
     parts = [frame.axes(x_title, y_title)]
@@ -67,7 +67,7 @@ def lines(curves: Mapping[int, Sequence[tuple[float, float]]], x_title: str, y_t
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[Bar]]], x_title: str) -> str:
-    """A horizontal bar a row, its parts one behind the other."""
+    """Stacked horizontal bars, one per row."""
     left = _label_width([label for label, _ in rows])
     height = 34 * len(rows) + _BOTTOM + 8
     most = max((sum(bar.value for bar in bars) for _, bars in rows), default=0.0) or 1.0
@@ -86,7 +86,7 @@ def stacked(rows: Sequence[tuple[str, Sequence[Bar]]], x_title: str) -> str:
 def grouped(
     groups: Sequence[tuple[str, Sequence[Bar]]], y_title: str, line_at: float | None = None, height: int = 340
 ) -> str:
-    """Upright bars side by side, group by group, with a dashed line at one value."""
+    """Grouped vertical bars, with a dashed reference line at `line_at`."""
     values = [v for _, bars in groups for bar in bars for v in (bar.value, *(bar.interval or ()))]
     frame = _Frame(0, len(groups), 0, max([*values, line_at or 0.0]) * 1.06 or 1.0, height)
     parts = [frame.axes("", y_title, with_x=False)]
@@ -110,7 +110,7 @@ def grouped(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Data to places on the picture."""
+    """Axes of a plot: maps data to pixels."""
 
     x_low: float
     x_high: float

@@ -17,7 +17,7 @@ BUILT_IN = ("code", "math", "summary", "question", "chat", "edit")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as the model reads it."""
+    """A prompt as token ids, in the model's chat template."""
 
     id: str
     ids: list[int]
@@ -35,7 +35,7 @@ def built_in_tasks(limit: int | None = None) -> list[Task]:
 
 
 def read_tasks(paths: Sequence[Path], limit: int | None = None) -> list[Task]:
-    """A task a file, called by the file's name."""
+    """One task per file, named after the file."""
     names = [path.stem for path in paths]
     for name in names:
         require(names.count(name) == 1, f"two data files are called {name!r}: results go by that name, so rename one")
@@ -63,7 +63,7 @@ def questions(task: Task, engine: Engine, max_new_tokens: int, max_prompt_tokens
 
 
 def cut(ids: list[int], most: int | None) -> list[int]:
-    """At most that many tokens, taken out of the middle: the template and the question stand at the ends."""
+    """Cuts a prompt to `most` tokens by removing its middle: the template and the question stand at the ends."""
     if most is None or len(ids) <= most:
         return ids
     tail = most // 2
@@ -71,7 +71,7 @@ def cut(ids: list[int], most: int | None) -> list[int]:
 
 
 def _numbered(questions: Sequence[Question]) -> list[Question]:
-    """The same with ids that no two share: data files may repeat them."""
+    """Makes the ids unique: data files may repeat them."""
     ids = [question.id for question in questions]
     if len(set(ids)) == len(ids):
         return list(questions)

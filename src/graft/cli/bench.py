@@ -1,4 +1,4 @@
-"""`graft bench`: ways of decoding side by side, on prompts of one's own or on those that come with the package."""
+"""`graft bench`: decoding methods side by side, on the user's prompts or on the packaged ones."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def bench(
     from graft.bench.runner import BenchSettings, check_states
     from graft.bench.runs import OURS, check_names, make_methods
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
-    from graft.cli.standings import compete
+    from graft.cli.results_table import run_and_show
     from graft.cli.traces import record_traces, replay_traces
     from graft.data import Prompt
     from graft.loading import load_drafter
@@ -133,7 +133,7 @@ def bench(
     head_name = _head_name(heads.get("draft", "auto"), model_name)
     drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
     if shape is not None:
-        engine, drafter = _dressed(engine, drafter, shape)
+        engine, drafter = _widened(engine, drafter, shape)
 
     def asked(task: Task) -> list[Question]:
         return questions(task, engine, settings.max_new_tokens, max_prompt_tokens)
@@ -146,7 +146,7 @@ def bench(
         return
     assistant = _assistant(heads.get("assistant"), engine)
     exact = heads.get("exact", False)
-    lineup = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
+    compared = make_methods(names, engine.target.model, drafter, budget, assistant, settings.rows, pass_cost, exact)
     lessons = asked(lesson)
     trial = asked(Task("trial", [Prompt("trial", TRIAL)]))[0]
     facts = {
@@ -168,11 +168,11 @@ def bench(
         "max_prompt_tokens": max_prompt_tokens,
     }
     machine = environment(engine.target.device)
-    compete(lineup, states, tasks, lessons, trial, settings, engine.eos_token_ids, facts, machine, folder)
+    run_and_show(compared, states, tasks, lessons, trial, settings, engine.eos_token_ids, facts, machine, folder)
 
 
 def _head_name(draft: str, model_name: str) -> str | None:
-    """Unlike elsewhere the packaged head is taken on a CPU too: most methods cannot do without one."""
+    """The head to load. Unlike elsewhere the packaged head is taken on a CPU too: most methods need one."""
     from graft.loading import packaged_head
 
     if draft == "auto":
@@ -180,8 +180,8 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def _dressed(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
-    """Plain decoding and drafting as before, at the cost of that shape."""
+def _widened(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
+    """The engine and drafter widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
     from graft.spec_decode.proposers.eagle3.factory import drafter_for
@@ -207,7 +207,7 @@ def _assistant(name: str | None, engine: Engine) -> Any | None:
 
 
 def _public(name: str | None) -> str | None:
-    """A model's name without the path to it: results are for showing round."""
+    """A model's name without the path to it: results are made to be shared."""
     return Path(name).name if name is not None and Path(name).is_dir() else name
 
 
@@ -216,7 +216,7 @@ def _flag(setting: str) -> str:
 
 
 def _checked_folder(out: Path | None) -> Path:
-    """Better now than after an hour."""
+    """Makes the results folder before the run, so that an error does not come an hour later."""
     if out is None:
         raise GraftError("name a folder for the results with --out")
     try:

@@ -1,4 +1,4 @@
-"""`graft bench serve`: a load test of a server. And `benches`, which makes it a part of `graft bench`."""
+"""`graft bench serve`: a load test of a server; `benches` is `graft bench` with it as a subcommand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _show(figures: dict[str, Any]) -> None:
 
 
 def _benches() -> typer.Typer:
-    """`graft bench` as it was, with `serve` below it."""
+    """`graft bench` as a command group with the subcommand `serve`."""
 
     @functools.wraps(bench)
     def alone(ctx: typer.Context, **options: Any) -> None:

@@ -55,7 +55,7 @@ def check(
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, where it stands, and what came of it."""
+    """One prompt, its position in its file, and its comparison."""
 
     path: Path
     number: int

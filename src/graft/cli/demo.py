@@ -62,7 +62,7 @@ def demo(*, loading: Given) -> None:
 
 @dataclass
 class Race:
-    """One prompt's answers, both ways."""
+    """One prompt's answers by plain decoding and by Graft."""
 
     plain: list[Generation] = field(default_factory=list)
     graft: list[Generation] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Race:
 
 
 def _run(engine: Engine, console: Console) -> dict[str, Race]:
-    """Decodes all prompts both ways in turn, and then once more: of two runs the better counts."""
+    """Decodes all prompts both ways, twice: the faster of two runs counts."""
     from rich.padding import Padding
 
     from graft.compare import plain_twin
@@ -88,7 +88,7 @@ def _run(engine: Engine, console: Console) -> dict[str, Race]:
         # New engines: what one has learned from an answer must not help it to that answer again.
         plain = plain_twin(engine)
         graft = Engine(engine.target.model, engine.tokenizer, drafter=engine.drafter)
-        for each in (plain, graft):  # what is paid once is paid here
+        for each in (plain, graft):  # warm-up: one-time costs are paid here
             each.generate(user_message(WARM_UP, engine.tokenizer), max_new_tokens=16)
         for title, prompt in PROMPTS.items():
             message = user_message(prompt, engine.tokenizer)

@@ -1,4 +1,4 @@
-"""`graft env`: what this installation is, where it runs, and what it has."""
+"""`graft env`: versions, devices, stored models and policies of this installation."""
 
 import json
 import os

@@ -76,7 +76,7 @@ def generate(
 def _watched(
     engine: Engine, prompt: Prompt, settings: SamplingSettings, show_tree: bool, color_by_origin: bool
 ) -> Generation:
-    """Prints the answer as it comes, or below its rounds' trees."""
+    """Streams the answer, or prints it after its rounds' trees."""
     from rich.console import Console
 
     from graft.cli.rounds import Rounds
@@ -100,7 +100,7 @@ def _read_prompt(prompt: str | None) -> str:
 
 
 def _as_json(generation: Generation) -> dict[str, Any]:
-    """The first answer's facts at the top; all answers' under `choices` where there are several."""
+    """The first answer's fields at the top level; all answers under `choices` where there are several."""
     choices = [_choice_as_json(choice) for choice in generation.choices]
     several = {"choices": choices} if len(choices) > 1 else {}
     return {"prompt_tokens": len(generation.prompt_ids), **choices[0], **several}
@@ -119,7 +119,7 @@ def _numbered(choices: list[Choice]) -> str:
 
 
 def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
-    """A column an answer."""
+    """Prints counts and times on stderr, one column per answer."""
     from rich.filesize import decimal
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`graft index`: makes a datastore of the user's own text, and tells what is in one."""
+"""`graft index`: builds a datastore of the user's own text, and describes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graft load-check`: what an EAGLE-3 head's files hold, and whether they fit a model."""
+"""`graft load-check`: describes an EAGLE-3 head's files and checks that they fit a model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The options that several verbs share, each declared once, and `takes`, which gives a verb a group of them.
+"""Options that several commands share, each declared once, and `takes`, which adds a group of them to a command.
 
-An option that was not given is not passed on, so that its default is the library's own. Help repeats it,
-which a test watches: importing it from there would load torch.
+An option that was not given is not passed on, so the library's own default holds. Help repeats that default as text,
+since importing it would load torch; a test compares the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = dict[str, Any]  # the library's name of a setting -> its annotation
 
 
 def option(kind: Any, flag: str, help: str, default: str | None = None, **more: Any) -> Any:
-    """An option that is None unless it is given; `default` tells what the library then does."""
+    """An option that is None unless given; `default` is the library's default as shown in help."""
     shown = f"{help} [dim]\\[default: {default}][/]" if default else help
     return Annotated[kind | None, typer.Option(flag, help=shown, **more)]
 
@@ -67,7 +67,7 @@ SAMPLING: Group = {
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb the options of each group, collected in its parameter of the group's name."""
+    """Adds the options of each group to a command, which gets those that were given as a dict named like the group."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
@@ -91,7 +91,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def sampling_settings(sampling: Given) -> SamplingSettings:
-    """The settings that were given, checked; to be called before anybody waits for a model."""
+    """Sampling settings from options, validated; call it before the model is loaded, so that mistakes show at once."""
     from graft.model.sampler import SamplingSettings
 
     return SamplingSettings.of({**sampling, "logit_bias": _biases(sampling.get("logit_bias", []))})

@@ -1,4 +1,4 @@
-"""The rounds of an answer in the terminal: each one's tree, and the text coloured by who proposed it."""
+"""Draws the rounds of an answer in the terminal: each round's tree, and the text coloured by proposer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_PRUNED = 8  # proposals drawn that were not verified
 
 
 class Rounds:
-    """Watches one answer: draws its trees, if asked to, and remembers who proposed which character."""
+    """Watches one answer: draws its trees, if asked to, and remembers which proposer each character came from."""
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], sources: Sequence[str], draw_on: Console | None = None
@@ -60,7 +60,7 @@ class Rounds:
         )
 
     def legend(self) -> Text:
-        """Which colour is whose, and how many tokens each brought."""
+        """Legend: each proposer's colour, and how many tokens it contributed."""
         whose = {**{name: name for name in self._colours}, MODEL: "the model's own"}
         parts = [(f"{whose[name]} {self._num_tokens[name]}", self._style(name)) for name in whose]
         return Text(", ").join(Text(words, style=style) for words, style in parts)
@@ -73,7 +73,7 @@ class Rounds:
 
 
 def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Callable[[int], str]) -> Tree:
-    """A round's tree: who proposed each node, how likely it was, and whether it was accepted, or pruned unverified."""
+    """A round's tree as text: each node's proposer, acceptance probability, and whether it was accepted or pruned."""
     num_nodes, accepted = record.num_verified - 1, set(record.accepted)
     has_tree = num_nodes > 0 or record.num_hidden > 0
     outcome = f"{len(accepted)} of {num_nodes} accepted" if has_tree else "plain decoding, no tree verified"

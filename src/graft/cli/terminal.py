@@ -1,4 +1,4 @@
-"""What the verbs share on the screen and at the keyboard. Answers go to stdout; all else goes to stderr."""
+"""Terminal input and output of all commands. Answers go to stdout; everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def notes() -> Console:
-    """For everything that is not the answer. Bound to the stderr of now."""
+    """A console on the current stderr, for everything that is not the answer."""
     return Console(stderr=True, highlight=False)
 
 
 def aside(text: str) -> None:
-    """A remark for somebody at a terminal; a pipe stays quiet."""
+    """Prints a remark on a terminal; in a pipe nothing."""
     console = notes()
     if console.is_terminal:
         console.print(text, style="dim", markup=False)
 
 
 def load_engine(loading: Given, isolated: bool = False) -> Engine:
-    """An engine as the options ask for. isolated: texts do not learn from each other."""
+    """Loads the engine that the options describe. isolated: texts do not learn from each other."""
     # A line, not a spinner: a model that is fetched first draws bars of its own.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
@@ -47,19 +47,19 @@ def load_engine(loading: Given, isolated: bool = False) -> Engine:
 
 
 def _show_preparation(report: Report) -> None:
-    """Only the first takes long: kernels are compiled."""
+    """Announces the first capture of CUDA graphs, which takes long because kernels are compiled."""
     if report.done == 0:
         aside("Preparing the model's steps for this GPU ...")
 
 
 def _show_warning(message: Warning | str, *where: object) -> None:
-    """As errors are shown: one line, without the place in the code."""
+    """Shows a warning as errors are shown: one line, without the code location."""
     notes().print(f"warning: {message}", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def utf8_stdin() -> Iterator[TextIO]:
-    """stdin as UTF-8 whatever the locale; anything else in it is the user's to fix."""
+    """stdin as UTF-8 whatever the locale; other bytes are a GraftError."""
     sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
     try:
         yield sys.stdin
@@ -68,7 +68,7 @@ def utf8_stdin() -> Iterator[TextIO]:
 
 
 class ProgressBars:
-    """A bar a stage on a terminal, with time left; in a pipe a line for every twentieth."""
+    """Progress of long work: on a terminal one bar per stage, with time left; in a pipe one line per 5 %."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""`graft bench --record` and `--replay`: answers and drafts written down once, and policies tried on them since."""
+"""`graft bench --record` and `--replay`: records answers and drafts once, and replays policies on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graft.cli.options import Given
-from graft.cli.standings import compete
+from graft.cli.results_table import run_and_show
 from graft.cli.terminal import ProgressBars, notes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def record_traces(
     model: str | None,
     draft: str | None,
 ) -> None:
-    """A file of traces for each task."""
+    """Records one trace file per task."""
     from graft.bench.replay import Recorder, record, save_traces
     from graft.engine import Engine
     from graft.progress import Report
@@ -49,7 +49,7 @@ def record_traces(
 def replay_traces(
     paths: list[Path], names: list[str], states: list[str], out: Path, limit: int | None, heads: Given, learning: Given
 ) -> None:
-    """The same competition on recorded answers, where a policy is all that runs."""
+    """Runs the benchmark on recorded answers: only policies run, no model."""
     import torch
 
     from graft.bench.replayed import ReplayMethod, read_recorded
@@ -65,7 +65,7 @@ def replay_traces(
         lessons = [question for questions in lesson.tasks.values() for question in questions]
         recorded = recorded.and_traces_of(lesson)
     budget, pass_cost = heads.get("budget", USUAL_BUDGET), heads.get("pass_cost", USUAL_PASS_COST)
-    lineup = [ReplayMethod(name, recorded, budget, pass_cost) for name in names]
+    compared = [ReplayMethod(name, recorded, budget, pass_cost) for name in names]
     facts = {
         "replay": True,
         **{fact: recorded.about.get(fact) for fact in ("model", "draft", "dtype", "depth", "topk", "max_new_tokens")},
@@ -78,4 +78,4 @@ def replay_traces(
         "warmup_prompts": len(lessons),
     }
     trial, machine = next(iter(recorded.tasks.values()))[0], environment(torch.device("cpu"))
-    compete(lineup, states, recorded.tasks, lessons, trial, BenchSettings(), [], facts, machine, out)
+    run_and_show(compared, states, recorded.tasks, lessons, trial, BenchSettings(), [], facts, machine, out)

@@ -1,4 +1,4 @@
-"""`graft train`: an EAGLE-3 draft head for a model, from the model's own answers."""
+"""`graft train`: trains an EAGLE-3 draft head for a model on the model's own answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graft tune`: a profile of a model, a head and this machine, from warm-up prompts."""
+"""`graft tune`: learns a profile of a model, a head and this machine from warm-up prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The persistent datastore: text of the user's own, indexed once on disk and looked up in microseconds.
+"""The persistent datastore: the user's own text, indexed once on disk and looked up in microseconds.
 
-`corpus` finds documents, `build` makes an index of them, `layout` is what lies on disk, `store` looks it up.
+`corpus` reads documents, `build` indexes them, `format` defines the files on disk, `lookup` searches them.
 """

@@ -1,6 +1,6 @@
-"""Makes an index: documents to tokens, tokens to a sorted suffix array, shard by shard so that memory is bounded.
+"""Builds an index: documents to tokens, tokens to a suffix array, shard by shard so that memory is bounded.
 
-All is written in a scratch folder beside the target, so a folder that carries the index's name is always whole.
+Files are written to a scratch folder beside the target and renamed at the end, so an index is always complete.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def build_index(
 
 
 def sorted_suffixes(tokens: NDArray[Any]) -> Iterator[NDArray[np.uint32]]:
-    """The places of `tokens` by the tokens that stand from there on, in slices."""
+    """The suffix array of `tokens`, in slices."""
     from pydivsufsort import divsufsort  # only building needs it
 
     # libdivsufsort sorts bytes. Ranks keep the order of tokens and take few bytes; big-endian, bytes keep it too.
@@ -98,7 +98,7 @@ def sorted_suffixes(tokens: NDArray[Any]) -> Iterator[NDArray[np.uint32]]:
 
 
 class _Writer:
-    """Collects documents and writes a shard whenever there are enough."""
+    """Collects documents and writes a shard whenever it is full."""
 
     def __init__(self, folder: Path, vocab_size: int, shard_tokens: int, report: Callable[[Report], None]) -> None:
         # Ids are stored one higher: 0 stands between documents.
@@ -146,9 +146,9 @@ class _Writer:
 
 
 def _write_suffixes(backwards: NDArray[Any], path: Path) -> int:
-    """Writes the sorted places that something follows; returns how many there are."""
+    """Writes the suffix array without positions that no token follows; returns its length."""
     is_useful = backwards > 0
-    is_useful[1:] &= backwards[:-1] > 0  # the stream is back to front: what follows stands one place before
+    is_useful[1:] &= backwards[:-1] > 0  # the stream is reversed: the following token is one before
     with path.open("wb") as file:
         for places in sorted_suffixes(backwards):
             places[is_useful[places]].tofile(file)
@@ -203,7 +203,7 @@ def _vocab_size(tokenizer: Any) -> int:
 
 @contextmanager
 def _scratch(folder: Path, force: bool) -> Iterator[Path]:
-    """A folder to write in that takes the name of `folder` if all goes well, and vanishes if not."""
+    """A scratch folder that is renamed to `folder` on success and removed on failure."""
     folder = folder.absolute()
     prefix = f".{folder.name}.scratch-"
     try:

@@ -1,6 +1,6 @@
-"""Documents from files and folders: plain text, source code, and rows of JSON. What is no text is left out by name.
+"""Documents from files and folders: plain text, source code, and rows of JSON.
 
-A file the user named must be readable; one that was merely found in a folder is skipped, and the reason counted.
+A file the user named must be readable text; one found in a folder is skipped if it is not, and counted by reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass
 class Skipped:
-    """How often something was left out for one reason, and the first case."""
+    """How many files or rows were skipped for one reason, and the first of them."""
 
     first: Path
     count: int = 0
@@ -45,7 +45,7 @@ class Skipped:
 
 @dataclass
 class Corpus:
-    """The files under some paths, in a fixed order, and what was skipped so far."""
+    """The files under some paths, in a fixed order, and those skipped so far."""
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, Skipped] = field(default_factory=dict)  # by reason

@@ -1,8 +1,8 @@
-"""What lies on disk: a header in JSON and raw arrays, each with its size and checksums. Nothing that can run code.
+"""File format of an index: a JSON header and raw arrays, each with size and checksums. Nothing that can run code.
 
-Each shard is three files. `tokens`: the documents as one stream, back to front, big-endian, so that the order of
-bytes is the order of contexts read backwards. `suffixes`: the places in it, sorted by what stands there, as uint32.
-`fences`: the first bytes of every 64th of these, small enough to stay in memory.
+Each shard is three files. `tokens`: the documents as one stream, reversed and big-endian, so that byte order is the
+order of contexts read backwards. `suffixes`: its suffix array, uint32. `fences`: the first bytes of every 64th suffix,
+small enough to stay in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DatastoreError(GraftError):
 
 @dataclass(frozen=True)
 class Part:
-    """A file as it was written."""
+    """Size and checksums of one file."""
 
     bytes: int
     sample: str  # checksum of a few blocks
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """One suffix array and its text."""
+    """One suffix array and its tokens."""
 
     tokens: int
     documents: int
@@ -54,7 +54,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Header:
-    """All that is known of an index without opening its arrays."""
+    """Header of an index: everything but its arrays."""
 
     token_bytes: int  # 2 or 4
     vocab_size: int
@@ -76,7 +76,7 @@ class Header:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Names what every id means. Two tokenizers with the same vocabulary may share an index."""
+    """A checksum of the vocabulary. Two tokenizers with the same vocabulary may share an index."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -118,7 +118,7 @@ def read_header(folder: Path) -> Header:
 
 
 def check_parts(folder: Path, header: Header, whole: bool = False) -> None:
-    """Refuses files that are missing, cut off or changed; unless `whole`, it reads a few blocks of each."""
+    """Refuses files that are missing, truncated or changed. whole: checks every byte, else a few blocks of each."""
     for number, shard in enumerate(header.shards):
         for name, part in shard.parts.items():
             path = part_path(folder, number, name)
@@ -139,7 +139,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _sample(path: Path) -> str:
-    """Checksum of blocks spread evenly from the first to the last."""
+    """Checksum of blocks spread evenly over a file."""
     digest, last = hashlib.sha256(), max(path.stat().st_size - _BLOCK, 0)
     with path.open("rb", buffering=0) as file:
         for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):

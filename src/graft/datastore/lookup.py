@@ -1,6 +1,6 @@
-"""Datastore: looks up, in an index on disk, what followed the longest match of a context's end.
+"""Lookup in an index on disk: the continuations of the longest match of a context's end.
 
-The arrays are mapped into memory read-only: opening reads a few blocks, and processes share one copy. Needs numpy.
+The arrays are memory-mapped read-only: opening reads a few blocks, and processes share one copy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MAX_SAMPLE = 32  # occurrences that are read; the share of a continuation is th
 
 _CODES = {2: "H", 4: "I"}  # of struct, by the bytes of a token
 
-Row = tuple[int, ...]  # what followed one occurrence, as it is stored: ids are one higher
+Row = tuple[int, ...]  # the tokens after one occurrence, as stored: ids are one higher
 
 
 class Continuation(NamedTuple):
-    """Tokens that followed, and of each, how many of the occurrences read agree up to and with it."""
+    """A continuation's tokens, and for each how many of the occurrences read agree up to and with it."""
 
     tokens: list[int]
     counts: list[int]
@@ -71,7 +71,7 @@ class Datastore:
         self._shards = [_Shard(self.folder, self.header, number) for number in range(len(self.header.shards))]
 
     def __len__(self) -> int:
-        """Tokens in it."""
+        """Number of tokens indexed."""
         return self.header.tokens
 
     def continuations(self, suffix: Sequence[int], count: int, length: int) -> Match:
@@ -96,7 +96,7 @@ class Datastore:
         return Match(longest, total, len(rows), chains)
 
     def _packed(self, suffix: Sequence[int]) -> bytes:
-        """The context's end, backwards, as the index stores it; it stops at an id the index cannot hold."""
+        """The context's end, reversed, as the index stores it; it stops at an id the index cannot hold."""
         tokens = suffix[-MAX_MATCH:][::-1]
         vocab_size = self.header.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -121,7 +121,7 @@ class _Shard:
         self._fences = np.frombuffer(_mapped(part_path(folder, number, "fences")), dtype=f"S{FENCE_BYTES}")
 
     def longest_match(self, context: bytes) -> tuple[int, int, int]:
-        """Its length in tokens, and from where to where the suffixes stand that begin so."""
+        """Length of the longest match in tokens, and the range of suffixes that begin with it."""
         low, high = self._bounds(context)
         read = self._reader(len(context))
         place = bisect_left(self._suffixes, context, low, high, key=read)
@@ -137,7 +137,7 @@ class _Shard:
         return length, left, bisect_right(self._suffixes, prefix, place, high, key=read)
 
     def following(self, left: int, right: int, num_read: int, length: int) -> list[Row]:
-        """What follows `num_read` of the suffixes from `left` to `right`, evenly spread."""
+        """Continuations of `num_read` of the suffixes from `left` to `right`, evenly spread."""
         tokens, width, size = self._tokens, self._width, length * self._width
         unpack = struct.Struct(f">{length}{self._code}").unpack
         rows = []
@@ -148,7 +148,7 @@ class _Shard:
         return rows
 
     def _bounds(self, prefix: bytes) -> tuple[int, int]:
-        """Between which fences `prefix` and all that begins with it lies: a few steps remain to be searched."""
+        """Range of suffixes between the fences around `prefix`: what is left to search."""
         head = prefix[:FENCE_BYTES]
         low = int(self._fences.searchsorted(head)) - 1
         high = int(self._fences.searchsorted(head.ljust(FENCE_BYTES, b"\xff"), "right"))
@@ -179,7 +179,7 @@ def _heaviest_paths(rows: list[Row], count: int) -> list[tuple[Row, list[int]]]:
         while (row := rows[start]) != (last := rows[stop - 1]):
             depth = len(counts)
             if depth == len(row):
-                start += 1  # this one ends on the way of the others
+                start += 1  # this row ends where the others go on
             elif row[depth] == last[depth]:
                 counts.append(stop - start)
             else:

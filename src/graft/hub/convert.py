@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a folder that transformers loads as it is: bf16 safetensors and a tokenizer."""
+"""Converts a GGUF file into a folder that transformers loads: bf16 safetensors and a tokenizer."""
 
 import io
 from contextlib import redirect_stderr

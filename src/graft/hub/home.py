@@ -1,4 +1,4 @@
-"""Where Graft keeps what it fetches and makes."""
+"""Folders under GRAFT_HOME, where Graft keeps models and profiles."""
 
 import os
 from pathlib import Path

@@ -102,7 +102,7 @@ def _reason(source: Path | str, error: Exception) -> str:
 
 
 def _unreadable_part(folder: Path) -> str | None:
-    """The first thing wrong with the files of a model folder, looked for only once loading has failed."""
+    """The first fault in a model folder's files; called only after loading has failed."""
     if not (folder / "config.json").is_file():
         return f"{folder / 'config.json'} is missing; give a folder written by save_pretrained"
     for path in sorted(folder.glob("*.json")):

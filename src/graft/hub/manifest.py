@@ -1,6 +1,6 @@
-"""The manifest of a pulled model: where it came from and which files it must have.
+"""The manifest of a pulled model: its source, and the size and checksum of each file.
 
-Written once when a model is pulled; read before it is loaded, so that damage is named, not guessed.
+Written once when a model is pulled; read before it is loaded, so that an error names the damaged file.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ MANIFEST = "graft.json"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file as it was written."""
+    """Size and checksum of one file."""
 
     bytes: int
     sha256: str
@@ -42,7 +42,7 @@ def write_manifest(folder: Path, model: PackagedModel) -> None:
 
 
 def check_sizes(folder: Path) -> None:
-    """Refuse a model with a missing or cut-off file; sizes only, so that it costs next to nothing."""
+    """Refuse a model with a missing or truncated file; compares sizes only, which is quick."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:

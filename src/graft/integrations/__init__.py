@@ -1,1 +1,1 @@
-"""Graft inside other people's stacks."""
+"""Graft inside other libraries."""

@@ -31,14 +31,14 @@ from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY
 from graft.spec_decode.tree import DraftTree
 
-# What `generate` hands over beside its own arguments and that decoding needs not, or computes by itself.
-_WHOLE_BATCH = (  # processors that know a row by its place in the batch, or keep state for the whole of it
+_WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+# What `generate` passes beside its own arguments; decoding computes these by itself.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
@@ -149,7 +149,7 @@ class _ProcessorChooser:
         return torch.tensor(tokens)
 
     def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
-        """Processors look at the tokens before."""
+        """Does nothing: processors need the tokens before, which differ from node to node."""
 
     def move_on(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")

@@ -1,6 +1,6 @@
-"""Arenas: where caches stay in place, so that captured CUDA graphs, bound to addresses, outlive generations.
+"""Arenas: KV caches at fixed addresses, so that the CUDA graphs captured over them outlive a generation.
 
-Without a GPU the same code runs, and what would be replayed is called.
+Without a GPU the same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are
 _WHOLE_SLOTS = 4096  # above it, an arena's slots are a multiple of it; below, a power of two
 
 MAX_PATH = 128  # tokens of a round, at most
-_PATIENCE = 5.0  # seconds without captures when there was no memory for one
+_PATIENCE = 5.0  # seconds without further captures after one ran out of memory
 
 _SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
 _MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
@@ -35,11 +35,11 @@ Run = Callable[[], None]
 
 
 class CaptureError(RuntimeError):
-    """What runs could not be captured: it cannot be, or another thread asked something of the device meanwhile."""
+    """A CUDA graph capture failed: the work cannot be captured, or another thread used the device meanwhile."""
 
 
 class Event:
-    """A point in what the device was given to do; without a GPU it is always past."""
+    """A CUDA event on the current stream; without a GPU it has always happened."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,9 +55,9 @@ class Event:
 
 
 class Numbers:
-    """What the host tells graphs of the rows: int32 numbers at fixed addresses, taken to the device in one transfer.
+    """Static int32 inputs of CUDA graphs, taken from the host to the device in one transfer.
 
-    Some columns, a number a row, and some tables, up to `room` numbers a row.
+    Columns hold one number per row; tables hold up to `room` numbers per row.
     """
 
     def __init__(self, num_columns: int, num_tables: int, rows: int, room: int, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class Numbers:
         return self._there[start : start + rows * width].view(rows, width)
 
     def load(self, columns: Sequence[Sequence[int]], tables: Sequence[Sequence[Sequence[int]]], width: int) -> None:
-        """Rows beyond those given have zeros, and so has a table behind a row's numbers."""
+        """Writes columns and tables; missing rows, and the rest of a table's row, are zero."""
         self._loaded.wait()
         self._array[:] = 0
         for number, column in enumerate(columns):
@@ -97,19 +97,19 @@ class Numbers:
 
 
 class Lease:
-    """The use of an arena, for as long as a cache has this."""
+    """Token of an arena's use: the arena is free again when its cache drops this."""
 
 
 @dataclass(eq=False)
 class Arena:
-    """Tensors of a cache that stay where they are, and the steps bound to them. One lease at a time is out."""
+    """A KV cache at fixed addresses, and the CUDA graphs captured over it. It is leased to one cache at a time."""
 
     keys: Tensor  # [layers, rows, slots, kv_heads, head_dim]
     values: Tensor
     rotary: Rotary | None
-    pool: Any  # of memory that its graphs share; None without a GPU
-    steps: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what was captured, by bucket
-    places: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # what steps of several buckets read and write
+    pool: Any  # memory pool that its graphs share; None without a GPU
+    steps: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # CUDA graphs, by bucket
+    buffers: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # static inputs and outputs, by bucket
     lease: weakref.ref[Lease] | None = None
     claim: Claim | None = None  # of a limit, on its slots
 
@@ -123,11 +123,11 @@ class Arena:
 
     def forget(self) -> None:
         self.steps.clear()
-        self.places.clear()
+        self.buffers.clear()
         self.pool = new_pool(self.keys.device)
 
     def context_for(self, lengths: Sequence[int], contexts: Sequence[int]) -> int:
-        """Of some lengths of texts the least that holds these; all slots if none does."""
+        """The smallest of `contexts` that covers all `lengths`; all slots if none does."""
         longest = max(lengths)
         return min(next((context for context in contexts if context >= longest), self.num_slots), self.num_slots)
 
@@ -136,7 +136,7 @@ class Arena:
 
 
 class ArenaCache(TreeCache):
-    """A cache in an arena. What it holds stays in place: rows that stay move up within it."""
+    """A KV cache in an arena. Rows that stay are moved up within the arena."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ArenaCache(TreeCache):
         max_positions: int | None = None,
         num_needed: int = 0,
     ) -> None:
-        """owner: who captures what is done to it, and has larger arenas. num_needed: slots that were asked for."""
+        """owner: captures its graphs and leases larger arenas. num_needed: slots that were asked for."""
         super().__init__(len(arena.keys), num_rows, arena.num_slots)
         self._owner, self._max_positions, self._num_needed = owner, max_positions, num_needed
         self._lease = Lease() if owner is not None else None
@@ -155,7 +155,7 @@ class ArenaCache(TreeCache):
         self._keys, self._values = arena.keys, arena.values
 
     def aim_at_first(self, num_rows: int) -> None:
-        """Readies the first rows for a step, which finds its slots by itself."""
+        """Makes the first rows those of the current forward, whose graph finds the slots by itself."""
         self._rows = slice(0, num_rows)
 
     @property
@@ -183,7 +183,7 @@ class ArenaCache(TreeCache):
         return self._with_room(max(rows, self.num_rows), self._num_needed)
 
     def _with_room(self, num_rows: int, num_slots: int) -> Self:
-        """The same rows, in a larger arena where they do not fit; its steps are captured anew."""
+        """The same rows, copied to a larger arena if they do not fit; its graphs are captured anew."""
         if self.arena.holds(next_power(num_rows), num_slots):
             there = self._with_lengths(self.lengths)
             there._num_needed = num_slots
@@ -200,15 +200,15 @@ class ArenaCache(TreeCache):
 
 
 class Arenas:
-    """Arenas of one kind, leased to one cache at a time, and how their steps are captured."""
+    """All arenas of one model, and the capture of their CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arenas: list[Arena] = []
         self.limit: CacheLimit | None = None  # on the slots of all of them
         self.failure: str | None = None  # why there are none
-        # Held by whoever leases, captures or starts a step: engines in several threads may share arenas, and trial
-        # runs, in a stream of their own, must have what steps share to themselves.
+        # Held by whoever leases, captures or starts a step: engines in several threads may share arenas, and
+        # warm-up runs, in a CUDA stream of their own, must not share static buffers with a running step.
         self.lock = threading.RLock()
         self.num_captured = 0
         self.num_shortages = 0  # captures that there was no memory for
@@ -222,10 +222,10 @@ class Arenas:
     def make_arena(self, rows: int, slots: int, max_positions: int | None) -> Arena: ...
 
     def lease(self, num_rows: int, num_slots: int, max_positions: int | None) -> ArenaCache:
-        """A cache of at least that size, in the smallest arena that has it.
+        """A KV cache of at least that size, in the smallest free arena that holds it.
 
-        Of those that nobody has, the smallest and the largest stay for who needs them next; the others go, and all of
-        them before a new one is made.
+        Of the free arenas the smallest and the largest are kept for reuse, the others are dropped; before a new one is
+        made, all of them are.
         """
         rows, slots = next_power(num_rows), _slots(num_slots)
         with self.lock:
@@ -252,7 +252,7 @@ class Arenas:
         return sum(arena.keys.shape[1] * arena.num_slots for arena in self.arenas if arena.is_free)
 
     def keep_to(self, limit: CacheLimit) -> None:
-        """From now on; what there is counts too, as far as it is in use."""
+        """Sets the limit on all arenas; existing ones count, free ones are dropped first."""
         if self.limit is limit:
             return
         self.limit = limit
@@ -262,25 +262,27 @@ class Arenas:
             arena.claim = limit.claim(arena.keys.shape[1] * arena.num_slots)
 
     def drop_free(self) -> None:
-        """Lets go of what nobody has."""
+        """Drops the arenas that are not leased."""
         self._drop([arena for arena in self.arenas if arena.is_free])
 
     def _drop(self, gone: Sequence[Arena]) -> None:
         self.arenas = [arena for arena in self.arenas if arena not in gone]
         for arena in gone:
-            arena.steps.clear()  # which have it in turn: else its memory would stay until a search for cycles
-            arena.places.clear()
+            arena.steps.clear()  # they refer to the arena: its memory would stay until the garbage collector runs
+            arena.buffers.clear()
 
     @property
     def num_setups(self) -> int:
-        """What was done once, or in vain: rounds in which it was are no measure."""
+        """Captures made, or tried in vain, so far: rounds with one are not counted in measured times."""
         return self.num_captured + self.num_shortages + self.num_failures
 
     def captured(self, arena: Arena, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
-        """What replays `run`, captured under `key` if it is not yet; where there is no memory for that, or another
-        thread breaks into it, `run` itself, which does the same to the bit, only slower. A later call tries again.
+        """The CUDA graph of `run`, captured under `key` at first use.
 
-        moving: what trial runs change, and a capture must not.
+        Where memory is short, or another thread disturbs the capture, `run` itself is returned: the same bits, only
+        slower. A later call tries again.
+
+        moving: tensors that `run` changes; they are restored after the warm-up runs.
         """
         if key in arena.steps:
             step: Run = arena.steps[key]
@@ -310,7 +312,7 @@ class Arenas:
         return run
 
     def _make_memory(self, arena: Arena) -> bool:
-        """Gives back what nobody uses. Returns whether that was anything."""
+        """Frees unused arenas and cached memory. Returns whether anything was freed."""
         if not arena.steps:
             arena.pool = new_pool(self.device)  # what a capture has begun and not ended cannot be used again
         free = [other for other in self.arenas if other.is_free and other is not arena]
@@ -324,7 +326,7 @@ class Arenas:
         return torch.cuda.memory_reserved(self.device) < reserved
 
     def capture(self, run: Run, pool: Any) -> Run:
-        """What replays `run`, or without a GPU calls it. Runs it first, since libraries set themselves up then."""
+        """Captures `run` in a CUDA graph after two warm-up runs; without a GPU, runs it once and returns it."""
         if self._stream is None:
             run()
             return run
@@ -346,26 +348,26 @@ class Arenas:
         return replay
 
     def move(self, arena: Arena, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the tokens of each row's path together behind its root, which comes behind so many tokens."""
+        """Moves keys and values of each row's accepted path to the slots after its root. lengths: committed tokens."""
         rows = next_power(len(lengths))
         key = ("move", rows)
         with self.lock, torch.cuda.device_of(arena.keys):
-            if key not in arena.places:
-                arena.places[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
-            moves: Numbers = arena.places[key]
+            if key not in arena.buffers:
+                arena.buffers[key] = Numbers(2, 1, rows, MAX_PATH, self.device)
+            moves: Numbers = arena.buffers[key]
             keys, values = arena.keys[:, :rows], arena.values[:, :rows]
 
             def run() -> None:
                 attention_kernels.commit(keys, values, moves.column(0), moves.table(0, rows, MAX_PATH), moves.column(1))
 
             if key not in arena.steps:
-                moves.load((), (), MAX_PATH)  # trial runs move nothing: all paths are empty
+                moves.load((), (), MAX_PATH)  # warm-up runs move nothing: all paths are empty
             step = self.captured(arena, key, run)
             moves.load((lengths, [len(path) for path in paths]), (paths,), MAX_PATH)
             step()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes of GPU memory by purpose."""
         caches = [t for arena in self.arenas for t in (arena.keys, arena.values)]
         tables = [t for arena in self.arenas if arena.rotary for t in (arena.rotary.cos, arena.rotary.sin)]
         segments = torch.cuda.memory_snapshot() if self._is_cuda else []
@@ -378,12 +380,12 @@ class Arenas:
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on the host that a device reads and writes without waiting."""
+    """Zeros in pinned host memory, for asynchronous copies."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def new_pool(device: torch.device) -> Any:
-    """Memory for graphs that stay and go together: a pool that all graphs have left cannot be used again."""
+    """A memory pool for graphs that are dropped together: a pool whose graphs are all gone cannot be used again."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -397,7 +399,7 @@ def next_power(number: int) -> int:
 
 
 def _slots(number: int) -> int:
-    """Doubled for a longer text while that is cheap, and in steps further on."""
+    """Slots of an arena: the next power of two while that is cheap, then multiples of `_WHOLE_SLOTS`."""
     return max(next_power(number), CONTEXTS[0]) if number <= _WHOLE_SLOTS else whole(number, _WHOLE_SLOTS)
 
 
@@ -406,7 +408,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether an error is for want of memory, or came in the wake of one that was."""
+    """Whether an error is an out-of-memory error, or was caused by one."""
     while error is not None:
         words = str(error).lower()
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in words for word in _SHORTAGES):

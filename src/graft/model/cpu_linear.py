@@ -27,11 +27,11 @@ _WORTH_IT = 0.9  # of torch's time
 
 
 class FewTokensLinear(nn.Linear):
-    """A linear layer that hands 2 to 32 tokens to the kernel, and all else to torch."""
+    """A linear layer that uses the kernel for 2 to 32 tokens, and torch otherwise."""
 
     @classmethod
     def sharing(cls, layer: nn.Linear) -> FewTokensLinear:
-        """A layer with the very parameters of another one."""
+        """A layer that shares the parameters of another one."""
         new = cls(layer.in_features, layer.out_features, bias=False, device="meta")
         new.weight, new.bias = layer.weight, layer.bias
         return new.train(layer.training)
@@ -58,7 +58,7 @@ def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def speed_up(model: nn.Module) -> bool:
-    """Gives a model's float32 linear layers on a CPU the kernel, if that makes it faster. Parameters stay the same."""
+    """Replaces a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same."""
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
     if not layers or _kernel() is None or not _is_faster(list(layers.values())):
         return False
@@ -79,7 +79,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _can_run(input: Tensor, weight: Tensor) -> bool:
-    """Whether a model is still what it was when it was sped up, and only wants the numbers."""
+    """Whether the kernel can run: inference, no autocast, and weights still float32 on a CPU."""
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -94,7 +94,7 @@ def _can_run(input: Tensor, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_faster(layers: list[nn.Linear]) -> bool:
-    """Times both ways over a few layers, in turns and each at its best, since other work may run beside."""
+    """Times the kernel and torch in turn over a few layers; the best of each counts, as other work may run beside."""
     weights = [layer.weight for layer in layers[:16]]
     inputs = [torch.randn(8, weight.shape[1]) for weight in weights]
 
@@ -112,7 +112,7 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
 @cache
 def _kernel() -> Callable[..., int] | None:
     """The kernel for this processor, or None where it was not built."""
-    # As torch found out what the processor has; on those that are no x86, there is only one.
+    # By torch's own detection of the CPU; there is only one variant where it is not x86.
     is_wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     try:
         library = compiled(HERE, "_cpu_linear_avx2" if is_wide else "_cpu_linear")
@@ -134,8 +134,7 @@ class _Threads(ctypes.Structure):
 
 @cache
 def _threads() -> Any:
-    """The threads of the OpenMP library that torch brought along, which all such libraries give under these names; None
-    if it brought none."""
+    """Functions of the OpenMP library that torch ships, by their common names; None if it ships none."""
     for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
         try:
             library = ctypes.CDLL(str(path))  # the one that is loaded

@@ -1,8 +1,8 @@
-"""CapturedTarget: a target step as one CUDA graph, replayed for every tree of its bucket.
+"""CUDA graphs of the target model: `CapturedTarget` runs a verify as one graph per bucket of rows, width and context.
 
-A tree is padded to the next of a few widths, and its text's length counts as the next of a few contexts, so that few
-graphs serve all rounds. A graph is bound to addresses: caches are leased from an arena that outlives generations.
-Without a GPU the same code runs, and what would be replayed is called.
+A tree is padded to the next of a few widths, and its context length is rounded up to the next of a few contexts, so
+that few graphs serve all rounds. A graph is bound to addresses: KV caches are leased from an arena that outlives
+generations. Without a GPU the same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_LOGITS = 2**31  # bytes of logits that an arena's steps may keep, if there 
 
 
 class Inputs:
-    """What a step reads: numbers that lie together, so that one transfer takes all of them to the device."""
+    """Inputs of a step (tree and lengths) in one int32 tensor, so that one transfer takes all of them to the device."""
 
     def __init__(self, numbers: Tensor, rows: int, width: int) -> None:
         self.numbers = numbers
@@ -65,9 +65,9 @@ class Inputs:
         return ALIGNED + whole(rows) + 2 * whole(rows * width)
 
     def fill(self, tree: DraftTree, lengths: Sequence[int]) -> None:
-        """Takes in the trees of the first rows. Other rows have no text, and whatever tree they had before.
+        """Writes the trees of the first rows. Other rows get length 0 and keep whatever tree they had before.
 
-        Whoever goes down a tree does not come to places that hold no node, as these have no parent.
+        Padding nodes get the parent -1, so that no walk down the tree reaches them.
         """
         rows, width = tree.tokens.shape
         head = self._head.numpy()
@@ -77,7 +77,7 @@ class Inputs:
 
 
 class GraphBuffers:
-    """What steps of one number of rows and one width read and write, at fixed addresses."""
+    """Static inputs and outputs of the CUDA graphs of one number of rows and one width."""
 
     def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device) -> None:
         size, num_highest = Inputs.num_numbers(rows, width), min(NUM_SUCCESSORS, vocab_size)
@@ -98,8 +98,8 @@ class GraphBuffers:
         self.inputs.numbers.copy_(self._staged.numbers, non_blocking=True)
         self._loaded.record()
 
-    def judge(self, logits: Tensor) -> None:
-        """Takes in a forward's logits, and tells the host which are the highest."""
+    def take_logits(self, logits: Tensor) -> None:
+        """Stores a forward's logits, and sends the top-k tokens of each node to the host."""
         self.logits.copy_(logits)
         num_highest = self.best_tokens.shape[2]
         tokens, values, _ = topk_kernels.highest(self.logits.flatten(0, 1), num_highest)
@@ -110,16 +110,16 @@ class GraphBuffers:
 
 @dataclass(eq=False, kw_only=True)
 class StepArena(Arena):
-    """An arena for steps."""
+    """An arena of the target model."""
 
     hidden: Tensor  # [rows, width, layers * H] of the last step, where the drafter's own graphs find them
 
 
 class Graphs(Arenas):
-    """What runners of one model that ask for the same hidden states share: fused weights, arenas, captured steps."""
+    """Fused weights, arenas and CUDA graphs of one model, shared by all runners that ask for the same hidden states."""
 
     def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool) -> None:
-        """num_hidden: layers whose inputs are asked for. exact: see `CapturedTarget`."""
+        """num_hidden: how many layers' inputs a step returns. exact: see `CapturedTarget`."""
         super().__init__(model.device)
         self.model = model
         self._exact = exact
@@ -130,16 +130,16 @@ class Graphs(Arenas):
         self._weights: tuple[int, ...] = ()
 
     def make_room(self, arena: Arena, num_logits: int) -> None:
-        """Forgets the steps that were not used for longest, if an arena's logits and so many more are too much."""
-        while (places := _places(arena)) and 4 * num_logits + num_bytes(p.logits for p in places) > _MAX_LOGITS:
-            oldest = next(key for key, place in arena.places.items() if place is places[0])
-            del arena.places[oldest]
+        """Drops the least recently used graphs of an arena until its logits and `num_logits` more fit in memory."""
+        while (kept := _graph_buffers(arena)) and 4 * num_logits + num_bytes(b.logits for b in kept) > _MAX_LOGITS:
+            oldest = next(key for key, buffers in arena.buffers.items() if buffers is kept[0])
+            del arena.buffers[oldest]
             arena.steps = {key: run for key, run in arena.steps.items() if key[:2] != oldest}
 
     def refresh(self) -> None:
-        """Starts anew if the model's weights lie elsewhere than before, or somebody has hooked into the model.
+        """Drops all graphs if the model's weights have moved, or somebody has added a hook to the model.
 
-        Not while it decodes: looking takes milliseconds, and who changes a model then has other worries.
+        Not while it decodes: the check takes milliseconds.
         """
         if not all(arena.is_free for arena in self.arenas):
             return
@@ -162,14 +162,16 @@ class Graphs(Arenas):
         return GraftError(f"exact steps were asked for, and {kind} cannot have them here ({reason}): drop exact")
 
     def give_up(self, error: Exception) -> None:
-        """From now on transformers' own forward is run, eagerly; unless it was for want of memory, which may pass, or
-        exact steps were asked for: then the error stands."""
+        """Falls back to transformers' own eager forward from now on.
+
+        Raises the error instead if memory was short, which may pass, or exact steps were asked for.
+        """
         if is_shortage(error) or isinstance(error, GraftError):
             raise error
         self.run_eagerly(first_line(error))
 
     def run_eagerly(self, reason: str) -> None:
-        """From now on, as steps cannot be captured."""
+        """Falls back to eager steps from now on, with one warning that gives the reason."""
         if self._exact:
             raise self._not_exact(reason)
         if self.failure is None:
@@ -184,7 +186,7 @@ class Graphs(Arenas):
             arena.forget()
 
     def memory_report(self) -> dict[str, int]:
-        outputs = [place.logits for arena in self.arenas for place in _places(arena)]
+        outputs = [buffers.logits for arena in self.arenas for buffers in _graph_buffers(arena)]
         return super().memory_report() | {"logits": num_bytes(outputs)}
 
     def make_arena(self, rows: int, slots: int, max_positions: int | None) -> StepArena:
@@ -198,15 +200,16 @@ class Graphs(Arenas):
         return StepArena(keys, values, rotary, new_pool(model.device), hidden=hidden)
 
 
-def _places(arena: Arena) -> list[GraphBuffers]:
-    return [place for place in arena.places.values() if isinstance(place, GraphBuffers)]
+def _graph_buffers(arena: Arena) -> list[GraphBuffers]:
+    """Of verify steps, the least recently used first; an arena also keeps those of commits."""
+    return [buffers for buffers in arena.buffers.values() if isinstance(buffers, GraphBuffers)]
 
 
 _GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool], Graphs] = weakref.WeakValueDictionary()
 
 
 class CapturedTarget(TargetRunner):
-    """A TargetRunner whose `verify` replays a graph. What it gives is valid until the next `verify`."""
+    """A TargetRunner whose `verify` replays a CUDA graph. Its output is valid until the next `verify`."""
 
     widths: tuple[int, ...] = WIDTHS
     prompt_widths: tuple[int, ...] = PROMPT_WIDTHS
@@ -252,7 +255,7 @@ class CapturedTarget(TargetRunner):
 
     @property
     def _num_more(self) -> int:
-        """Slots behind a text, for the places of a step that hold no node."""
+        """Slots after a text for the padding nodes of a step."""
         return max(self.widths[-1], self.prompt_widths[-1])
 
     @property
@@ -287,7 +290,7 @@ class CapturedTarget(TargetRunner):
 
     @torch.no_grad()
     def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
-        """By graphs too, for the first row: always, as a prompt's bits must not depend on what was read before it."""
+        """Prefills the first row by graphs, always: a prompt's bits must not depend on how much of it was cached."""
         if row > 0 or not isinstance(cache, ArenaCache):
             yield from super().prefill(cache, row, tokens)
             return
@@ -305,7 +308,7 @@ class CapturedTarget(TargetRunner):
             yield verified
 
     def _replay(self, cache: ArenaCache, tree: DraftTree, rows: int, width: int) -> VerifyOutput | None:
-        """A forward of the cache's first rows by a graph; None if there are none."""
+        """A forward of the cache's first rows by a CUDA graph; None if steps cannot be captured."""
         if self._graphs.failure is not None:
             return None
         num_rows = len(tree.tokens)
@@ -314,41 +317,41 @@ class CapturedTarget(TargetRunner):
             raise GraftError(f"the cache holds {cache.num_slots} tokens and {max(lengths) + width} are needed")
         arena = cast(StepArena, cache.arena)
         with self._graphs.lock, torch.cuda.device_of(arena.keys):
-            place, run = self._step(arena, tree, lengths, rows, width)
+            buffers, run = self._step(arena, tree, lengths, rows, width)
             if run is None:
                 return None
             cache.aim_at_first(num_rows)
             run()
-            place.step.judged.record()
+            buffers.step.judged.record()
         part = (slice(num_rows), slice(tree.width))
-        highest = (place.best_tokens[part], place.best_logits[part])
-        return VerifyOutput(tree.tokens, place.logits[part], arena.hidden[part], highest, place.step)
+        highest = (buffers.best_tokens[part], buffers.best_logits[part])
+        return VerifyOutput(tree.tokens, buffers.logits[part], arena.hidden[part], highest, buffers.step)
 
     def _step(
         self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
     ) -> tuple[GraphBuffers, Run | None]:
-        """The step of the tree's bucket with the tree in place; captured if there is none yet, None if that fails."""
+        """The graph of the tree's bucket, with the tree loaded; captured at first use, None if that fails."""
         context = arena.context_for(lengths, self.contexts)
-        place: GraphBuffers | None = arena.places.pop((rows, width), None)
-        if place is None:
+        buffers: GraphBuffers | None = arena.buffers.pop((rows, width), None)
+        if buffers is None:
             self._graphs.make_room(arena, rows * width * self.vocab_size)
-            place = GraphBuffers(rows, width, self.vocab_size, self.device)
-        arena.places[rows, width] = place  # behind those that were used before
-        place.load(tree, lengths)  # before a capture too: its trial runs write where the tree's own will
+            buffers = GraphBuffers(rows, width, self.vocab_size, self.device)
+        arena.buffers[rows, width] = buffers  # last, as the most recently used
+        buffers.load(tree, lengths)  # before a capture too: its warm-up runs write to the slots of this tree
         key = (rows, width, context)
         if key in arena.steps:
-            return place, arena.steps[key]
+            return buffers, arena.steps[key]
         count = self._graphs.num_captured + 1
         self.progress(Report("graphs", count, count + 1, f"width {width}, context {context}"))
         try:
-            return place, self._graphs.captured(arena, key, self._make_run(arena, place, context))
+            return buffers, self._graphs.captured(arena, key, self._make_run(arena, buffers, context))
         except Exception as error:  # whatever a model, a compiler or a driver may raise
             self._graphs.give_up(error)
-            return place, None
+            return buffers, None
 
-    def _make_run(self, arena: StepArena, place: GraphBuffers, context: int) -> Run:
+    def _make_run(self, arena: StepArena, buffers: GraphBuffers, context: int) -> Run:
         """One forward over static inputs: no shape and no branch in it depends on what they hold."""
-        inputs = place.inputs
+        inputs = buffers.inputs
         rows, width = inputs.tokens.shape
         layers, rotary = self._graphs.layers, arena.rotary
         writer = ArenaCache(arena, rows)  # only to find slots: it has no lease and no lengths
@@ -365,14 +368,14 @@ class CapturedTarget(TargetRunner):
                 lengths = inputs.lengths.long()
                 writer.aim_on_device(lengths, width)
                 out, hidden = self._run_model(writer, tokens, self._clamped(lengths[:, None] + depths), seen)
-            place.judge(out)
+            buffers.take_logits(out)
             arena.hidden[:rows, :width].copy_(hidden)
 
         return run
 
     @torch.no_grad()
     def _forward(self, cache: TreeCache, tree: DraftTree, aim: WritePosition, num_logits: int = 0) -> VerifyOutput:
-        """The same layers, eagerly: chunks of prompts, and trees of unusual widths."""
+        """The fused layers without a graph: for prompt chunks of further rows, and trees wider than any bucket."""
         layers = self._graphs.layers
         rotary = cache.arena.rotary if isinstance(cache, ArenaCache) else None
         if layers is None or rotary is None or not isinstance(cache, ArenaCache):
@@ -391,7 +394,7 @@ class CapturedTarget(TargetRunner):
         return VerifyOutput(tokens, logits.float(), side_by_side(inputs, tree.tokens[..., None].to(logits.dtype)))
 
     def _find_cache_shape(self) -> tuple[int, int] | None:
-        """By a forward of one token; None if keys and values are of different shapes."""
+        """Key/value heads and head_dim, by a forward of one token; None if keys and values differ in shape."""
         cache = TreeCache(self._num_layers, 1, 1)
         TargetRunner.verify(self, cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
         key, value = (stored.shape[3:] for stored in cache.stored)

@@ -1,8 +1,8 @@
-"""A forward of our own over a transformers model's weights, for models built like Llama, in few kernels.
+"""Fused forward of Llama-like models (Llama, Mistral, Qwen2, Qwen3) over a transformers model's own weights.
 
-What lies between matrix products is fused (`kernels/layer.py`). The weights remain the model's: those that one product
-takes together are laid below each other once, and its parameters become views of them. Whatever `why_not` has an answer
-for is left to transformers' own code.
+What lies between matrix products is fused (`kernels/layer.py`). Weights that one product takes together (q, k, v; gate,
+up) are concatenated once, and the model's parameters become views of them. A model for which `why_not` gives a reason
+is run by transformers' own code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FAMILIES = {
 }
 _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle unless its forward asks for outputs
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # those that turn a position alike in texts of any length
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # what a program of the norm kernel holds
@@ -43,7 +43,7 @@ MAX_HIDDEN = 16384  # what a program of the norm kernel holds
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the first positions, [positions, head_dim / 2]."""
+    """Rotary tables: cosines and sines of the first positions, [positions, head_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -51,7 +51,7 @@ class Rotary:
     @classmethod
     @torch.no_grad()
     def of(cls, module: nn.Module, like: Tensor, num_positions: int) -> Rotary:
-        """By a model's own module, where and as `like` is, [any, any]."""
+        """Tables by a model's own rotary module, on the device and in the dtype of `like` [any, any]."""
         positions = torch.arange(num_positions, device=like.device)[None]
         # Both halves of a head turn alike.
         return cls(*(table[0, :, : table.shape[2] // 2].contiguous() for table in module(like[:1], positions)))
@@ -74,10 +74,10 @@ class _Layer:
 
 
 class FastLayers:
-    """The model's forward over a cache's tensors."""
+    """The model's fused forward over the tensors of a KV cache."""
 
     def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
-        """model: one that `why_not` has nothing against. exact: bits depend on no batch, however large."""
+        """model: one for which `why_not` is None. exact: a token's bits do not depend on the batch, however large."""
         parts: Any = model
         config = model.config
         self.num_layers = config.num_hidden_layers
@@ -123,8 +123,10 @@ class FastLayers:
         hidden_layers: Sequence[int] = (),
         num_logits: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, W, V] in the model's dtype, of the last tokens only if num_logits is given, and the inputs
-        [B, W, H] of the layers asked for. Keys and values are written behind the committed ones."""
+        """Logits [B, W, V] in the model's dtype, and the inputs [B, W, H] of `hidden_layers`.
+
+        Keys and values are written after the committed ones. num_logits: only of so many last tokens; 0 of all.
+        """
         batch, width = tokens.shape
         scratch = self._scratch(batch, width, seen)
         multiply = self._multiply
@@ -157,7 +159,7 @@ class FastLayers:
         return logits, [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
 
     def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
-        """For the attention of all layers in turn."""
+        """Scratch memory for attention, shared by all layers."""
         tiles = attention_kernels.tiles_for(self.head_dim, self._embedding.dtype)
         max_depth = seen.paths.shape[2] - 1
         size = attention_kernels.scratch_size(
@@ -180,7 +182,7 @@ def attend_in_cache(
     window: int | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Turns queries and keys, writes keys and values to the cache, and attends, [B * W, heads * head_dim].
+    """Rotates queries and keys, writes keys and values to the KV cache, and attends: [B * W, heads * head_dim].
 
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
@@ -202,7 +204,7 @@ def attend_in_cache(
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """What keeps the model from these layers; None if nothing does."""
+    """The reason why the model cannot run in these layers; None if it can."""
     family = _FAMILIES.get(type(model))
     if family is None:
         return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}"
@@ -244,7 +246,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def touched_module(model: nn.Module) -> str | None:
-    """The name of a module whose forward is not, or not alone, that of its class."""
+    """The name of a module with a hook or a replaced forward; None if there is none."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         hooked = any(getattr(hook, "__module__", None) != _QUIET_HOOKS for hook in hooks)
@@ -274,7 +276,7 @@ def _products(layer: Any) -> list[nn.Module]:
 
 
 def _give_back(device: torch.device) -> None:
-    """Separate weights leave holes that fused ones do not fit: PyTorch would keep as much memory again for later."""
+    """Returns memory to the device: freed separate weights leave holes that fused ones do not fit."""
     if device.type != "cuda":
         return
     if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MAX_HOLES:
@@ -307,7 +309,7 @@ def _layer(layer: Any) -> _Layer:
 
 
 def together(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The parameters below each other in one tensor, of which they become views if they are not yet."""
+    """The parameters concatenated in one tensor, of which they become views if they are not yet."""
     first, sizes = parameters[0], [len(p) for p in parameters]
     if _lie_together(parameters):
         return first.data.as_strided((sum(sizes), *first.shape[1:]), first.stride())

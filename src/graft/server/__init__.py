@@ -1,1 +1,1 @@
-"""Serving: a scheduler that decodes many requests together, an OpenAI-compatible API before it, and a page."""
+"""The HTTP server: an OpenAI-compatible API and a web page over the scheduler in `graft.core`."""

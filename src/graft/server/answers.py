@@ -1,4 +1,4 @@
-"""What the scheduler tells, in OpenAI's shapes: chunks of a stream, or one object at the end."""
+"""Responses in OpenAI's format, made from the scheduler's updates: chunks of a stream, or one object at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Shape(ABC):
-    """How one kind of completion looks."""
+    """JSON format of one kind of completion."""
 
     object: str
     chunk_object: str
@@ -44,18 +44,18 @@ class Shape(ABC):
 
     @abstractmethod
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """An answer as it stands in the object at the end."""
+        """An answer in a response that is not streamed."""
 
     @abstractmethod
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """What is new of an answer."""
+        """The new text of an answer in one chunk of a stream."""
 
     @abstractmethod
     def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
-        """text_offset: of the first of the tokens in the answer."""
+        """Log-probabilities of tokens. text_offset: where the first of them starts in the answer's text."""
 
     def first(self, index: int) -> Json | None:
-        """What a stream says before an answer's first token, if anything."""
+        """The chunk that a stream sends before an answer's first token, if any."""
         return None
 
     def _spell(self, token: int) -> str:
@@ -116,7 +116,7 @@ class TextShape(Shape):
 
 
 class Answers:
-    """One request's answers on their way. Answer i of prompt j has the index j * n + i."""
+    """The answers of one request while they are decoded. Answer i of prompt j has the index j * n + i."""
 
     def __init__(self, shape: Shape, jobs: list[Job], tokenizer: Any, with_rounds: bool) -> None:
         self.shape, self.jobs = shape, jobs
@@ -129,12 +129,12 @@ class Answers:
         return all(answer.reason is not None for answer in self._answers)
 
     def first(self) -> Json | None:
-        """What a stream begins with."""
+        """The first chunk of a stream."""
         choices = [self.shape.first(index) for index in range(len(self._answers))]
         return self.shape.chunk([c for c in choices if c is not None]) if choices[0] is not None else None
 
     def take(self, job: int, update: Update) -> Json | None:
-        """A chunk with what is new; None when nothing is yet to be seen."""
+        """The chunk for an update; None while there is nothing to send."""
         index = job * self._per_job + update.index
         answer = self._answers[index]
         rounds, offset = answer.take(update), answer.spelt
@@ -166,7 +166,7 @@ class Answers:
 
 
 class _Answer:
-    """One answer, and its rounds if they are wanted."""
+    """One answer, with its rounds if they were asked for."""
 
     def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
         self.sequence = sequence
@@ -175,7 +175,7 @@ class _Answer:
         self.reason: str | None = None
         self.rounds: list[Json] = []
         self._tokenizer = tokenizer
-        # Knows no stop strings: the answer is a beginning of it.
+        # Knows no stop strings: the answer is a prefix of its text.
         self._spelling = TextStream(tokenizer, sequence.ids) if tokenizer is not None else None
 
     def take(self, update: Update) -> list[Json]:
@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) -> Json:
-    """A round for those who draw it: its nodes, and the new text by origin."""
+    """A round as JSON, for drawing: its tree, and the new text by proposer."""
     new = []
     for token, origin in zip(record.new_tokens, record.origins, strict=True):
         spelling.push(token)
@@ -220,7 +220,7 @@ def usage(jobs: Iterable[Job]) -> Json:
 
 
 def speculation(stats: Stats) -> Json:
-    """What speculation did for one answer, by vLLM's names where it has them."""
+    """Speculation counters of one answer, by vLLM's names where it has them."""
     return {
         "num_rounds": stats.rounds,
         "num_draft_tokens": stats.nodes,

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class RefusedError(Exception):
-    """A request that is not answered, in OpenAI's words."""
+    """An HTTP error in OpenAI's format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class RefusedError(Exception):
 
 
 class AsciiJson(JSONResponse):
-    """JSON that holds anything a request may have held, half characters too."""
+    """A JSON response in ASCII: it can repeat anything a request held, half characters too."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
@@ -91,7 +91,7 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 
 
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
-    """The server for one engine. The scheduler lives from the app's start to its end."""
+    """The FastAPI app for one engine. The scheduler lives from the app's start to its end."""
     name = settings.served_model_name or model_name
     is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
     require(is_apart, "users are to be kept apart, and the engine's texts learn from each other: load it with isolated")
@@ -108,7 +108,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     # Its documentation pages would load scripts from elsewhere.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
-    if settings.is_local:  # a page elsewhere that gives its own name this address must not reach it
+    if settings.is_local:  # no DNS rebinding: a web page whose name resolves to this address must not reach it
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     _add_errors(app)
 
@@ -188,7 +188,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
 @dataclass
 class Serving:
-    """What the endpoints share."""
+    """State that the endpoints share: engine, scheduler, grammars, metrics."""
 
     engine: Engine
     settings: ServeSettings
@@ -202,7 +202,7 @@ class Serving:
         self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
 
     async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
-        """Runs what may take a while beside the event loop. size: of the texts it is about, in characters."""
+        """Runs slow work in a thread beside the event loop. size: of its texts, in characters."""
         worker = self._workers[size > _LONG_TEXT]
         try:
             return await asyncio.get_running_loop().run_in_executor(worker, work)
@@ -220,7 +220,7 @@ class Serving:
     async def answer(
         self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, request: Request
     ) -> Response:
-        """Hands the request to the scheduler, and the scheduler's news to the client."""
+        """Submits the request to the scheduler, and passes its updates on to the client."""
         arrived = time.monotonic()
         self.check_model(body.model)
         news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
@@ -248,7 +248,7 @@ class Serving:
         return AsciiJson(whole) if whole is not None else _nobody_there()
 
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Any | None:
-        """Of the JSON that the answer must be, if it must."""
+        """The grammar of the requested JSON schema, if there is one."""
         if body.wanted_schema is None:
             return None
         try:
@@ -284,14 +284,14 @@ class Serving:
         return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
-        """With whom a request shares what is kept of it: all, those of its key, or of one user of it."""
+        """The group with which a request shares prefix cache and learning: all, its key's, or its key's and user's."""
         shared_by = self.settings.shared_by
         if shared_by == "all":
             return ""
         return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
 
     def _owner(self, tenant: str) -> int | None:
-        """A tenant as retrievers know it; none where each text learns from itself alone."""
+        """A tenant as a number for retrievers; None where all share or each text learns from itself alone."""
         if self.settings.shared_by in ("all", "none"):
             return None
         # Above all numbers of texts that have no owner.
@@ -311,7 +311,7 @@ class Serving:
     async def _chunks(
         self, answers: Answers, news: asyncio.Queue[tuple[int, Update | Failure]], arrived: float
     ) -> AsyncGenerator[Json, None]:
-        """Chunks as they come, counted. Whoever stops listening before the end cancels the request."""
+        """Yields chunks as they come and counts them in the metrics. Closing it before the end cancels the request."""
         for job in answers.jobs:
             self.metrics.asked(job.sequences[0].num_prompt_tokens)
         last: dict[tuple[int, int], float] = {}
@@ -373,11 +373,11 @@ class Serving:
         return str(self.engine.tokenizer.decode(ids))
 
 
-# Parts of the answers' way
+# Streaming
 
 
 def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) -> Callable[[Update | Failure], None]:
-    """A listener that puts what it hears, in the scheduler's thread, into a queue of this loop."""
+    """A listener, called in the scheduler's thread, that puts updates into a queue of this event loop."""
     loop = asyncio.get_running_loop()
 
     def listen(told: Update | Failure) -> None:
@@ -389,7 +389,7 @@ def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) 
 async def _events(
     answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """The stream: an event a chunk. An error after the first event can only be an event itself."""
+    """Server-sent events, one per chunk. An error after the first event can only be an event itself."""
     try:
         opening = answers.first()
         if opening is not None:
@@ -411,14 +411,14 @@ def _event(content: Json) -> bytes:
 
 
 async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
-    """The answers as one object, when all chunks have come."""
+    """The whole response, once all chunks have come."""
     async for _ in chunks:
         pass
     return answers.whole()
 
 
 async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
-    """What the work gives; None when the client goes before that, which cancels the work."""
+    """The result of the work; None if the client disconnects first, which cancels the work."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -439,7 +439,7 @@ def _nobody_there() -> Response:
     return Response(status_code=499)  # nobody is there to read it
 
 
-# Parts of the app
+# Errors and static files
 
 
 def _model_card(name: str, created: int, engine: Engine) -> Json:
@@ -478,7 +478,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The first thing that is wrong, by its name."""
+    """The first validation error, naming the field."""
     found = error.errors()[0]
     name = ".".join(str(part) for part in found["loc"][1:])
     if found["type"] == "extra_forbidden":

@@ -1,9 +1,9 @@
-"""Answers that must be JSON: grammars made by llguidance, as constraints on the walk.
+"""JSON schemas compiled to grammars by llguidance, which constrain the tokens that may be accepted.
 
-A schema is a program that a stranger has written. How large it may be and how long it may take is bounded, and it is
-compiled beside everything else: llguidance leaves others the interpreter meanwhile, but cannot be interrupted, so one
-that takes too long is given up and keeps its thread until it ends. When all threads are kept, further schemas are
-refused; requests without one notice nothing.
+A schema comes from a stranger, so its size and its compile time are bounded. It is compiled in a thread: llguidance
+releases the interpreter lock meanwhile, but cannot be interrupted, so a schema that takes too long is refused while its
+thread runs on to its end. When all threads are taken that way, further schemas are refused; requests without a schema
+are not affected.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ T = TypeVar("T")
 
 
 class SchemasBusyError(Exception):
-    """All that compile schemas are at work on those that take long."""
+    """All compiler threads are busy with schemas that take long."""
 
 
 class Grammars:
-    """Makes constraints for one model."""
+    """Compiles JSON schemas for one model's tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         self._threads = _Threads(_NUM_THREADS)
 
     async def compile(self, schema: Any) -> LLMatcher:
-        """The grammar of a JSON schema at its start; a GraftError if there is none, nothing could ever fit it, or it is
-        too large or takes too long; a SchemasBusyError if others take too long."""
+        """The grammar of a JSON schema, in its start state.
+
+        A GraftError if the schema is invalid, nothing fits it, or it is too large or takes too long; a SchemasBusyError
+        if no compiler thread becomes free.
+        """
         try:
             text = json.dumps(schema)
         except (ValueError, RecursionError) as error:
@@ -73,12 +76,12 @@ class Grammars:
         return JsonConstraint(grammar.deep_copy())
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token writes; it may be part of a character."""
+        """The bytes of a token; they may be part of a character."""
         return bytes(self._tokenizer.decode_bytes([token]))
 
 
 class JsonConstraint:
-    """One answer's place in its grammar; see `graft.model.grammar`."""
+    """One answer's state in its grammar; implements the constraint of `graft.model.grammar`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -117,7 +120,7 @@ class JsonConstraint:
         return self.error is not None
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """What the matcher says. A panic inside it is no `Exception`, and no reason to end anything but this answer."""
+        """Calls the matcher. A panic inside it is no `Exception`, and ends this answer only."""
         try:
             return question()
         except BaseException as error:
@@ -126,16 +129,16 @@ class JsonConstraint:
 
 
 class _Threads:
-    """So many threads at most, for work that may never end: whoever stops waiting for it leaves it its thread.
+    """At most `count` threads for work that may never end: work that was given up keeps its thread.
 
-    Not an executor: later work would wait behind such work, and so would the interpreter's end.
+    Not an executor: later work would queue behind such work, and so would the interpreter's exit.
     """
 
     def __init__(self, count: int) -> None:
         self._free = asyncio.Semaphore(count)
 
     async def run(self, work: Callable[[], T], seconds: float) -> T:
-        """Raises a TimeoutError when the work takes longer, a SchemasBusyError when no thread is free for as long."""
+        """Runs the work; a TimeoutError if it takes longer, a SchemasBusyError if no thread is free in that time."""
         try:
             await asyncio.wait_for(self._free.acquire(), seconds)
         except TimeoutError:

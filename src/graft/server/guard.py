@@ -1,4 +1,4 @@
-"""Guard: what stands before every request. Who may ask, and how much may be sent."""
+"""Middleware before every request: API keys and the limit on body size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _TooLargeError(Exception):
 
 
 class Guard:
-    """Refuses requests without a key that is known, and bodies that are too large, before anything reads them."""
+    """ASGI middleware that refuses unknown API keys and too large bodies before anything reads them."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class Guard:
             return message
 
         async def unless_too_large(message: Message) -> None:
-            # Whoever reads the body may have taken the error for one of its own.
+            # The app may have turned the error into a response of its own.
             if num_received <= self._max_body_bytes:
                 await send(message)
             elif message["type"] == "http.response.start":
@@ -61,7 +61,7 @@ class Guard:
         await self._app(scope, counted, unless_too_large)
 
     def _known_key(self, authorization: str) -> str | None:
-        """A name of the key that was given, if it is one of ours. All are compared, each in constant time."""
+        """A digest of the given key if it is valid, else None. All keys are compared, each in constant time."""
         scheme, _, given = authorization.partition(" ")
         digest = sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]

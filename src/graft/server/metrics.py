@@ -1,4 +1,4 @@
-"""What Prometheus is told, by vLLM's names with our prefix."""
+"""Prometheus metrics, by vLLM's names with the prefix `graft:`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counts of one server. Speculation is counted when an answer ends, tokens as they come."""
+    """Counters and histograms of one server. Speculation is counted when an answer ends, tokens as they come."""
 
     def __init__(self, scheduler: Scheduler, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -67,7 +67,7 @@ class Metrics:
 
 
 class _SchedulerCollector:
-    """Asks the scheduler when it is itself asked."""
+    """Prometheus collector that reads the scheduler's gauges when scraped."""
 
     def __init__(self, scheduler: Scheduler, model_name: str) -> None:
         self._scheduler, self._model = scheduler, model_name

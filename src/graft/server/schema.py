@@ -1,4 +1,4 @@
-"""The requests that the server understands. What is not named here is refused by name, never ignored."""
+"""Request bodies as pydantic models. A field that is not declared here is refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_SEED = 2**62 - 2**16  # the seeds of a request's further answers come behind it
+_SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _TokenName = Annotated[int, Field(ge=0, lt=2**31)]  # JSON's keys are text
@@ -40,7 +40,7 @@ class ResponseFormat(Strict):
 
 
 class Sampling(Strict):
-    """What both kinds of completions take, by OpenAI's names, vLLM's, and two of our own at the end."""
+    """Fields of both kinds of completion: OpenAI's, then vLLM's, then two of Graft's own."""
 
     model: Text | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -83,7 +83,7 @@ class Sampling(Strict):
         return self.response_format.json_schema.schema_ or {}
 
     def settings(self, max_new_tokens: int, logprobs: int | None) -> dict[str, Any]:
-        """As `SamplingSettings` takes them; what is null stands at its default there, which is ours."""
+        """Keywords for `SamplingSettings`; null fields are left out and take the default there."""
         given = {
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,

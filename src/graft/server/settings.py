@@ -1,4 +1,4 @@
-"""What a server may be told, and where it is told it: flags, then the environment, then a YAML file."""
+"""Server settings, from flags, then environment variables, then a YAML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Learning = Literal["auto", "shared", "key", "isolated", "off"]
 
 @dataclass(frozen=True)
 class ServeSettings(SchedulerSettings):
-    """How the server meets its users. Who may decode how much at once is the scheduler's."""
+    """Settings of the HTTP server; limits on what is decoded at once are the scheduler's, inherited."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -53,7 +53,7 @@ class ServeSettings(SchedulerSettings):
 
     @property
     def shared_by(self) -> Literal["all", "key", "user", "none"]:
-        """Whose requests learn from each other, and reuse each other's beginnings."""
+        """Which requests learn from each other and share the prefix cache."""
         if self.learning == "auto":
             return "key" if len(set(self.api_keys)) > 1 else "all"
         names: dict[Learning, Literal["all", "key", "user", "none"]]

@@ -1,1 +1,1 @@
-"""Training a head: the model's own answers, the trainer, and the recipe with its card."""
+"""Training of draft heads: data generation, the trainer, and the whole recipe with a model card."""

@@ -1,7 +1,7 @@
-"""The target's own answers to many prompts: what a draft head is trained on.
+"""Training data of a draft head: the target's own answers to many prompts.
 
-Many rows decode together, one captured step at a time on a GPU. Answers go to disk in shards, each written
-whole or not at all, so an interrupted run goes on where it stopped.
+Many rows decode together, with a CUDA graph per step on a GPU. Answers go to disk in shards, each written whole or not
+at all, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import Settings, require
 
-_SLOT_STEP = 256  # caches are sized in steps of this many tokens, so that captured steps can be used again
-_CHECK_EVERY = 16  # steps between two looks at whether all rows have ended
+_SLOT_STEP = 256  # KV caches are sized in multiples of this many tokens, so that CUDA graphs can be reused
+_CHECK_EVERY = 16  # steps between checks whether all rows have ended
 
 
 @dataclass(frozen=True)
 class AnswerSettings(Settings):
-    """How the target answers."""
+    """Settings of data generation."""
 
     max_new_tokens: int = 256
     temperatures: tuple[float, ...] = (0.0,)  # one answer to every prompt at each
@@ -50,7 +50,7 @@ class Answered:
 
 
 class BatchDecoder:
-    """Decodes a fixed number of rows, token by token, without looking at the host."""
+    """Plain decoding of a fixed number of rows, without a host synchronization per token."""
 
     def __init__(self, target: TargetRunner, num_rows: int, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -66,7 +66,7 @@ class BatchDecoder:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
     ) -> list[list[int]]:
-        """One answer a prompt, the ending token included; at temperature 0 greedy."""
+        """One answer per prompt, its end token included; greedy at temperature 0."""
         if self._graph is None and self._target.device.type == "cuda":
             self._capture()  # before the prefill, whose first slots the warm-up steps would overwrite
         self._cache.lengths = [0] * len(prompts)
@@ -98,7 +98,7 @@ class BatchDecoder:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # libraries set themselves up outside the graph
+            for _ in range(3):  # warm-up: libraries initialize outside the graph
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
         self._lengths.zero_()
@@ -172,7 +172,7 @@ def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[
 
 
 def _same_settings(path: Path, settings: dict[str, object]) -> None:
-    """A folder holds answers of one kind: going on with other settings would mix two."""
+    """Refuses to resume with other settings: a folder holds answers of one kind."""
     text = json.dumps(settings, indent=1)
     if path.exists() and path.read_text() != text:
         raise GraftError(f"{path.parent} holds answers made with other settings or prompts: choose another folder")
@@ -180,6 +180,6 @@ def _same_settings(path: Path, settings: dict[str, object]) -> None:
 
 
 def _cut(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Up to the first ending, that included."""
+    """Tokens up to and including the first end token."""
     end = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens) - 1)
     return tokens[: end + 1]

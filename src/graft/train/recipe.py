@@ -1,6 +1,6 @@
-"""From a target and prompts to a head anyone can load: answer, train, save, and a card that says how it was made.
+"""The training recipe of an EAGLE-3 head: generate answers, train, save, and write a model card.
 
-Every stage writes under the head's folder and is skipped when its work is already there.
+Every stage writes under the head's folder and is skipped when its output is already there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def train_head(
 
 
 def new_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> Eagle3Head:
-    """An untrained head for this target, begun from the target's own weights; `changes` to the usual shape."""
+    """An untrained head for this target, initialized from the target's weights. changes: to the default config."""
     text = model.config.get_text_config()
     config = Eagle3Config.for_target(
         model.config,
@@ -99,7 +99,7 @@ def new_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """README.md and loss.png of a head, from its log and what is known of its making."""
+    """Writes the model card, README.md and loss.png, from the training log and `facts`."""
     log = [json.loads(line) for line in (folder / WORK / "training" / "log.jsonl").read_text().splitlines()]
     evaluations = [record for record in log if "held_back_right_0" in record]
     rights = [(k.rsplit("_", 1)[1], v) for k, v in evaluations[-1].items() if k.startswith("held_back_right_")]
@@ -124,7 +124,7 @@ Share of right guesses on held-back answers, by drafted depth (top 1, the tokens
 
 
 def _plot(log: list[dict[str, float]], path: Path) -> bool:
-    """Draws the curves, if matplotlib is there."""
+    """Plots the training curves; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -145,6 +145,6 @@ def _plot(log: list[dict[str, float]], path: Path) -> bool:
 
 
 def _rope(text_config: Any) -> dict[str, Any]:
-    """The target's own rotary base; the head sees the same positions."""
+    """Rotary parameters with the target's base, without its scaling."""
     own = getattr(text_config, "rope_parameters", None) or {}
     return {"rope_type": "default", "rope_theta": float(own.get("rope_theta", 10_000.0))}

@@ -1,7 +1,7 @@
-"""Training an EAGLE-3 head on the target's answers, with training-time test.
+"""Trainer of an EAGLE-3 head on the target's answers, with training-time test.
 
-At step s of the unroll every place is `s` drafted tokens away from the last true feature, and sees what it would
-see then: true entries up to there, and the head's own entries since. All steps learn the target's distribution.
+At step s of the unroll every position is `s` drafted tokens past the last true feature, and attends to what it would
+see when drafting: true entries up to there, then the head's own. All steps learn the target's distribution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALIGNMENT = 64  # batches have a multiple of this many entries: matrix products
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """The optimisation. Defaults suit a small head on one GPU."""
+    """Settings of the training. Defaults suit a small head on one GPU."""
 
     steps: int = 2000
     batch_tokens: int = 32_768  # tokens of a step, padding included
@@ -61,9 +61,9 @@ def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) ->
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
-    """Gives a new head the target's own last layer, norm and output rows, as far as shapes agree.
+    """Initializes a head with the target's last layer, final norm and output rows, as far as shapes agree.
 
-    The head begins as a rough continuation of the target's last captured layer, not as noise.
+    The head then starts as a rough continuation of the last target layer it reads, not as noise.
     """
     ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
     output = model.get_output_embeddings().weight
@@ -90,7 +90,7 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
 
 
 class Batches:
-    """Which answers each step sees: like lengths together, in an order fixed by the seed."""
+    """Training batches: answers of similar length together, in an order fixed by the seed."""
 
     def __init__(self, answers: Sequence[Answered], settings: TrainSettings) -> None:
         self._answers = [Answered(a.tokens[: settings.max_tokens], a.num_prompt_tokens) for a in answers]
@@ -100,7 +100,7 @@ class Batches:
         self._epoch, self._plan = 0, self._plan_epoch(0)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and which of them are answer [B, T], of a training step."""
+        """The batch of a step: tokens [B, T], and a mask of those that are answer [B, T]."""
         epoch, place = divmod(step, len(self))
         if epoch != self._epoch:
             # Plans differ by a batch or two between epochs; the first one's count is kept, so a step names a batch.
@@ -142,25 +142,25 @@ class Batches:
 
 
 def _padded_length(num_tokens: int) -> int:
-    """Tokens of a batch whose longest answer has so many; two of them make no entry (see `unrolled_losses`)."""
+    """Padded length of a batch. Two of its tokens have no entry (see `unrolled_losses`)."""
     return -(-(num_tokens - 2) // _ALIGNMENT) * _ALIGNMENT + 2
 
 
 def unrolled_losses(
     head: Eagle3Head, model: PreTrainedModel, tokens: Tensor, is_answer: Tensor, unroll: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss and share of right guesses of each unrolled step, both [unroll].
+    """Loss and top-1 accuracy of each unrolled step, both [unroll].
 
     Entry i has the feature of token i and the embedding of token i + 1, and guesses token i + 2.
     """
     with torch.no_grad(), evaluating(model):
         states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         features = torch.cat([states.hidden_states[layer] for layer in head.config.target_layers], dim=-1)
-        judged = is_answer[:, 2:].flatten().nonzero().squeeze(1)  # [J] the entries, of all [B * E], that are judged
+        scored = is_answer[:, 2:].flatten().nonzero().squeeze(1)  # [J] indices into [B * E] of entries in the loss
         ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=tokens.device))
         rows = model.get_output_embeddings().weight[ids]  # [draft vocabulary, H]
-        wanted = nn.functional.linear(_taken(states.last_hidden_state[:, 1:-1], judged), rows).float().softmax(dim=-1)
-        truth = tokens[:, 2:].flatten()[judged]
+        wanted = nn.functional.linear(_taken(states.last_hidden_state[:, 1:-1], scored), rows).float().softmax(dim=-1)
+        truth = tokens[:, 2:].flatten()[scored]
         embeddings = head.embed(tokens[:, 1:-1])
 
     positions = torch.arange(tokens.shape[1] - 2, device=tokens.device).expand(len(tokens), -1)
@@ -173,7 +173,7 @@ def unrolled_losses(
         keys.append(key)
         values.append(value)
         output = head.finish(_unrolled_attention(query, keys, values), hidden)
-        logits = head.logits(_taken(output, judged)).float()
+        logits = head.logits(_taken(output, scored)).float()
         losses.append(-(wanted * logits.log_softmax(dim=-1)).sum(dim=-1).mean())
         rights.append((head.to_target(logits.argmax(dim=-1)) == truth).float().mean())
         hidden = _shifted(output, 1, dim=1)  # the head's own output stands in for the next token's feature
@@ -181,12 +181,12 @@ def unrolled_losses(
 
 
 def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """[J, H] of values [B, E, H], by places in [B * E]."""
+    """Rows [J, H] of values [B, E, H], by indices into [B * E]."""
     return values.flatten(0, 1).index_select(0, index)
 
 
 def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """What place i sees at step s = len(keys) - 1: true entries up to i - s, then one entry of each later step.
+    """Attention of unroll step s = len(keys) - 1: position i sees true entries up to i - s, then one per later step.
 
     query [B, heads, E, D]; keys, values by step, [B, kv_heads, E, D].
     """
@@ -212,7 +212,7 @@ def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor])
 
 
 def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
-    """Moves along `dim` by `count` places, zeros coming in."""
+    """x shifted along `dim` by `count`, zeros coming in."""
     if count == 0:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, count))
@@ -227,7 +227,7 @@ def train(
     folder: Path,
     progress: Callable[[dict[str, float]], None] = lambda record: None,
 ) -> Eagle3Head:
-    """Trains the head in place; `folder` gets a log and a state from which an interrupted run goes on."""
+    """Trains the head in place; `folder` gets a log, and a checkpoint from which an interrupted run resumes."""
     device = head.fc.weight.device
     folder.mkdir(parents=True, exist_ok=True)
     held_back, training = (Batches(part, settings) for part in _split_by_prompt(answers, settings.held_back))
@@ -274,7 +274,7 @@ def train(
 def evaluate(
     head: Eagle3Head, model: PreTrainedModel, batches: Batches, settings: TrainSettings, limit: int = 8
 ) -> dict[str, float]:
-    """Share of right guesses by unrolled step on held-back answers."""
+    """Top-1 accuracy by unrolled step on held-back answers."""
     device = head.fc.weight.device
     total = torch.zeros(settings.unroll, device=device)
     count = min(limit, len(batches))
@@ -301,7 +301,7 @@ def _autocast(device: torch.device, settings: TrainSettings) -> torch.autocast:
 
 
 def _schedule(step: int, settings: TrainSettings) -> float:
-    """Linear warm-up, then a cosine to a twentieth."""
+    """Learning-rate factor: linear warm-up, then a cosine decay to 0.05."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -333,7 +333,7 @@ def _resume(
     settings: TrainSettings,
     num_answers: int,
 ) -> int:
-    """The step to go on from; the log is cut to what that state knows."""
+    """Loads the checkpoint and returns the step to resume from; later log lines are dropped."""
     if not state_path.exists():
         log_path.unlink(missing_ok=True)
         return 0

@@ -1,1 +1,1 @@
-"""Triton kernels, by what they are for. Importing one of them needs Triton."""
+"""Triton kernels: attention, matrix products, layers, top-k and the EAGLE-3 head. Importing one needs Triton."""

@@ -1,4 +1,4 @@
-"""Tree attention and the cache's commit as Triton kernels. Importing this module needs Triton.
+"""Tree attention and the KV cache's commit as Triton kernels. Importing this module needs Triton.
 
 Attention here is exact: a token gets, bit for bit, the same whether it is decoded plainly or verified as a node of any
 tree, in any batch. Three rules make it so:
@@ -32,7 +32,7 @@ _VARYING = ["max_path", "width", "num_splits", "window"]  # what no kernel is co
 
 @dataclass(frozen=True)
 class Tiles:
-    """How attention is cut into pieces. What is above `stacked` may change the last bits of the result."""
+    """Tile sizes of attention. Those above `stacked` may change the last bits of the result."""
 
     rows: int = 64  # query rows of a tile: nodes times the query heads that share keys
     keys: int = 64  # positions of a block
@@ -98,9 +98,9 @@ def tree_attention(
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """What every node sees of the committed tokens and its own path, [B, W, heads * head_dim].
+    """Attention of every node over the committed tokens and its own path, [B, W, heads * head_dim].
 
-    max_context: no length is greater, which is not checked. It sizes the launch and does not change the result.
+    max_context: an upper bound on `lengths`, not checked. It sizes the launch and does not change the result.
     window: keys this many positions back or more are not seen.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
     """
@@ -161,10 +161,10 @@ def scratch_size(
 
 
 def commit(keys: Tensor, values: Tensor, lengths: Tensor, places: Tensor, counts: Tensor) -> None:
-    """Moves each row's accepted tokens together behind its root, in all layers: `TreeCache.commit` on the device.
+    """Moves each row's accepted tokens to the slots after its root, in all layers: `TreeCache.commit` on the device.
 
     keys, values: [layers, B, slots, kv_heads, head_dim]. lengths: [B] int32 committed tokens, where the root is.
-    places: [B, P] int32 of the accepted nodes below the root, increasing, of which the first counts [B] are real.
+    places: [B, P] int32 indices of the accepted nodes below the root, increasing; the first `counts` [B] of each row.
     """
     layers, batch, _, kv_heads, head_dim = keys.shape
     entry = kv_heads * head_dim
@@ -179,7 +179,7 @@ def commit(keys: Tensor, values: Tensor, lengths: Tensor, places: Tensor, counts
 
 
 def _num_states(num_rows: int, num_splits: int) -> int:
-    """Of the rows in their splits, rounded up so that what lies behind them is aligned whatever their number."""
+    """Softmax states of all rows and splits, rounded up so that what follows them is aligned."""
     return triton.cdiv(num_rows * num_splits, 16) * 16
 
 
@@ -219,7 +219,7 @@ def _start_of(split: int, SPLITS: tl.constexpr) -> int:
 
 @triton.jit
 def _first_block(length: int, window: int, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr) -> int:
-    """Where the first block starts that the root sees something of, and so any node."""
+    """Start of the first block in the root's window, and so in any node's."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -311,8 +311,10 @@ def _combine(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> tl.tensor:
-    """What rows see in the splits from first to last, [BLOCK_G, BLOCK_D]. Splits are taken in groups that start at
-    fixed splits too, and one of which a row sees nothing leaves its sums as they are."""
+    """Combines the splits from first to last of some rows, [BLOCK_G, BLOCK_D].
+
+    Splits are taken in groups with fixed borders too; a split of which a row sees nothing leaves its sums unchanged.
+    """
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -515,7 +517,7 @@ def _commit_kernel(
 ) -> None:
     """Moves part of a token's keys and values, in one layer of one row, path node after path node.
 
-    A node never moves up, so in this order nothing is overwritten that is still to be moved.
+    A node only moves to a lower slot, so in this order nothing is overwritten that is still to be moved.
     """
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = part < ENTRY

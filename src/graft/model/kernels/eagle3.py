@@ -1,4 +1,4 @@
-"""What the EAGLE-3 head does around its matrix products, as Triton kernels. Importing this module needs Triton."""
+"""Triton kernels of the EAGLE-3 head, around its matrix products: inputs, beams, walk. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graft.model.kernels.layer import rms_normed
 
 @dataclass(frozen=True)
 class Beams:
-    """The nodes that the next pass expands, K a row, and where they stand. Everything stays on the device."""
+    """The beams: the K nodes per row that the next pass expands. Everything stays on the device."""
 
     tokens: Tensor  # [B, K] int32 target ids
     origins: Tensor  # [B, K] int32 the beam before, whose child each is
@@ -54,7 +54,7 @@ def enter(
     eps: float,
     keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What the layer reads [B * W, 2H], normed embeddings before normed hidden states; and its residual [B * W, H]."""
+    """Inputs of the layer [B * W, 2H], normed embeddings before normed hidden states, and its residual [B * W, H]."""
     batch, width = tokens.shape
     size = hidden.shape[2]
     both, residual = hidden.new_empty(batch * width, 2 * size), hidden.new_empty(batch * width, size)
@@ -89,7 +89,7 @@ def follow(
     following: Tensor,  # [B, W] int32, written: the tokens
     nodes: Tensor,  # [B, W] int32, written: the node after which each was chosen
 ) -> None:
-    """Goes down each tree as far as what is chosen is there, as `acceptance.paths` does. Of more than W the first."""
+    """Walks down each tree while it holds the chosen token, as `acceptance.walk` does; at most W tokens."""
     num_rows, width = chosen.shape
     _follow_kernel[(num_rows,)](
         tokens,
@@ -119,7 +119,7 @@ def spread(
     keep: int | None,
     is_first: bool,
 ) -> None:
-    """Writes the children of the F beams as the next level, and makes the likeliest of them the new beams.
+    """Writes the children of the F beams as the next level of the tree, and makes the likeliest of them the new beams.
 
     keep: how many of a level stay, likeliest first; all, in the order of their parents, if None. is_first: the only
     beam is the root. The last `room` int64 of a level hold two rows of float32: probabilities, and those of the paths.

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, as Triton kernels. Importing this module needs Triton.
+"""Triton kernels of a decoder layer between its matrix products: norms, rotary positions, SiLU. Needs Triton.
 
 Each kernel rounds where transformers' modules round, so that only sums in another order can differ from theirs. A
 token's numbers depend on the token alone, whatever stands beside it.
@@ -18,10 +18,10 @@ _NEURONS_AT_ONCE = 1024
 
 
 def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Trees for a forward: tokens [B, W] int64, depths [B, W] int32 and paths [B, W, W] int32.
+    """Trees as a forward needs them: tokens [B, W] int64, depths [B, W] int32 and paths [B, W, W] int32.
 
-    tokens, parents: [B, W] int32, of which the first `width` [1] are real. The rest pass for the root once more: they
-    see what it sees, and nobody sees them.
+    tokens, parents: [B, W] int32, of which the first `width` [1] are real. The others are padding: they repeat the
+    root, see what it sees, and no node sees them.
     """
     rows, room = tokens.shape
     out = torch.empty_like(tokens, dtype=torch.int64)
@@ -61,10 +61,10 @@ def rotate_and_store(
     norms: tuple[Tensor, Tensor, float] | None = None,
     before: Tensor | None = None,  # [B] int32
 ) -> None:
-    """Turns queries by their position where they are, and writes turned keys and values to the cache.
+    """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
 
-    A node's slot is its place behind the committed tokens, and behind those that came `before` it in earlier forwards
-    and stay. Positions past the tables count as their last.
+    A node's slot is its index after the committed tokens, plus `before`, the uncommitted entries of earlier forwards.
+    Positions past the tables take their last entry.
     norms: weights [head_dim] of the queries' and the keys' RMS norm, which comes first, and its eps.
     """
     kv_heads, head_dim = keys.shape[2:]
@@ -118,7 +118,7 @@ def _lay_out_kernel(
     paths: tl.tensor,
     room: int,
 ) -> None:
-    """One node: goes up to the root to see how deep it is, and once more to write down its path."""
+    """One node: walks up to the root to find its depth, and once more to write its path."""
     place = tl.program_id(0)
     tokens += tl.program_id(1) * room
     parents += tl.program_id(1) * room
@@ -141,7 +141,7 @@ def _lay_out_kernel(
 
 @triton.jit
 def rms_normed(x: tl.tensor, weight: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """Rounded before the weight and after it, as the modules do."""
+    """RMS norm, rounded before the weight and after it, as transformers' modules do."""
     scaled = (x.to(tl.float32) * inverse).to(x.dtype)
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -197,7 +197,7 @@ def _rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Some heads of one token, of whatever kind, as two halves each: a number turns with that in the other half."""
+    """Some query, key or value heads of one token, as two halves that the rotation mixes."""
     token = tl.program_id(0)
     batch, node = token // width, token % width
     length = tl.load(lengths + batch)

@@ -1,8 +1,8 @@
-"""Products of few tokens and large weights, as a Triton kernel. Importing this module needs Triton.
+"""Exact matrix products of few tokens and large weights, as a Triton kernel. Importing this module needs Triton.
 
-A token's numbers depend on the token alone, whatever is multiplied with it: every sum is one chain of matrix
-instructions, from the first inputs to the last. How many outputs and tokens a tile has changes no bit, so that tiles
-are chosen for speed, by the number of tokens too. PyTorch's products cut sums by it.
+A token's result does not depend on the other tokens of the product: every sum is one chain of matrix instructions, from
+the first input to the last. The tile size changes no bit, so tiles are chosen for speed, by the number of tokens too.
+PyTorch's products split their sums by the number of tokens, so there the last bits depend on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLOAT32_TILES = {(64, tokens): (32, 4) for tokens in (16, 32, 64, 128)}
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes. None of it changes a bit."""
+    """Tile of the product that one program computes. No choice of it changes a bit."""
 
     outputs: int
     tokens: int
@@ -49,7 +49,7 @@ class Tile:
 
 
 def can_multiply(shape: Sequence[int]) -> bool:
-    """By a weight [outputs, inputs]."""
+    """Whether the kernel can multiply by a weight [outputs, inputs]."""
     return not any(size % 64 for size in shape)
 
 
@@ -61,7 +61,7 @@ def tile_for(
     processors: int = _PROCESSORS,
     shared_memory: int = _SHARED_MEMORY,
 ) -> Tile:
-    """The one with which the product takes the shortest."""
+    """The fastest tile for a product, by estimated time."""
     _, tile = min(_rated_tiles(num_tokens, shape, dtype, processors, shared_memory), key=lambda rated: rated[0])
     return tile
 
@@ -69,7 +69,7 @@ def tile_for(
 def _rated_tiles(
     num_tokens: int, shape: tuple[int, int], dtype: torch.dtype, processors: int, shared_memory: int
 ) -> Iterator[tuple[float, Tile]]:
-    """All that there are, each with its time."""
+    """All possible tiles, each with its estimated time."""
     num_outputs, num_inputs = shape
     for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
         if num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
@@ -95,15 +95,15 @@ def _rated_tiles(
 
 
 def _time_of(outputs: int, tokens: int, missing: int) -> float:
-    """Of a block of 64 inputs in nanoseconds, as measured on an H200. Tokens behind the last are slow to load."""
+    """Nanoseconds of a block of 64 inputs, as measured on an H200. Loads past the last token are slow."""
     return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
 
 
 class Products:
-    """Multiplies, one product after the other."""
+    """Matrix products of one device, by the kernel or by PyTorch."""
 
     def __init__(self, device: torch.device, always: bool = False) -> None:
-        """always: by the kernel wherever it can; else only where it is about as fast as PyTorch."""
+        """always: use the kernel wherever it can run; else only where it is about as fast as PyTorch."""
         self._always = always
         self._processors, self._shared_memory = _PROCESSORS, _SHARED_MEMORY
         self._by_descriptor = True  # blocks are loaded as such, by devices that can
@@ -120,7 +120,7 @@ class Products:
         return linear(x, weight, bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-        """By the kernel. tile: another than the quickest."""
+        """The product by the kernel. tile: None takes the fastest."""
         assert x.is_contiguous() and weight.is_contiguous()
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         tile = tile or tile_for(num_tokens, (num_outputs, num_inputs), x.dtype, self._processors, self._shared_memory)
@@ -179,8 +179,8 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One tile. The last one of a row ends with the last token, since loads from behind it are slow; tokens that it has
-    in common with the one before get the same bits twice."""
+    """One tile. The last tile of a row ends with the last token, since loads past it are slow; tokens that it shares
+    with the tile before get the same bits twice."""
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
     sizes = num_tokens, num_outputs, num_inputs
@@ -209,8 +209,8 @@ def _tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Weights are the rows of the instructions: these have 64 at least, and any number of columns from 8 on. Only
-    instructions of one kind give the same bits, so no tile has fewer outputs."""
+    """Computes a tile. Weights are the rows of the matrix instructions, which have at least 64 rows and any number of
+    columns from 8 on. Only instructions of one kind give the same bits, so no tile has fewer outputs."""
     num_tokens, num_outputs, num_inputs = sizes
     HAS_BIAS: tl.constexpr = flags[0]
     BY_DESCRIPTOR: tl.constexpr = flags[1]
@@ -239,7 +239,7 @@ def _block(
     COLUMNS: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
 ) -> tl.tensor:
-    """Rows behind the last are 0."""
+    """A block of a matrix; rows past the last are 0."""
     if BY_DESCRIPTOR:
         block = matrix.load([row, column])
     else:

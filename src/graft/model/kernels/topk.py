@@ -1,7 +1,7 @@
-"""Choosing among logits, as Triton kernels. Importing this module needs Triton.
+"""Top-k and sampling over logits as Triton kernels. Importing this module needs Triton.
 
-A row of logits is cut into chunks that are looked at side by side, and what they found is compared afterwards. Of equal
-logits the first token wins, so a row's choice does not depend on what stands beside it.
+A row of logits is split into chunks that are searched in parallel, and their results are compared afterwards. Of equal
+logits the first token wins, so a row's choice does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k highest of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32; and the logarithm of
-    the sum of all exponentials [R]. V is at least k."""
+    """Top-k of logits [R, V], best first: tokens [R, k] int32 and logits [R, k] float32, and the logsumexp [R].
+
+    V must be at least k.
+    """
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
     found = logits.new_empty(num_rows, num_chunks, k, dtype=torch.int32)
@@ -29,7 +31,7 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     sums = logits.new_empty(2, num_rows, num_chunks, dtype=torch.float32)
     tokens, best = found.new_empty(num_rows, k), values.new_empty(num_rows, k)
     total = values.new_empty(num_rows)
-    _look_kernel[(num_rows, num_chunks)](
+    _chunk_topk_kernel[(num_rows, num_chunks)](
         logits, logits.stride(0), found, values, *sums, vocab_size, K=k, CHUNK=_CHUNK, num_warps=1
     )
     _rank_kernel[(num_rows,)](
@@ -48,10 +50,10 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """The token [B, N] that each row's settings choose after each node; temperature 0 takes the highest logit.
+    """Sampled tokens [B, N] after each node; temperature 0 takes the highest logit.
 
     logits [B, N, V]; seeds and temperatures [B]; positions [B, N] of the tokens to choose. The noise is that of
-    `sampling.gumbel_noise`.
+    `sampler.gumbel_noise`.
     """
     batch, width, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -74,7 +76,7 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor)
 
 
 @triton.jit
-def _look_kernel(
+def _chunk_topk_kernel(
     logits: tl.tensor,
     row_stride: tl.int64,
     found: tl.tensor,
@@ -85,7 +87,7 @@ def _look_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The highest of one chunk, and its sum of exponentials."""
+    """Top-k of one chunk, and its sum of exponentials."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     place = row * tl.num_programs(1) + chunk
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -116,7 +118,7 @@ def _rank_kernel(
     NUM_FOUND: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
 ) -> None:
-    """The highest of all chunks' highest."""
+    """Top-k of a row, from those of its chunks."""
     row = tl.program_id(0)
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K
@@ -158,7 +160,7 @@ def _draw_kernel(
     vocab_size: int,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The best of one chunk, noise included."""
+    """The sampled token of one chunk: the highest logit plus Gumbel noise."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     batch, node = row // width, row % width
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)

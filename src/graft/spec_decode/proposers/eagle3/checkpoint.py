@@ -1,6 +1,6 @@
-"""Reads and writes the files of an EAGLE-3 head, in any of the layouts that `layouts` knows.
+"""Checkpoints of EAGLE-3 heads: reads and writes their files, in any of the layouts of `layouts`.
 
-Nothing is guessed or skipped: a head either is whole and fits its target, or a sentence says what is wrong.
+Nothing is guessed or skipped: a head is complete and fits its target, or an error says what is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VOCABULARY = {"d2t", "t2d"}  # buffers, which a file need not have
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a folder holds, as far as its files say without a target."""
+    """Content of a head's folder, read without its target."""
 
     folder: Path
     layout: str
@@ -51,7 +51,7 @@ class Recognised:
         return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in _VOCABULARY)
 
     def config_for(self, target: PreTrainedConfig) -> Eagle3Config:
-        """The head's shape with this target; a GraftError if it is not the head's."""
+        """The head's config for this target; a GraftError if it belongs to another one."""
         text = target.get_text_config()
         with _said_of(self.folder / "config.json"):
             config = Eagle3Config.of({"target_layers": default_target_layers(text.num_hidden_layers), **self.facts})
@@ -69,7 +69,7 @@ class Recognised:
 
 
 def inspect_head(path: str | Path) -> Recognised:
-    """What a local folder or hub id holds. Weights are not looked at."""
+    """Describes the head in a local folder or under a hub id. Values of weights are not checked."""
     folder = _folder(path)
     config = _read_json(folder / "config.json")
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
@@ -205,7 +205,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _said_of(path: Path) -> Iterator[None]:
-    """Puts the name of the file before what is wrong with it."""
+    """Puts the file's name before the message of a GraftError."""
     try:
         yield
     except GraftError as error:

@@ -1,10 +1,10 @@
-"""CapturedDrafter: the EAGLE-3 drafter with every pass one CUDA graph, and beams that never leave the device.
+"""CUDA graphs of the EAGLE-3 drafter: `CapturedDrafter` runs every draft pass as one graph; beams stay on the device.
 
-Of five kinds of graph `read` takes in a chunk of a prompt, and the others make a round: `gather` takes the features of
-what was accepted, `refresh` runs the entries they belong to, `root` gives the first level, and `expand`, again and
-again, the next. What a pass proposes is sent to the host while the device goes on. Mostly the device finds out by
-itself what was accepted, and is at work on the next tree when the host learns of the last. Without a GPU the same code
-runs, and what would be replayed is called.
+There are five kinds of graph. `read` prefills a chunk of a prompt. The others make a round: `gather` takes the features
+of the accepted nodes, `refresh` runs the head on them, `root` proposes the first level of the tree, and `expand`,
+repeatedly, the next level. A level is sent to the host while the device goes on. Mostly the device finds the accepted
+path by itself and drafts ahead, so that it works on the next tree before the host knows the outcome of the last.
+Without a GPU the same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 _PENDING = (1, 4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
-_AHEAD = 4  # levels that are started while the host is busy with the last round, where any may be the last one wanted
-_MOST_FORESEEN = 16  # tokens of a row's round that the device takes in by itself
+_AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them
+_MAX_DRAFTED_AHEAD = 16  # accepted tokens of a row that the device can process by itself in a round
 
 # Columns and tables of an arena's numbers: entries committed before the refresh, entries that it runs, both together,
 # and of those to be run the ones that were there before the last round; the token after each, and nodes of the round.
@@ -56,7 +56,7 @@ _LONGEST_CHUNK = 256  # of a prompt that a graph reads
 
 @dataclass(eq=False, kw_only=True)
 class DraftArena(Arena):
-    """An arena, and what passes read and write beside its cache."""
+    """An arena of the head: its KV cache, and the static inputs and outputs of draft passes."""
 
     numbers: Numbers
     chunk: Numbers  # of a prompt: where it starts, how many tokens it has; the token after each
@@ -70,7 +70,7 @@ class DraftArena(Arena):
     read: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # hidden states that steps read, by address
 
     def read_from(self, hidden: Tensor) -> None:
-        """Steps read hidden states where they lie: when those go, with a target's arena, so do the steps."""
+        """Registers the target's hidden states, which graphs read in place: they are dropped when that tensor is freed."""
         whole = hidden if hidden._base is None else hidden._base
         address = whole.data_ptr()
         known = self.read.get(address)
@@ -91,7 +91,7 @@ class DraftArena(Arena):
 
 
 class HeadArenas(Arenas):
-    """The arenas of one head."""
+    """All arenas of one head."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings) -> None:
         super().__init__(head.fc.weight.device)
@@ -122,7 +122,7 @@ class HeadArenas(Arenas):
 
 @dataclass
 class CapturedState:
-    """What belongs to the rows of one batch: its cache, in whose arena the rest is, and what the host knows of it."""
+    """Draft state of one batch: its KV cache in an arena, and the host's bookkeeping."""
 
     cache: ArenaCache
     following: list[list[int]]  # by row: of entries that are yet to be run, the token after each
@@ -130,9 +130,7 @@ class CapturedState:
     num_prefetched: int = 0  # levels of the coming round that are made or being made
     num_taken: int = 0  # levels of the last round that were asked for
     is_counted: bool = False  # whether the device knows how many entries of each row wait
-    num_drafted_ahead: int = (
-        0  # tokens that a row may have got in a round that the device has taken in already; 0 if none
-    )
+    num_drafted_ahead: int = 0  # most accepted tokens of a row for which the drafts ahead are valid; 0: none
 
     @property
     def arena(self) -> DraftArena:
@@ -163,24 +161,24 @@ class CapturedState:
         return there
 
     def _take_from(self, arena: DraftArena, count: int, first: int = 0) -> None:
-        """Copies what is beside the cache of another arena's first rows to the rows from `first` on."""
+        """Copies features and outputs of another arena's first rows to the rows from `first` on."""
         if arena is not self.arena:
             for own, new in ((self.arena.features, arena.features), (self.arena.root, arena.root)):
                 own[first : first + count] = new[:count]
 
     def _started_anew(self, cache: ArenaCache, following: Sequence[Sequence[int]]) -> CapturedState:
-        """With rows that are no longer those that the device knows of."""
+        """A state whose rows have changed, so that drafts ahead are dropped."""
         copies = [list(tokens) for tokens in following]
         return replace(self, cache=cache, following=copies, num_prefetched=0, is_counted=False)
 
 
 class CapturedDrafter(Eagle3Drafter):
-    """Starts on the next round's first levels before anybody asks, if it was asked for levels in the last one."""
+    """EAGLE-3 drafter by CUDA graphs. Drafts the next round's first levels ahead if the last round used any."""
 
     contexts: tuple[int, ...] = CONTEXTS
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
-        """head: one that `fused_head.why_not` has nothing against."""
+        """head: one for which `fused_head.why_not` is None."""
         super().__init__(head, settings)
         self._arenas = HeadArenas(head, self.settings)
         self._stops: Sequence[int] | None = None  # of the last levels
@@ -234,7 +232,7 @@ class CapturedDrafter(Eagle3Drafter):
     ) -> None:
         if not isinstance(state, CapturedState):
             return super().learn(state, verified, nodes, tokens)
-        if self._has_foreseen(state, list(map(len, tokens))):
+        if self._was_drafted_ahead(state, list(map(len, tokens))):
             return None
         if max(map(len, state.following)) + max(map(len, tokens)) > _PENDING[-1]:
             self._load(state)
@@ -264,7 +262,7 @@ class CapturedDrafter(Eagle3Drafter):
         if not isinstance(state, CapturedState) or step is None or not state.num_taken or any(state.following):
             return
         arena, num_rows = state.arena, len(chosen)
-        width = _wide_enough(min(chosen.shape[1], _MOST_FORESEEN))
+        width = _wide_enough(min(chosen.shape[1], _MAX_DRAFTED_AHEAD))
         arena.numbers.load((state.cache.lengths,), (), width)
         state.is_counted = False
         columns = (arena.numbers.column(column) for column in (_STARTS, _COUNTS, _LENGTHS))
@@ -286,8 +284,8 @@ class CapturedDrafter(Eagle3Drafter):
         self._stops = stops
         last = self.settings.depth
         for number in range(last + 1):
-            # The device makes the next one while the host looks at this one: should it not be wanted, it is done by the
-            # time that the tree is.
+            # The device drafts the next level while the host adds this one to the candidates. If it is not wanted, it
+            # is done by the time the tree is.
             ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
             self._begin(state, keep, ahead + 1)
             state.num_taken += 1
@@ -296,7 +294,7 @@ class CapturedDrafter(Eagle3Drafter):
     # The parts of a round
 
     def _begin(self, state: CapturedState, keep: int | None, count: int) -> None:
-        """Has the first `count` levels made, as far as they are not being made already."""
+        """Starts the first `count` levels, as far as they were not drafted ahead."""
         if state.num_prefetched and state.kept != keep:
             state.num_prefetched = 0
         if state.num_prefetched == 0:
@@ -305,7 +303,7 @@ class CapturedDrafter(Eagle3Drafter):
         self._make_levels(state, keep, count)
 
     def _make_levels(self, state: CapturedState, keep: int | None, count: int) -> None:
-        """The levels up to the first `count` that are not made yet, where the device knows all that it needs."""
+        """Launches the passes of the first `count` levels that are not launched yet; entries must be up to date."""
         while state.num_prefetched < count:
             self._replay(state, ("expand" if state.num_prefetched else "root", keep))
             self._send(state, state.num_prefetched)
@@ -313,11 +311,11 @@ class CapturedDrafter(Eagle3Drafter):
         state.kept = keep
 
     def _num_ahead(self, state: CapturedState) -> int:
-        """Levels to start with before anybody asks."""
+        """How many levels to draft ahead."""
         return min(state.num_taken, _AHEAD) if self._stops is None or self._stops else self.settings.depth + 1
 
-    def _has_foreseen(self, state: CapturedState, counts: Sequence[int]) -> bool:
-        """Whether the device has taken in a round that brought rows so many tokens. Then only the host has not."""
+    def _was_drafted_ahead(self, state: CapturedState, counts: Sequence[int]) -> bool:
+        """Whether draft-ahead covers a round with these accepted counts; then only the host's state is updated."""
         most, state.num_drafted_ahead = state.num_drafted_ahead, 0
         if max(counts) > most:
             return False
@@ -327,14 +325,14 @@ class CapturedDrafter(Eagle3Drafter):
         return True
 
     def _load(self, state: CapturedState) -> None:
-        """Tells the device where the rows stand, and which entries are to be run."""
+        """Sends the device the rows' lengths and the entries to run."""
         starts, counts = state.cache.lengths, [len(following) for following in state.following]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         state.arena.numbers.load((starts, counts, lengths), (state.following,), _wide_enough(max(counts)))
         state.is_counted = False
 
     def _refresh_entries(self, state: CapturedState) -> None:
-        """Runs the entries whose true features came in."""
+        """Runs the head on the entries whose true features have come in."""
         counts = [len(following) for following in state.following]
         if any(counts):
             self._replay(state, ("refresh", _wide_enough(max(counts))))
@@ -360,7 +358,7 @@ class CapturedDrafter(Eagle3Drafter):
 
     @staticmethod
     def _gather(arena: DraftArena, hidden: Tensor, width: int) -> None:
-        """Puts the hidden states [B, W, layers * H] of a round's nodes behind the features that wait."""
+        """Appends the hidden states [B, W, layers * H] of a round's nodes to the waiting features."""
         rows, size = len(hidden), hidden.shape[2]
         nodes = arena.numbers.table(_NODES, rows, width).long()
         places = arena.numbers.column(_OLD)[:rows, None] + torch.arange(width, device=hidden.device)
@@ -398,7 +396,7 @@ class CapturedDrafter(Eagle3Drafter):
     def _make_run(
         self, arena: DraftArena, kind: tuple[str, int | None], rows: int, context: int, given: Tensor | None
     ) -> Run:
-        """A graph's work, over static inputs."""
+        """The function that a CUDA graph captures, over static inputs."""
         fast, rotary, topk = self._arenas.fast, arena.rotary, self.settings.topk
         assert rotary is not None
         name, number = kind
@@ -447,7 +445,7 @@ class CapturedDrafter(Eagle3Drafter):
         counts: Tensor,  # [B] int32 those of the W that are real
         context: int,
     ) -> None:
-        """Runs entries whose features are the target's own, and keeps the output at each row's last, if it has any."""
+        """Runs the head on entries with the target's features; keeps the output at each row's last entry, if any."""
         assert arena.rotary is not None
         num_rows, width = tokens.shape
         places = torch.arange(width, dtype=torch.int32, device=tokens.device)
@@ -460,7 +458,7 @@ class CapturedDrafter(Eagle3Drafter):
         root.copy_(torch.where(counts[:, None] > 0, newest, root))
 
     def _try(self, state: CapturedState) -> None:
-        """Captures what most rounds need, to see whether it can be done."""
+        """Captures the graphs of most rounds, to see whether the head can be captured."""
         for kind in (*(("refresh", width) for width in _PENDING[:4]), ("root", None), ("expand", None)):
             self._replay(state, kind)
 

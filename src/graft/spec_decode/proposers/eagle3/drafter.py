@@ -1,7 +1,7 @@
-"""The EAGLE-3 drafter: grows a tree with the head, one small forward a depth, beams wide.
+"""The EAGLE-3 drafter: grows a tree with the head by beam search, one forward of the head per depth.
 
-The head's cache holds one entry a token: the target's features of it with the embedding of the next. Drafted
-entries come behind, with the head's own outputs as features, and are forgotten when the round is over.
+The head's KV cache holds one entry per token: the target's features of it with the embedding of the next. Drafted
+entries come after them, with the head's own outputs as features, and are dropped at the end of the round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run 
 
 @dataclass
 class Eagle3State:
-    """The head's cache for the rows of one batch, and the entries it has not run yet."""
+    """Draft state of one batch: the head's KV cache, and the entries it has not run yet."""
 
     cache: TreeCache
     hidden: Tensor  # [B, H] the head's output at each row's last entry
@@ -55,7 +55,7 @@ class Eagle3State:
 
 
 class Eagle3Drafter:
-    """A head and its way of drafting."""
+    """Drafts with an EAGLE-3 head, eagerly: on a CPU, or where CUDA graphs cannot be used."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
         self.head = head
@@ -93,7 +93,7 @@ class Eagle3Drafter:
         return 0
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Nothing: passes are run one by one."""
+        """Does nothing: passes run one by one, on demand."""
 
     @torch.no_grad()
     def learn(
@@ -107,11 +107,11 @@ class Eagle3Drafter:
         counts = [len(following) for following in state.following]
         if max(counts) + num_new > state.waiting.shape[1]:
             state.waiting = _with_places(state.waiting, 2 * (max(counts) + num_new))
-        # Rows with fewer new entries get the root's again, in places that their next entries take.
-        judged = torch.tensor([[0, *path, *[0] * (num_new - 1 - len(path))] for path in nodes], device=device)
+        # Rows with fewer new entries are padded with the root's, which their next entries overwrite.
+        accepted = torch.tensor([[0, *path, *[0] * (num_new - 1 - len(path))] for path in nodes], device=device)
         rows = torch.arange(len(counts), device=device)[:, None]
         places = torch.tensor(counts, device=device)[:, None] + torch.arange(num_new, device=device)
-        state.waiting[rows, places] = verified.hidden[rows, judged]
+        state.waiting[rows, places] = verified.hidden[rows, accepted]
         for following, new in zip(state.following, tokens, strict=True):
             following += new
         if max(map(len, state.following)) > _MAX_WAITING:
@@ -151,7 +151,7 @@ class Eagle3Drafter:
             depth += 1
 
     def _refresh(self, state: Eagle3State) -> None:
-        """Runs the entries whose true features came in with the last rounds."""
+        """Runs the head on the entries whose true features came in with the last rounds."""
         counts = [len(following) for following in state.following]
         longest = max(counts)
         if longest == 0:
@@ -168,10 +168,9 @@ class Eagle3Drafter:
     def _run_entries(
         self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor, counts: Sequence[int]
     ) -> Tensor:
-        """Commits entries, the target's features [B, W, 3H] and each next token [B, W], the first `counts` of each row.
+        """Runs and commits entries: target features [B, W, 3H] and each next token [B, W], the first `counts` of a row.
 
-        Returns the output [B, H] at each row's last. Of the others only keys and values are of use, and only those
-        are worked out.
+        Returns the output [B, H] at each row's last entry. Of the others only keys and values are computed.
         """
         device, width = tokens.device, tokens.shape[1]
         starts, number = torch.tensor(cache.lengths[rows], device=device), torch.tensor(counts, device=device)
@@ -228,5 +227,5 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _with_places(waiting: Tensor, count: int) -> Tensor:
-    """The same [B, count, 3H], with room behind."""
+    """The waiting features padded to [B, count, 3H]."""
     return nn.functional.pad(waiting, (0, 0, 0, count - waiting.shape[1]))

@@ -1,4 +1,4 @@
-"""Which drafter a head gets: one whose passes are CUDA graphs, or the plain one."""
+"""Chooses the drafter of a head: `CapturedDrafter` with CUDA graphs on a GPU, else `Eagle3Drafter`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 
 def drafter_for(head: Eagle3Head, settings: TreeSettings | None = None) -> Eagle3Drafter:
-    """The drafter for where the head is: on a GPU, one whose passes are CUDA graphs."""
+    """The drafter for a head's device: on a GPU, one whose passes are CUDA graphs."""
     if head.fc.weight.device.type == "cuda":
         try:
             from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter

@@ -1,7 +1,6 @@
-"""The EAGLE-3 head in few kernels, over tensors of a cache, for passes that can be captured.
+"""Fused forward of the EAGLE-3 head over the tensors of a KV cache, for draft passes in CUDA graphs.
 
-As in the target's fast layers the weights remain the head's own: those that one product takes together are laid below
-each other once.
+As in `model/llama.py` the weights remain the head's own: those that one product takes together are concatenated once.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 
 class FastHead:
-    """The head's layer and its output, as functions of tensors."""
+    """The head's decoder layer and its top-k output, in few kernels."""
 
     def __init__(self, head: Eagle3Head) -> None:
-        """head: one that `why_not` has nothing against."""
+        """head: one for which `why_not` is None."""
         layer: Any = head.midlayer
         attention = layer.self_attn
         self.head, self.config = head, head.config
@@ -52,7 +51,7 @@ class FastHead:
         rotary: Rotary,
         before: Tensor | None = None,  # [B] uncommitted entries that theirs come behind
     ) -> Tensor:
-        """The entries' outputs [B, W, H], which are the next entries' features."""
+        """Outputs [B, W, H] of the entries, which are the features of the next ones."""
         config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
         batch, width = tokens.shape
         both, stream = eagle3_kernels.enter(
@@ -76,14 +75,14 @@ class FastHead:
         return (normed if config.norm_output else total).view(batch, width, -1)
 
     def likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The k likeliest draft ids after each output [R, H], their logits, and each row's sum; see `highest`."""
+        """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""
         if not self.config.norm_output:
             _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
         return topk_kernels.highest(self._multiply(hidden, self._lm_head), k)
 
 
 def why_not(head: Eagle3Head) -> str | None:
-    """What keeps the head from being captured; None if nothing does."""
+    """The reason why the head cannot be captured; None if it can."""
     config, weight = head.config, head.fc.weight
     if weight.dtype not in DTYPES:
         return f"its weights are {weight.dtype}"

@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: one decoder layer that reads the target's hidden states and guesses the next tokens.
+"""The EAGLE-3 head: one decoder layer that reads the target's hidden states and drafts the next tokens.
 
-Only the network lives here: `checkpoint` reads and writes its files, and whoever drafts or trains keeps the
-keys and values and decides who sees whom.
+Only the network lives here: `checkpoint` reads and writes its files; drafters and the trainer keep the KV cache and
+the attention mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class Eagle3Config(Settings):
-    """The shape of a head. `target_layers` are the target's layers whose inputs it reads, in this order."""
+    """Config of a head. `target_layers` are the target's layers whose inputs it reads, in this order."""
 
     hidden_size: int
     target_hidden_size: int
@@ -110,7 +110,7 @@ class Eagle3Config(Settings):
         return cls.of(shape | changes)
 
     def llama(self) -> LlamaConfig:
-        """As transformers' own modules want it."""
+        """The same config for transformers' own modules."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -133,7 +133,7 @@ def default_target_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Head(nn.Module):
-    """Parameters carry the names of SafeAILab's files. Shapes: B rows, W tokens, H hidden, D head_dim."""
+    """The network. Parameters have the names of SafeAILab's files. Shapes: B rows, W tokens, H hidden, D head_dim."""
 
     d2t: Tensor
     t2d: Tensor
@@ -203,7 +203,7 @@ class Eagle3Head(nn.Module):
         return query, key, value
 
     def finish(self, attention: Tensor, hidden: Tensor) -> Tensor:
-        """From what was attended to [B, heads, W, D] to the output [B, W, H], the next step's `hidden`."""
+        """From the attention output [B, heads, W, D] to the layer's output [B, W, H], the next step's `hidden`."""
         layer = self.midlayer
         residual = layer.hidden_norm(hidden) if self.config.norm_before_residual else hidden
         hidden = residual + layer.self_attn.o_proj(attention.transpose(1, 2).flatten(2))
@@ -233,11 +233,11 @@ class Eagle3Head(nn.Module):
         return self.finish(attend(query, key, value, folded), hidden), (new_key, new_value)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [..., draft_vocab] of what follows, from what `finish` gave."""
+        """Logits [..., draft_vocab] of the next token, from the output of `finish`."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of the head's."""
+        """Target ids of draft ids."""
         return draft_ids + self.d2t[draft_ids]
 
 
@@ -264,7 +264,7 @@ class _Projections(nn.Module):
 
 
 class _Rotary(LlamaRotaryEmbedding):
-    """Its frequencies stay float32 when the head is cast: in bf16, far positions would run together."""
+    """Rotary embedding whose frequencies stay float32 when the head is cast: bf16 would merge far positions."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = dict(self.named_buffers())

@@ -1,6 +1,6 @@
-"""How the projects that publish EAGLE-3 heads spell them: one table, read both ways.
+"""Layouts of published EAGLE-3 heads, one per project: names in `config.json` and of tensors, for reading and writing.
 
-Only names and numbers of `config.json` and of tensors are dealt with here; files are `checkpoint`'s.
+Only names and numbers are dealt with here; files are `checkpoint`'s.
 `docs/checkpoints.md` says where each fact comes from.
 """
 
@@ -23,7 +23,7 @@ _LAYER = "midlayer."  # as `Eagle3Head` has it
 
 @dataclass(frozen=True)
 class Layout:
-    """One project's spelling; what is not said is SafeAILab's, the first."""
+    """Names that one project uses; defaults are SafeAILab's."""
 
     name: str
     architectures: tuple[str, ...]  # in config.json; the first is the one to write
@@ -34,7 +34,7 @@ class Layout:
     constants: Json = field(default_factory=dict)  # what else its readers need
 
     def spell(self, name: str) -> str:
-        """The layout's name of one of the head's tensors."""
+        """The layout's name of a tensor of `Eagle3Head`."""
         return self.layer + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
 
 
@@ -98,7 +98,7 @@ def recognise(config: Json) -> Layout:
 
 
 def head_name(name: str) -> str:
-    """The head's name of a tensor in a file of any layout."""
+    """The `Eagle3Head` name of a tensor in a file of any layout."""
     for layout in LAYOUTS.values():
         if name.startswith(layout.layer):
             return _LAYER + name.removeprefix(layout.layer)
@@ -106,7 +106,7 @@ def head_name(name: str) -> str:
 
 
 def read_config(layout: Layout, config: Json) -> dict[str, Any]:
-    """What config.json says of an `Eagle3Config`; without `target_layers` where it means the usual ones."""
+    """Arguments of `Eagle3Config` from config.json; without `target_layers` where it means the default ones."""
     shape = _at(config, layout.shape)
     require(isinstance(shape, Mapping), f"{'.'.join(layout.shape)} is missing")
     for key, value in _ONLY.items():
@@ -149,7 +149,7 @@ def write_config(layout: Layout, head: Eagle3Config) -> dict[str, Any]:
 
 
 def _read_layers(config: Json) -> tuple[int, ...] | None:
-    """The layers whose inputs are read. Where the numbers stand says what they count, in any layout."""
+    """The layers whose inputs are read. The key that holds the numbers tells whether they count inputs or outputs."""
     found: dict[str, tuple[int, ...]] = {}
     for spelling in LAYOUTS.values():
         if layers := _at(config, spelling.layers):

@@ -1,4 +1,4 @@
-"""A benchmark's competition: the run, the live table, the files, and the table at the end."""
+"""Runs a benchmark from the command line: the live results table, the result files, and the final table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _WIDE = 132  # columns a table with intervals needs
 
 
-def compete(
-    lineup: Sequence[Method],
+def run_and_show(
+    compared: Sequence[Method],
     states: list[str],
     tasks: dict[str, list[Question]],
     lessons: list[Question],
@@ -31,14 +31,14 @@ def compete(
     machine: dict[str, Any],
     out: Path,
 ) -> None:
-    """Runs the methods against each other; shows and writes how they stand after every task."""
+    """Runs the methods; shows and writes the results after every task."""
     from graft.bench.results import Summary
-    from graft.bench.runner import contestants, run
+    from graft.bench.runner import run, variants
 
     summary = Summary(settings.sampling(eos_token_ids), settings.rows, is_timed=not facts.get("replay"))
     with Display() as display:
         display.say("warming up")
-        ready = contestants(lineup, states, lessons, trial, settings, eos_token_ids)
+        ready = variants(compared, states, lessons, trial, settings, eos_token_ids)
         for task in run(ready, tasks, settings, eos_token_ids, display.progress):
             summary.add(task)
             results = summary.results(facts, machine)
@@ -56,7 +56,7 @@ def write(results: Results, out: Path) -> None:
 
 
 class Display:
-    """On a terminal a table that grows with every task, and what is being done; in a pipe a line a task."""
+    """Live display: on a terminal a results table that grows with every task; in a pipe one line per task."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -124,8 +124,8 @@ def _table(results: Results, width: int) -> Table:
 
     from graft.bench.report import columns, label, titled
 
-    is_worn = bool(results.settings.get("as_cost_of"))
-    table = Table("task", "method", title=titled("Graft benchmark", results.settings) if is_worn else None)
+    is_widened = bool(results.settings.get("as_cost_of"))
+    table = Table("task", "method", title=titled("Graft benchmark", results.settings) if is_widened else None)
     shown = columns(results)
     for column in shown:
         table.add_column(column, justify="right", no_wrap=True)
