@@ -131,7 +131,10 @@ def native() -> Any:
     """The compiled library, loaded once."""
     library: Any = compiled(HERE, "_native", ctypes.PyDLL)
     for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:  # built from an older source
+            raise _unusable("_native", error) from error
         function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
     return library
 
@@ -144,10 +147,14 @@ def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -
             raise OSError("it was not built")
         return loader(str(built[0]))
     except OSError as error:
-        raise GraftError(
-            f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
-            "source tree, by `make setup` or `pip install -e .`"
-        ) from error
+        raise _unusable(name, error) from error
+
+
+def _unusable(name: str, error: Exception) -> GraftError:
+    return GraftError(
+        f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
+        "source tree, by `make setup` or `pip install -e .`"
+    )
 
 
 def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
