@@ -1,4 +1,4 @@
-"""The target model's runner: its cache, its tree attention, and which models it can run."""
+"""The target model: its runner, KV cache, tree attention and sampler, and which models can be run."""
 
 from graft.model.factory import target_for
 from graft.model.kv_cache import CacheLimit, NoRoomError, TreeCache
