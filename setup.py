@@ -6,6 +6,7 @@ machine has no C compiler, one comes from the package index for the time of the 
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -24,8 +25,14 @@ FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
 
 def own_compiler() -> str | None:
     """The machine's C compiler, as a command, or None."""
-    usual = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    return os.environ.get("CC") or next(filter(shutil.which, (usual, "cc", "gcc", "clang")), None)
+    usual = sysconfig.get_config_var("CC") or "cc"
+    there = (command for command in (usual, "cc", "gcc", "clang") if all(map(shutil.which, _programs(command))))
+    return os.environ.get("CC") or next(there, None)
+
+
+def _programs(command: str) -> list[str]:
+    """Of a command such as `ccache gcc -pthread`, what must be there to run it."""
+    return [word for word in shlex.split(command) if not word.startswith("-")]
 
 
 class BuildLibraries(build_ext):
@@ -33,7 +40,7 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         # For any processor of the kind, and not only the one at hand.
-        compiler = own_compiler() or f"{sys.executable} -m ziglang cc -mcpu=baseline"
+        compiler = own_compiler() or f"{shlex.quote(sys.executable)} -m ziglang cc -mcpu=baseline"
         self.compiler.set_executables(
             compiler=compiler, compiler_so=f"{compiler} -fPIC", linker_so=f"{compiler} -shared"
         )

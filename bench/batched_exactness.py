@@ -1,4 +1,4 @@
-"""Whether a request's text is the same alone and among many: mixed requests at random times, some of them cancelled.
+"""Checks that a request's text is the same alone and in a batch: mixed requests at random times, some cancelled.
 
     python bench/batched_exactness.py --requests 64
 

@@ -1,11 +1,11 @@
-"""Many requests decoded together, plainly and with Graft: what speculation is worth as the batch grows.
+"""Throughput of batched serving, plain and with Graft: what speculation is worth as the batch grows.
 
     python bench/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
-No text is kept from turn to turn: no pages of prompts, and Graft's tables start each with what the warm-up taught them.
-What steps cost, and for how many rows trees pay, it goes on to learn, as a server does.
+No text is kept from turn to turn: the prefix cache is empty, and Graft's tables start each turn as the warm-up left
+them. The cost model, and the batch sizes at which trees pay, go on learning, as in a server.
 `--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
 On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """

@@ -1,4 +1,4 @@
-"""How often decoding with trees departs from plain decoding, with and without exact steps, and by how much.
+"""Counts where decoding with trees departs from plain decoding, with and without exact steps, and by how much.
 
     python bench/exactness.py --tokens 50000 --rows 16 --out exactness.json
 

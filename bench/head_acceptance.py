@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--total-token", type=int, default=60)
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rows", type=int, default=40, help="prompts that decode together")
-    parser.add_argument("--policy", default="dense", help="dense, or graft to pool with retrieval")
+    parser.add_argument("--policy", default="dense", help="dense, or graft to combine it with retrieval")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare the texts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

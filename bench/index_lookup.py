@@ -1,4 +1,4 @@
-"""The datastore in figures: building rate, size, time to open, and time of a lookup, warm and from a cold disk.
+"""Benchmark of the datastore: building rate, size, time to open, and time of a lookup, warm and from a cold disk.
 
     python bench/index_lookup.py --model smollm2-135m --tokens 1e6 --tokens 1e7 --tokens 1e8
 
@@ -9,6 +9,7 @@ out, chosen by their name, so that a copy of a file in another package is held o
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import resource
@@ -27,7 +28,7 @@ from graft.datastore.format import HEADER
 from graft.datastore.lookup import Datastore, Match
 from graft.hub.load import load_tokenizer
 from graft.progress import Report
-from graft.spec_decode.candidates import Pool, before_roots
+from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.proposers import DatastoreLookup
 
 SUFFIXES = {".py", ".pyi", ".h", ".c", ".hpp", ".pyx", ".rst", ".md", ".txt"}
@@ -134,23 +135,20 @@ def measure(
 
 def show_fit(lookup: DatastoreLookup, contexts: list[list[int]], truths: list[list[int]]) -> None:
     """How often a proposed token fitted the held-out text, if those before it did: what `prior` is made of."""
-    tried, fitted = torch.zeros(lookup.prior.numel()), torch.zeros(lookup.prior.numel())
+    tried, fitted = (torch.zeros(1, 2, lookup.prior.numel()) for _ in range(2))  # by agreement, source and score bucket
     for context, truth in zip(contexts, truths, strict=True):
-        pool = propose(lookup, context)
-        is_tried, fits = pool.judged([truth])
-        tried += torch.bincount(pool.nodes.score_bucket[is_tried], minlength=len(tried))
-        fitted += torch.bincount(pool.nodes.score_bucket[is_tried & fits], minlength=len(tried))
+        propose(lookup, context).count([truth], tried, fitted, memory=math.inf)
     print("  fitted, by match length (rows) and share (columns)")
-    for row, counts in zip((fitted / tried).reshape(5, 5).tolist(), tried.reshape(5, 5).tolist(), strict=True):
+    for row, counts in zip((fitted / tried)[0, 1].view(5, 5).tolist(), tried[0, 1].view(5, 5).tolist(), strict=True):
         print("   ", "  ".join(f"{rate:.2f} of {count:6.0f}" for rate, count in zip(row, counts, strict=True)))
 
 
-def propose(lookup: DatastoreLookup, context: list[int]) -> Pool:
-    """A pool with what the lookup proposes after the context."""
-    pool = Pool(torch.tensor(context[-1:]), *before_roots([context]))
+def propose(lookup: DatastoreLookup, context: list[int]) -> Candidates:
+    """Candidates with what the lookup proposes after the context."""
+    candidates = Candidates(torch.tensor(context[-1:]), [context])
     chances = torch.nn.functional.pad(lookup.prior, (0, 0, 1, 0))[None]  # by agreement, source and score bucket
-    lookup.propose(pool, [History(context)], 1, chances, LENGTH)
-    return pool
+    lookup.propose(candidates, [History(context)], 1, chances, LENGTH)
+    return candidates
 
 
 def look_up(store: Datastore, context: list[int]) -> Match:

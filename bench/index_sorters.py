@@ -1,4 +1,4 @@
-"""How fast suffixes can be sorted: the sorter in use, another library, and two ways with numpy alone.
+"""Benchmark of suffix sorters: the one in use, another library, and two ways with numpy alone.
 
     python bench/index_sorters.py INDEX --tokens 10000000      # an index with 2-byte tokens, as long at least
 

@@ -1,4 +1,4 @@
-"""Our matrix products beside PyTorch's: microseconds by the number of tokens, and whether a token's bits depend on it.
+"""Benchmark of our matrix products and PyTorch's, by number of tokens, and whether a token's bits depend on it.
 
     python bench/products.py --shape llama-8b
 

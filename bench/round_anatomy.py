@@ -1,4 +1,4 @@
-"""Where the time of a round goes, from the results of `graft bench`.
+"""Time of a round by phase, from the results of `graft bench`.
 
     graft bench --as-cost-of llama-8b --methods off,dense,paper,graft --data humaneval.jsonl --out results
     python bench/round_anatomy.py results/results.json

@@ -1,6 +1,5 @@
-/* Whether the same proposals give the same trees elsewhere: prints one number of a few hundred made-up rounds, in which
-   everything that `native.c` sums, multiplies and ranks has its part. All machines, compilers and flags must print the
-   same. Another processor can be emulated:
+/* Checks that the same proposals give the same trees everywhere: prints a checksum of a few hundred synthetic rounds that
+   use everything `native.c` sums, multiplies and ranks. All machines, compilers and flags must print the same. Another processor can be emulated:
 
        cc -std=c99 -O2 bench/same_tree.c -o same_tree && ./same_tree
        python -m ziglang cc -target aarch64-linux-musl -std=c99 -O3 -ffp-contract=fast bench/same_tree.c -o same_tree
@@ -54,7 +53,7 @@ static int learn(const Table *tables, const int64_t *before, const int64_t *earl
 }
 
 /* Copies of a text of its own for each row, and of one for all. */
-static int hang(Pool *pool, const Chances *chances) {
+static int attach(Pool *pool, const Chances *chances) {
     static const int64_t MATCHES[] = {2, 3, 4, 6, 9, 13, 18, 24};
     static const double SHARES[] = {0.0, 0.3, 0.6, 0.9};
     const Scale scale = {24, 8, 4, MATCHES, SHARES};
@@ -115,7 +114,7 @@ int main(void) {
         float shares[2 * ROWS * BEST];
         double gains[BEST - 1];
         int failed = learn(tables, before, earlier, salts, round & 1);
-        if (!failed) failed = graft_begin(&pool, roots, before, earlier) || hang(&pool, &chances);
+        if (!failed) failed = graft_begin(&pool, roots, before, earlier) || attach(&pool, &chances);
         if (!failed) failed = draft(&pool, &chances, 4) || graft_follow(&pool, tables, 2, &chances, 4, 5, 12, 9);
         if (!failed) failed = graft_merge(&pool, 1, &chances) || graft_best(&pool, BEST, numbers, shares);
         if (!failed) failed = graft_best_gains(&pool, BEST - 1, gains);

@@ -1,4 +1,4 @@
-"""A real `graft serve` process and what may go wrong with it: clients that go, floods, nonsense, kills; and JSON.
+"""Fault test of a real `graft serve` process: disconnects, floods, malformed requests, kills; and JSON schemas.
 
     python bench/server_faults.py [--json 100] [serve options ...]
 

@@ -1,10 +1,10 @@
-"""Mixed load on a running server for a while, and the memory its process holds: is anything never given back?
+"""Soak test of a running server: resident memory under mixed load, to find leaks.
 
     graft serve --port 8000 & python bench/server_soak.py --pid $! --minutes 20
 
-Chats and completions, streamed and whole, greedy and sampled, constrained, racing lanes, cancelled ones and wrong ones,
-a few at a time. The resident memory is sampled every ten seconds. Memory that is free again goes back when the next
-request comes, so of each minute the least counts, and after the load, what is held when a few short requests were made.
+Chats and completions, streamed and whole, greedy and sampled, constrained, plain beside speculating, cancelled and
+invalid, a few at a time. Resident memory is sampled every ten seconds. Freed memory is returned when the next request
+comes, so the least of each minute counts, and after the load what is held after a few short requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The time of a target step by width and context, at the shapes of small and large models.
+"""Benchmark of target steps: time by width and context, at the shapes of small and large models.
 
     python bench/step_time.py --out step_time.json
     python bench/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager

@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: the kernels beside SDPA under a mask and, with --flex, FlexAttention.
+"""Benchmark of tree attention on a GPU: our kernels, SDPA with a mask and, with --flex, FlexAttention.
 
     python bench/tree_attention.py
     python bench/tree_attention.py --shape 8b --width 64 --tiles keys=128,prefix_stages=2 --parts

@@ -1,11 +1,11 @@
-"""What a round of `graft` takes beside the models on a CPU: growing its tree, merging, learning; by phase.
+"""CPU time of a round of `graft` outside the models, by phase: growing its tree, merging, learning.
 
     python bench/tree_building.py
 
-Nothing is drafted or verified in earnest. Texts are made of phrases that come again, levels (9 of them, top-k 10) and
-judgements are made up beforehand around what really follows, and every pass is made, so that all sources are at work.
-Of each phase the median over the rounds is printed, in processor time, so that other work beside does not count.
-Between rounds logits are made up, which leaves as little in the processor's caches as a verify does.
+No model runs. Texts are made of repeated phrases; draft levels (9 of them, top-k 10) and logits are synthetic, made
+around the tokens that really follow; every draft pass is made, so that all proposers are at work. The median over
+rounds is printed for each phase, in processor time, so that other work on the machine does not count. Between rounds
+logits are generated, which leaves as little in the processor's caches as a verify does.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Phrases:
         return tokens[:length]
 
 
-class MadeUpDrafter:
-    """Gives levels that were made beforehand."""
+class SyntheticDrafter:
+    """A drafter whose levels were made beforehand."""
 
     hidden_layers: tuple[int, ...] = ()
     num_setups = 0
@@ -73,7 +73,7 @@ class MadeUpDrafter:
         self._levels: list[Level] = []
 
     def make(self, following: list[int]) -> None:
-        """Levels before a place of a text: what follows it may be among the likeliest."""
+        """Makes the levels at a position of a text: the tokens that follow may be among the likeliest."""
         rng, topk = self._random, self.settings.topk
         self._levels = []
         beams, width = [(0, 1.0, True)], 1  # (place, path probability, whether all of it is right)
@@ -101,8 +101,8 @@ class MadeUpDrafter:
     def learn(self, *round: Any) -> None: ...
 
 
-class Judge:
-    """Logits in which what follows a token in some text stands out."""
+class SyntheticTarget:
+    """A target whose logits stand out for tokens that follow in some text."""
 
     def __init__(self) -> None:
         self._logits = torch.randn(1, BUDGET + 1, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -150,16 +150,18 @@ class Stopwatch:
         return 1e3 * median(sum(each[p] for p in phases) - (each[less] if less else 0.0) for each in self.rounds)
 
 
-def run(policy: Any, drafter: MadeUpDrafter, judge: Judge, text: list[int], watch: Stopwatch) -> list[int]:
+def run(
+    policy: Any, drafter: SyntheticDrafter, target_model: SyntheticTarget, text: list[int], watch: Stopwatch
+) -> list[int]:
     """Decodes the second half of a text; the tokens of each round."""
     half = len(text) // 2
     sequence = Sequence(text[:half], SamplingSettings(max_new_tokens=half))
     batch = Batch([sequence], cast(Any, None), cast(Any, None))
     watch.now = defaultdict(float)  # of no round
-    judge.learn(text)
+    target_model.learn(text)
     prompt = torch.tensor([text[: half - 1]])
     for chunk in prompt.split(BUDGET, dim=1):
-        policy.learn_top_k(TargetTopK.of_chunk(judge.verified(chunk), []))
+        policy.learn_top_k(TargetTopK.of_chunk(target_model.verified(chunk), []))
     counts = []
     while sequence.finish_reason is None:
         following = text[len(sequence.ids) :]
@@ -168,7 +170,7 @@ def run(policy: Any, drafter: MadeUpDrafter, judge: Judge, text: list[int], watc
         tree = policy.grow(batch, batch.roots(), Clock()).tree
         nodes = accepted_nodes(tree, following)
         tokens = following[: len(nodes) + 1]
-        verified = judge.verified(tree.tokens)
+        verified = target_model.verified(tree.tokens)
         policy.learn(batch, tree, verified, Accepted([nodes], [tokens]), 1.0)
         sequence.extend(tokens, nodes, TreeRow(tree, verified.logits, 0, policy.sources))
         counts.append(len(tokens))
@@ -195,16 +197,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    phrases, judge, watch = Phrases(0), Judge(), Stopwatch()
-    drafter = MadeUpDrafter(random.Random(1))
+    phrases, target_model, watch = Phrases(0), SyntheticTarget(), Stopwatch()
+    drafter = SyntheticDrafter(random.Random(1))
     target = cast(Any, SimpleNamespace(vocab_size=VOCAB, num_setups=0))
     policy: Any = make_policy("graft", target, cast(Any, drafter), BUDGET, pass_cost=0.0)
     policy.prepare()
     for _ in range(5):  # texts to remember
-        run(policy, drafter, judge, phrases.text(400), watch)
+        run(policy, drafter, target_model, phrases.text(400), watch)
 
     watch.watch(policy, "grow", "grow")
-    watch.watch(policy, "new_pool", "- pool")
+    watch.watch(policy, "new_candidates", "- candidates")
     watch.watch(policy, "_draft", "- drafted levels")
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
@@ -216,7 +218,9 @@ def main() -> None:
     watch.watch(policy, "learn_top_k", "- tables")
     watch.watch(policy, "learn_accepted", "- calibration")
     watch.rounds.clear()
-    counts = [count for _ in range(options.texts) for count in run(policy, drafter, judge, phrases.text(400), watch)]
+    counts = [
+        count for _ in range(options.texts) for count in run(policy, drafter, target_model, phrases.text(400), watch)
+    ]
 
     for phase in watch.phases:
         print(f"{phase:36}{watch.median(phase):8.3f} ms")

@@ -1,4 +1,4 @@
-"""Whether vLLM drafts with an EAGLE-3 head as Graft does: same prompts, chain drafts, greedy, fp32, round by round.
+"""Compares vLLM's drafts of an EAGLE-3 head with Graft's: same prompts, chain drafts, greedy, fp32, round by round.
 
     vllm-venv/bin/python bench/vllm_witness.py --engine vllm --model MODEL --head HEAD --data gsm8k.jsonl --out v.json
     .venv/bin/python bench/vllm_witness.py --engine graft --model MODEL --head HEAD --data gsm8k.jsonl --out g.json

@@ -1,4 +1,4 @@
-"""What tests of the command share: a tiny model in a folder, and `graft` as a user runs it."""
+"""Fixtures of the command-line tests: a tiny model in a folder, and `graft` as a user runs it."""
 
 from __future__ import annotations
 

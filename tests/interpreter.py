@@ -1,4 +1,4 @@
-"""Triton's kernels where there is no GPU: in its interpreter. To be imported before Triton, which transformers does."""
+"""Switches Triton to its interpreter where there is no GPU. Import it before Triton, which transformers imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The Triton kernels' work in plain PyTorch: what they are compared with, and what stands in for them where they would
-be run thousands of times. In Triton's interpreter one program takes 20 ms."""
+"""The Triton kernels in plain PyTorch: the reference they are compared with, and the stand-in where they would run
+thousands of times. In Triton's interpreter one program takes 20 ms."""
 
 from __future__ import annotations
 

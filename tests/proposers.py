@@ -1,4 +1,4 @@
-"""Policies for tests that propose good, bad and repeated tokens at will, whatever a machine's costs are; and trees."""
+"""Test policies that propose good, bad and repeated tokens whatever the machine's costs are; and trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow and obvious: what `native.c` does for a round, node by node and by the letter, to compare it with.
+"""Reference implementation of `native.c`, slow and obvious, node by node.
 
 Products are taken in the same order, in float32, so that results are the same to the last bit. Paths are compared as
 what they are, tuples of tokens, and probabilities are put into buckets by whole numbers.

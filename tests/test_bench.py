@@ -1,4 +1,4 @@
-"""`graft bench`: turns are taken, states do not leak, everybody is counted alike, and what is written down."""
+"""`graft bench`: methods take turns, states do not leak, all methods are counted alike, and results are written."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Candidates by its properties, each against the same thing done node by node in plain Python."""
+"""Properties of `Candidates`, each against the same thing done node by node in plain Python."""
 
 import random
 from copy import copy

@@ -1,5 +1,5 @@
-"""Target steps as they are on a GPU, without one: fused layers against transformers, kernels against plain PyTorch, and
-captured steps (here simply called) against the ordinary runner."""
+"""CUDA-graph runners, tested without a GPU: fused layers against transformers, kernels against plain PyTorch, and
+captured steps (here called instead of replayed) against the eager runner."""
 
 import gc
 import queue

@@ -1,4 +1,4 @@
-"""The command's manners: quick help, one-line errors, exit statuses."""
+"""The `graft` command: quick help, one-line errors, exit statuses."""
 
 import json
 import os

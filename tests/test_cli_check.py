@@ -1,4 +1,4 @@
-"""`graft check` and what it is made of: differences are found, named, and told from exact ties."""
+"""`graft check` and `graft.compare`: differences are found, named, and told from exact ties."""
 
 import json
 from collections.abc import Callable

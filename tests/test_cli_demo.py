@@ -1,4 +1,4 @@
-"""`graft demo`: both ways side by side, and no claim that was not seen."""
+"""`graft demo`: plain decoding and Graft side by side, and no claim that was not measured."""
 
 import sys
 from collections.abc import Callable

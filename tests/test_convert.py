@@ -1,4 +1,4 @@
-"""Converting a GGUF: the folder is one that transformers loads, and a turn ends where the registry says."""
+"""GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
 from pathlib import Path
 

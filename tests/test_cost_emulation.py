@@ -1,4 +1,4 @@
-"""Cost emulation: a widened model and its head say what they said before, and every table says that they are wide."""
+"""Cost emulation: a widened model and its head give the same output as before, and every table names the emulation."""
 
 import csv
 import json

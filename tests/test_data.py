@@ -1,4 +1,4 @@
-"""Prompts from files: what a row may be, and what each bad one says."""
+"""Prompts from files: what a row may be, and the error of each bad one."""
 
 from pathlib import Path
 

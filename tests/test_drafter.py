@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter against drafting done plainly, and the engine that uses it."""
+"""The EAGLE-3 drafter against a plain reference, and the engine that uses it."""
 
 from itertools import islice
 

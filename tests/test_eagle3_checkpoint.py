@@ -1,4 +1,4 @@
-"""Heads in every published spelling load to the same numbers; whatever is wrong with one is named in a line."""
+"""EAGLE-3 checkpoints: heads in every published layout load to the same weights; every fault is named in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever fails while requests are decoded together: all others get the text they get alone, and the server goes on.
+"""Fault injection while requests are decoded together: all others get the text they get alone, and the server goes on.
 
 A scenario in which requests join, are read, decoded, moved between lanes, end and are cancelled is run once to list
 every point at which something could fail: each call of a function of Graft, each allocation, each call of a grammar's

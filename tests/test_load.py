@@ -1,4 +1,4 @@
-"""Loading a model by name: what works, and what each way of going wrong says."""
+"""Loading a model by name: what works, and the error of each failure."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Memory over a long life. Run with `pytest -m slow`."""
+"""Memory use over many generations. Run with `pytest -m slow`."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The compiled kernels do what the slow reference does, to the last bit; and the same on every machine."""
+"""The C code of `native.c` against the slow reference, to the last bit; and the same trees on every machine."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a user sees and does, in light and dark, on a desk and on a phone."""
+"""The web page in a real browser: what a user sees and does, in light and dark mode, on a desktop and on a phone."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Every policy gives the text of plain decoding, builds the tree it says, and can hand over what it learned."""
+"""Every policy gives the text of plain decoding, builds the tree it describes, and can save and restore its state."""
 
 import pytest
 import torch

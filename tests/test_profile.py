@@ -1,4 +1,4 @@
-"""Profiles: what tuning learns comes back with the same model, head and machine, and with no other."""
+"""Profiles: what tuning learned is loaded with the same model, head and machine, and with no other."""
 
 import json
 from collections.abc import Callable

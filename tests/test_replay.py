@@ -1,4 +1,4 @@
-"""Replay: what a policy does on a recorded answer is what it does in life, as far as the record knows."""
+"""Replay: a policy does on a recorded answer what it does in live decoding, as far as the trace holds it."""
 
 from itertools import pairwise
 from types import SimpleNamespace

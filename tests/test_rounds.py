@@ -1,4 +1,4 @@
-"""What a watched answer tells of its rounds, and how a terminal shows it."""
+"""Round traces of an answer, and how a terminal shows them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Sampling against references written plainly, and the exactness of its distribution."""
+"""The sampler against plain references, and the exactness of its distribution."""
 
 import math
 from dataclasses import replace

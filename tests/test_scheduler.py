@@ -1,4 +1,4 @@
-"""Requests that are decoded together: the same texts as alone, whoever joins, leaves or fails beside them."""
+"""The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
 import queue
 import random

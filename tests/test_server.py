@@ -1,4 +1,4 @@
-"""The server as its users meet it: the official client, plain HTTP, and users who are rude."""
+"""The HTTP server: the official OpenAI client, plain HTTP, and malformed or hostile requests."""
 
 import json
 import threading

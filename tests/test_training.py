@@ -1,4 +1,4 @@
-"""Training a head: the unroll is what drafting does, the loss falls, and an interrupted run goes on."""
+"""Training a head: the unroll does what drafting does, the loss falls, and an interrupted run resumes."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""DraftTree by its properties: masks, depths and positions are those of the tree, whatever its shape."""
+"""Properties of `DraftTree`: masks, depths and positions are right for a tree of any shape."""
 
 import random
 

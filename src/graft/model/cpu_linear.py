@@ -8,6 +8,7 @@ model stays as it is.
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -134,12 +135,22 @@ class _Threads(ctypes.Structure):
 
 @cache
 def _threads() -> Any:
-    """Functions of the OpenMP library that torch ships, by their common names; None if it ships none."""
-    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
+    """The threads of the OpenMP library that torch has loaded, which all such libraries give under these names; None if
+    it has none."""
+    for path in _openmp_libraries():
         try:
-            library = ctypes.CDLL(str(path))  # the one that is loaded
+            library = ctypes.CDLL(path)  # which is loaded: this finds it again
             functions = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
         except (OSError, AttributeError):
             continue
         return ctypes.byref(_Threads(*(ctypes.cast(function, ctypes.c_void_p) for function in functions)))
     return None
+
+
+def _openmp_libraries() -> list[str]:
+    """Torch's own first. Where it lies differs between machines: in its folder, beside it, or in the system's."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return sorted(map(str, Path(torch.__file__).parent.glob("lib/lib*omp*")))
+    loaded = set(re.findall(r"/\S*/lib[gi]?omp[^/\s]*\.so\S*", maps.read_text()))
+    return sorted(loaded, key=lambda path: ("torch" not in path, path))

@@ -148,7 +148,7 @@ class Candidates:
 
     def __copy__(self) -> Candidates:
         other = object.__new__(Candidates)
-        other.__dict__.update(self.__dict__)
+        other.__dict__.update(self.__dict__, _is_alone=False)  # until it has memory of its own
         other._copy_into(self._fields.clone(), self._paths.clone())
         return other
 

@@ -70,7 +70,7 @@ class DraftArena(Arena):
     read: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # hidden states that steps read, by address
 
     def read_from(self, hidden: Tensor) -> None:
-        """Notes which hidden states graphs read in place: those graphs are dropped when that tensor is freed."""
+        """Registers the hidden states that graphs read in place: when that tensor is freed, they are dropped."""
         whole = hidden if hidden._base is None else hidden._base
         address = whole.data_ptr()
         known = self.read.get(address)
