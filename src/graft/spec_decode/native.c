@@ -563,14 +563,14 @@ static int64_t exp_of(float x) {
     return sum >> (halvings >> 30);
 }
 
+enum { MAX_SUCCESSORS = 64 };
+
 /* Entries of the top-k tokens after a node: each with the score bucket of its softmax share among them. */
 static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
-    int64_t total = 0;
-    for (int64_t s = 0; s < num_successors; s++) total += exp_of(logits[s] - logits[0]);
-    for (int64_t s = 0; s < num_successors; s++) {
-        double share = (double)exp_of(logits[s] - logits[0]) / (double)total;
-        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of(share));
-    }
+    int64_t weights[MAX_SUCCESSORS], total = 0;
+    for (int64_t s = 0; s < num_successors; s++) total += weights[s] = exp_of(logits[s] - logits[0]);
+    for (int64_t s = 0; s < num_successors; s++)
+        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of((double)weights[s] / (double)total));
 }
 
 /* Learns the target's top-k successors of every node of verified trees [num_rows][width]: tokens and logits, best
@@ -582,8 +582,8 @@ int graft_learn(
     int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
     const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
     const int64_t *salts, int64_t is_text) {
-    int32_t entries[64];
-    if (num_successors > tables[0].num_successors || num_successors > 64) return OUT_OF_RANGE;
+    int32_t entries[MAX_SUCCESSORS];
+    if (num_successors > tables[0].num_successors || num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
     for (int64_t r = 0; r < num_rows; r++) {
         for (int64_t n = 0; n < width; n++) {
             int64_t i = is_text ? n : width - 1 - n, first = r * width, node, last, second;
