@@ -47,12 +47,9 @@ class Oracle(Policy):
 def random_tree(rng: random.Random, roots: list[int], num_nodes: int, vocab_size: int) -> DraftTree:
     tokens, parents, sources = [], [], []
     for root in roots:
-        row_parents, row_sources = [0], [0]
-        for node in range(1, num_nodes + 1):
-            padding = rng.random() < 0.1
-            row_sources.append(PADDING if padding else 1)
-            candidates = [n for n in range(node) if row_sources[n] != PADDING]
-            row_parents.append(0 if padding else rng.choice(candidates))
+        num_real = rng.randint(num_nodes // 2, num_nodes)
+        row_sources = [0] + [1] * num_real + [PADDING] * (num_nodes - num_real)
+        row_parents = [rng.randrange(max(node, 1)) if node <= num_real else 0 for node in range(num_nodes + 1)]
         tokens.append([root, *(rng.randrange(vocab_size) for _ in range(num_nodes))])
         parents.append(row_parents)
         sources.append(row_sources)

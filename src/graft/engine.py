@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from graft.core.batch import Batch
 from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
-from graft.model import target_for
+from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.round_trace import RoundRecord
@@ -69,6 +68,14 @@ class Generation:
     @property
     def stats(self) -> Stats:
         return self.choices[0].stats
+
+
+class Reading(NamedTuple):
+    """A row whose prompt is being read, and the chunk of it that comes next."""
+
+    batch: Batch
+    row: int
+    chunk: Chunk
 
 
 class Round(NamedTuple):
@@ -170,82 +177,124 @@ class Engine:
         self.policy.prepare()
         start = time.perf_counter()
         batch = self.open(sequences, chooser)
-        self._prefill(batch)
-        prefill_seconds = time.perf_counter() - start
-        clock = Clock()
-        while batch.sequences:
-            start = time.perf_counter()
-            self.run_round(batch, clock)
-            for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
-                raise failure
-            seconds = time.perf_counter() - start
+        try:
+            self._prefill(batch)
+            prefill_seconds = time.perf_counter() - start
+            clock = Clock()
+            while batch.sequences:
+                start = time.perf_counter()
+                self.run_round(batch, clock)
+                for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
+                    raise failure
+                seconds = time.perf_counter() - start
+                for sequence in batch.sequences:
+                    sequence.stats.prefill_seconds = prefill_seconds
+                    sequence.stats.decode_seconds += seconds
+                    sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
+                yield batch.sequences
+                unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
+                if len(unfinished) < len(batch.sequences):
+                    for sequence in (s for s in batch.sequences if s.finish_reason is not None):
+                        self.policy.finish(sequence)
+                    batch.keep(unfinished)
+        finally:
             for sequence in batch.sequences:
-                sequence.stats.prefill_seconds = prefill_seconds
-                sequence.stats.decode_seconds += seconds
-                sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
-            yield batch.sequences
-            unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
-            if len(unfinished) < len(batch.sequences):
-                for sequence in (s for s in batch.sequences if s.finish_reason is not None):
-                    self.policy.finish(sequence)
-                batch.keep(unfinished)
+                sequence.settle()
+            batch.release()
 
     @torch.no_grad()
-    def run_round(self, batch: Batch, clock: Clock) -> Round:
-        """The round: proposes a tree for every row, verifies all in one forward, and extends each sequence."""
+    def run_round(self, batch: Batch, clock: Clock, reading: Sequence[Reading] = ()) -> Round:
+        """The round: proposes a tree for every row, verifies all in one step, and extends each sequence.
+
+        reading: rows of other batches, chunks of whose prompts are read in the same step.
+        """
+        batch.num_other_tokens = sum(len(part.chunk.tokens) for part in reading)
         draft_result = self.policy.grow(batch, batch.roots(), clock)
         tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences])
         with clock("verify") as verify_time:
-            verified = self.target.verify(batch.cache, tree)
+            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in reading])
+            assert verified is not None
             choices = choose_ahead(tree, verified, batch.chooser)
             if choices is not None:
                 self.policy.draft_ahead(batch, verified, choices)
-            self.policy.catch_up()
+            self._catch_up(batch)
             self.target.wait_for(verified)  # the walk would wait for it; here the time counts as the verify's
         with clock("accept"):
             accepted = walk(tree, verified, batch.chooser, choices)
-            batch.cache.commit(accepted.nodes)
+            self.target.commit(batch.cache, accepted.nodes)
         with clock("learn"):
             self.policy.learn(batch, tree, verified, accepted, verify_time())
+            self._learn_prompts(reading, read)
 
         considered = draft_result.considered if tree is draft_result.tree else None
         common = self.policy.common_sources
         for row, sequence in enumerate(batch.sequences):
             try:
-                seen = TreeRow(tree, verified.logits, row, self.policy.sources, considered, common)
+                seen = TreeRow(tree, verified, row, self.policy.sources, considered, common)
                 sequence.stats.draft_passes += draft_result.passes[row]
                 sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
             except Exception as error:  # of this row alone: the others are not affected
                 sequence.failure = error
-        is_plain = tree.width == 1 and draft_result.considered is None
-        return Round(is_plain, sum(map(len, accepted.tokens)))
+        return Round(tree.width == 1 and draft_result.considered is None, sum(map(len, accepted.tokens)))
+
+    @torch.no_grad()
+    def read(self, reading: Sequence[Reading]) -> None:
+        """A step of prompt chunks alone."""
+        _, read = self.target.step(None, None, [part.chunk for part in reading])
+        self.target.wait_for(read[0])
+        self._learn_prompts(reading, read)
+
+    def _learn_prompts(self, reading: Sequence[Reading], read: Sequence[VerifyOutput]) -> None:
+        for part, verified in zip(reading, read, strict=True):
+            ids, end = part.batch.sequences[part.row].ids, part.chunk.row.length
+            self.policy.read(part.batch, part.row, verified, ids[end - len(part.chunk.tokens) + 1 : end + 1])
+
+    def _catch_up(self, batch: Batch) -> None:
+        """What the host does while the device works: nobody waits for it."""
+        self.policy.catch_up()
+        for sequence in batch.sequences:
+            try:
+                sequence.settle()
+            except Exception as error:
+                sequence.failure = error
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences with an empty KV cache. chooser: replaces the sampler of their settings."""
-        num_slots = max(s.num_prompt_tokens + s.num_remaining for s in sequences) + MAX_BUDGET + 1
-        cache = self.target.open(len(sequences), num_slots)
-        chooser = chooser or self._sampler(sequences)
-        return Batch(list(sequences), cache, chooser, self.policy.open(len(sequences), num_slots))
+        num_slots = max(s.num_prompt_tokens + s.settings.max_new_tokens for s in sequences) + MAX_BUDGET + 1
+        return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
+
+    def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
+        """A batch of these sequences on rows that may know the beginnings of their texts already."""
+        try:
+            return Batch(list(sequences), cache, chooser or self._sampler(sequences), self.policy.open(cache))
+        except Exception:
+            cache.release()
+            raise
 
     def _prefill(self, batch: Batch) -> None:
-        """Prefill: commits every prompt but its last token, which is the first round's root."""
+        """Prefill: commits every prompt but its last token, which is the first round's root; many rows in a step."""
         row_of: dict[tuple[int, ...], int] = {}
+        copies: list[tuple[int, int]] = []
+        waiting: list[int] = []
         for row, sequence in enumerate(batch.sequences):
-            prompt = tuple(sequence.ids)
-            if prompt in row_of:
-                batch.copy_row(row_of[prompt], row)
-                continue
-            row_of[prompt] = row
-            for _ in self.prefill_row(batch, row):
-                pass
-
-    def prefill_row(self, batch: Batch, row: int) -> Iterator[int]:
-        """Prefills the rest of one prompt but its last token, chunk by chunk; yields each chunk's number of tokens."""
-        prompt, start = batch.sequences[row].ids, batch.cache.lengths[row]
-        following = iter(prompt[start + 1 :])
-        for verified in self.target.prefill(batch.cache, row, prompt[start:-1]):
-            self.policy.read(batch, row, verified, list(islice(following, verified.tokens.shape[1])))
-            yield verified.tokens.shape[1]
+            first = row_of.setdefault(tuple(sequence.ids), row)
+            if first != row:
+                copies.append((first, row))
+            elif len(sequence.ids) > 1:
+                waiting.append(row)
+        while waiting:
+            reading: list[Reading] = []
+            room = self.target.chunk_size
+            for row in waiting:
+                chunk = batch.rest_of(row, room)
+                reading.append(Reading(batch, row, chunk))
+                room -= len(chunk.tokens)
+                if room == 0:
+                    break
+            self.read(reading)
+            waiting = [row for row in waiting if batch.rest_of(row, 1).tokens]
+        for source, target in copies:
+            batch.copy_row(source, target)
 
     @property
     def num_setups(self) -> int:

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from graft.detokenizer import TextStream
 from graft.model.grammar import Constraint
 from graft.model.sampler import SamplingSettings
+from graft.model.verified import VerifyOutput
 from graft.round_trace import RoundRecord
 from graft.spec_decode.tree import PADDING, ROOT, DraftTree
 from graft.stats import Stats
@@ -55,6 +55,8 @@ class Sequence:
         self.is_recorded = False  # whether `last_round` is kept, for somebody who watches
         self.shows_all = False  # whether that includes rejected nodes that may be other users' text
         self.last_round: RoundRecord | None = None
+        self._unsettled: list[_Unsettled] = []
+        self._is_stopped = False  # by a stop string, found at the last token that the statistics count
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
@@ -64,15 +66,62 @@ class Sequence:
         return self.ids[self.num_prompt_tokens :]
 
     @property
+    def num_new(self) -> int:
+        return len(self.ids) - self.num_prompt_tokens
+
+    @property
     def num_remaining(self) -> int:
-        return self.settings.max_new_tokens - self.stats.tokens
+        return self.settings.max_new_tokens - self.num_new
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
-        """Appends a round's tokens one by one, and ends exactly where plain decoding would have ended.
+        """Appends a round's tokens, and ends exactly where plain decoding would have ended.
 
-        nodes: the accepted nodes. row: the verified tree.
+        What takes long and nobody waits for, the text and the statistics, is left to `settle`: a stop string is found
+        there, perhaps a round late, and what came behind it is dropped here. nodes: the accepted nodes. row: the
+        verified tree.
         """
-        stats, num_before = self.stats, self.stats.tokens
+        if self._is_stopped:
+            self._drop_behind_stop()
+            return
+        num_new = 0
+        for depth, token in enumerate(tokens):
+            if self.settings.logprobs is not None:
+                parent = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
+                self.logprobs.append(row.logprob(parent, token, self.settings.logprobs))
+            self.ids.append(token)
+            num_new += 1
+            self.finish_reason = self._ending(token)
+            if self.finish_reason is not None:
+                break
+        self._unsettled.append(_Unsettled(list(tokens[:num_new]), list(nodes[:num_new]), row))
+        if self.finish_reason is not None or self.is_recorded:
+            self.settle()
+        if self.finish_reason is not None:
+            if self._is_stopped:
+                self._drop_behind_stop()
+            elif self.text is not None:
+                self.text.finish()
+
+    def settle(self) -> None:
+        """Catches up with the rounds so far: text, stop strings, statistics, and what a watcher sees."""
+        while self._unsettled and not self._is_stopped:
+            round = self._unsettled.pop(0)
+            num_new = self._read(round.tokens)
+            self._count(round, num_new)
+
+    def _read(self, tokens: SequenceOf[int]) -> int:
+        """Adds tokens to the text. Returns how many there were up to a stop string, if one came."""
+        for number, token in enumerate(tokens, start=1):
+            self.stats.tokens += 1
+            if self.text is None:
+                continue
+            if self.text.push(token, may_stop=self.stats.tokens >= self.settings.min_tokens):
+                self._is_stopped = True
+                return number
+        return len(tokens)
+
+    def _count(self, round: _Unsettled, num_new: int) -> None:
+        stats, row = self.stats, round.row
         stats.rounds += 1
         if row.num_nodes:
             stats.nodes += row.num_nodes
@@ -80,32 +129,31 @@ class Sequence:
                 stats.proposed_by_source[name] += count
         else:
             stats.plain_rounds += 1
-        for depth, token in enumerate(tokens):
-            if self.settings.logprobs is not None:
-                parent = nodes[depth - 1] if depth else 0  # the node after which the token was chosen
-                self.logprobs.append(row.logprob(parent, token, self.settings.logprobs))
-            self.ids.append(token)
-            stats.tokens += 1
-            self.finish_reason = self._ending(token)
-            if self.finish_reason is not None:
-                break
-        num_new = stats.tokens - num_before
-        accepted = nodes[:num_new]
+        accepted = round.nodes[:num_new]
         stats.accepted += len(accepted)
         for depth, node in enumerate(accepted, start=1):
             stats.accepted_by_depth[depth] += 1
             stats.accepted_by_source[row.source(node)] += 1
-        if self.finish_reason is not None and self.text is not None:
-            self.text.finish()
         if self.is_recorded:
-            self.last_round = row.record(accepted, tokens[:num_new], self.shows_all)
+            self.last_round = row.record(accepted, round.tokens[:num_new], self.shows_all)
+
+    def _drop_behind_stop(self) -> None:
+        del self.ids[self.num_prompt_tokens + self.stats.tokens :]
+        del self.logprobs[self.stats.tokens :]
+        self.finish_reason = "stop"
 
     def _ending(self, token: int) -> FinishReason | None:
-        old_enough = self.stats.tokens >= self.settings.min_tokens
-        stop_string = self.text is not None and self.text.push(token, may_stop=old_enough)
-        if stop_string or (old_enough and token in self._endings):
+        if self.num_new >= self.settings.min_tokens and token in self._endings:
             return "stop"
         return "length" if self.num_remaining == 0 else None
+
+
+class _Unsettled(NamedTuple):
+    """A round that the text and the statistics do not know of yet."""
+
+    tokens: list[int]
+    nodes: list[int]
+    row: TreeRow
 
 
 class TreeRow:
@@ -114,7 +162,7 @@ class TreeRow:
     def __init__(
         self,
         tree: DraftTree,
-        logits: Tensor,
+        verified: VerifyOutput,
         row: int,
         source_names: SequenceOf[str],
         considered: DraftTree | None = None,
@@ -123,7 +171,7 @@ class TreeRow:
         """considered: the tree with pruned candidates behind its nodes. common_sources: see `Policy`."""
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
-        self._logits = logits
+        self._verified = verified
         self._names, self._common_sources = source_names, common_sources
         self.num_nodes = sum(self._counts[ROOT + 1 :])
 
@@ -161,7 +209,8 @@ class TreeRow:
         )
 
     def logprob(self, node: int, token: int, num_alternatives: int) -> TokenLogprob:
-        logprobs = torch.log_softmax(self._logits[self._row, node], dim=0)
+        place = int(self._verified.index[self._row, node])
+        logprobs = torch.log_softmax(self._verified.logits[place], dim=0)
         values, tokens = logprobs.topk(min(num_alternatives, len(logprobs)))
         alternatives = dict(zip(tokens.tolist(), values.tolist(), strict=True))
         return TokenLogprob(token, float(logprobs[token]), alternatives)

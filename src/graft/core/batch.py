@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.model import TreeCache
+from graft.model import Chunk, KVCache
 from graft.sequence import Sequence
 from graft.spec_decode.acceptance import Chooser
 
@@ -19,9 +19,10 @@ class Batch:
     """Row i of everything belongs to sequence i."""
 
     sequences: list[Sequence]
-    cache: TreeCache  # of the target
+    cache: KVCache  # of the target
     chooser: Chooser
     draft: Any = None  # what the policy's drafter keeps, a DraftState
+    num_other_tokens: int = 0  # of the coming step, of prompts that are read meanwhile
 
     def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
@@ -32,38 +33,45 @@ class Batch:
         """The round's last token is the target's own, so no path need be longer than what is left less one."""
         return max(sequence.num_remaining for sequence in self.sequences) - 1
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that a row may come to have with all its answer."""
+        return max(sequence.num_prompt_tokens + sequence.settings.max_new_tokens for sequence in self.sequences)
+
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row what another is: answers to the same prompt share its prefill."""
-        self.cache.copy_row(source, target)
+        pool, rows = self.cache.pool, self.cache.rows
+        there = pool.fork(rows[source], rows[target].num_slots)
+        pool.release(rows[target])
+        rows[target] = there
         if self.draft is not None:
             self.draft.copy_row(source, target)
 
-    # Whoever joins or goes, does so in all parts or in none: each part gives a new one in place of itself, and when all
-    # have done so they are exchanged, which cannot fail. What a part writes meanwhile is no row of the old one's.
-
-    def reserve(self, num_rows: int) -> None:
-        """Makes room for so many rows that may join."""
-        cache = self.cache.reserving(num_rows)
-        draft = self.draft.reserving(num_rows) if self.draft is not None else None
-        self.cache, self.draft = cache, draft
-
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
-        cache, chooser = self.cache.joining(other.cache), self.chooser.joining(other.chooser)
+        chooser = self.chooser.joining(other.chooser)
         draft = self.draft.joining(other.draft) if self.draft is not None else None
+        cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
 
     def keep(self, rows: Iterable[int]) -> None:
-        """Goes on with these rows alone; the last ones take the places of those that go."""
-        places = _places(set(rows))
-        cache, chooser = self.cache.keeping(places), self.chooser.keeping(places)
+        """Goes on with these rows alone; the others' pages are given back."""
+        places = sorted(set(rows))
+        chooser = self.chooser.keeping(places)
         draft = self.draft.keeping(places) if self.draft is not None else None
+        cache = self.cache.with_rows([self.cache.rows[row] for row in places])
+        gone = [row for number, row in enumerate(self.cache.rows) if number not in set(places)]
         sequences = [self.sequences[row] for row in places]
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
+        for row in gone:
+            cache.pool.release(row)
 
+    def release(self) -> None:
+        """Gives all pages back."""
+        self.cache.release()
 
-def _places(rows: set[int]) -> list[int]:
-    """Rows that stay, in an order in which few move, and those to places that nobody has any more."""
-    last = iter(sorted(row for row in rows if row >= len(rows)))
-    return [place if place in rows else next(last) for place in range(len(rows))]
+    def rest_of(self, row: int, most: int) -> Chunk:
+        """At most so many tokens of the row's text that are next to be read; the last token is the first root."""
+        start, ids = self.cache.rows[row].length, self.sequences[row].ids
+        return Chunk(self.cache.rows[row], ids[start : min(start + most, len(ids) - 1)])

@@ -26,10 +26,10 @@ from transformers.generation.logits_process import (
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.model.verified import Step
 from graft.sequence import FinishReason, Sequence
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY
-from graft.spec_decode.tree import DraftTree
 
 _WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,
@@ -148,7 +148,7 @@ class _ProcessorChooser:
         ]
         return torch.tensor(tokens)
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
+    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Does nothing: processors need the tokens before, which differ from node to node."""
 
     def move_on(self, counts: SequenceOf[int]) -> None:

@@ -1,9 +1,20 @@
 """The target model: its runner, KV cache, tree attention and sampler, and which models can be run."""
 
 from graft.model.factory import target_for
-from graft.model.kv_cache import CacheLimit, NoRoomError, TreeCache
+from graft.model.kv_cache import KVCache, NoRoomError, PagePool, Row
 from graft.model.loan import evaluating
 from graft.model.runner import TargetRunner
+from graft.model.step import Chunk
 from graft.model.verified import VerifyOutput
 
-__all__ = ["CacheLimit", "NoRoomError", "TargetRunner", "TreeCache", "VerifyOutput", "evaluating", "target_for"]
+__all__ = [
+    "Chunk",
+    "KVCache",
+    "NoRoomError",
+    "PagePool",
+    "Row",
+    "TargetRunner",
+    "VerifyOutput",
+    "evaluating",
+    "target_for",
+]

@@ -8,9 +8,11 @@ to the attention function that the owner chose.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
@@ -19,67 +21,138 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graft.errors import GraftError
 from graft.model import loan
-from graft.model.kv_cache import WritePosition
+from graft.model.kv_cache import PAGE, Row
+from graft.model.step import FlatStep
 
 # Attention arguments that change the result and that this function does not compute.
 _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
 
 
 @dataclass(frozen=True)
-class Paths:
-    """Which keys each token sees, for the Triton kernels: its row's committed tokens, then its own path."""
+class Layout:
+    """A flat step on the device: T tokens of R rows; which keys each sees, and where its own go.
 
-    lengths: Tensor  # [B] int32 committed tokens
-    depths: Tensor  # [B, W] int32
-    paths: Tensor  # [B, W, P] int32 slots behind the committed tokens, from the root's to the token's own
-    max_context: int  # upper bound of the lengths
+    A token's place is where it stands in its row's part of the step, and its slot that of the position `length + place`;
+    its depth is its position in the text less the row's length. Where both are equal its path is the identity.
+    """
+
+    rows: Tensor  # [T] int32 the row of each token, an index into the [R] tensors
+    places: Tensor  # [T] int32
+    depths: Tensor  # [T] int32
+    paths: Tensor  # [T, P] int32 places of its ancestors and itself, by depth; not read where depth == place
+    starts: Tensor  # [R] int32 the row's first token in the step
+    counts: Tensor  # [R] int32 the row's tokens in the step; 0 for rows not in use
+    lengths: Tensor  # [R] int32 committed tokens of each row
+    lines: Tensor  # [R] int32 the row's line in the block tables
+    tables: Tensor  # [lines, max_pages] int32 block tables: page numbers
+    max_context: int  # upper bound of the lengths; sizes scratch memory and changes no result
+
+
+class KernelStep:
+    """A layout, and the plans of its attention, made once for all layers of a kind."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._plans: dict[Any, Any] = {}
+
+    def plan(self, group: int, tiles: Any) -> Any:
+        from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+
+        if (group, tiles) not in self._plans:
+            self._plans[group, tiles] = attention_kernels.plan(self.layout, group, tiles)
+        return self._plans[group, tiles]
 
 
 class Visibility:
-    """Which keys each token sees, as an attention mask: its row's committed tokens and its ancestors in the tree."""
+    """Which keys each token of a flat step sees, as attention masks by row."""
 
-    def __init__(self, aim: WritePosition, positions: Tensor, ancestors: Tensor, dtype: torch.dtype) -> None:
-        self._aim = aim
-        self._positions = positions  # [B, U] of the U tokens behind the committed ones; the forward's W are the last
-        self._ancestors = ancestors  # [B, W, U] bool
-        self._dtype = dtype
-        self._masks: dict[tuple[int | None, int, int], Tensor | None] = {}
+    def __init__(self, rows: Sequence[RowKeys], dtype: torch.dtype) -> None:
+        """rows: in the order of their tokens in the step."""
+        self._rows, self._dtype = rows, dtype
+        self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
 
-    def mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
-        """Additive mask [B, 1, groups * W, keys], None when every key is seen; made once for all layers of a kind.
+    @classmethod
+    def of_step(cls, step: FlatStep, device: torch.device, dtype: torch.dtype) -> Visibility:
+        """Its row's committed tokens and its ancestors in the row's part of the step."""
+        rows, first = [], 0
+        for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
+            parents, depths = step.columns[1, first : first + count], step.columns[3, first : first + count]
+            rows.append(RowKeys(row, row.length, torch.from_numpy(depths.astype(np.int64)), _ancestors(parents), device))
+            first += count
+        return cls(rows, dtype)
 
-        window: of sliding attention, in tokens. num_groups: query heads that share a key head.
-        """
-        key = (window, num_keys, num_groups)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+        """Attention [1, T, heads, D] of queries [1, heads, T, D] over a layer's store, [1, kv_heads, slots, D]."""
+        parts, groups = [], query.shape[1] // key.shape[1]
+        each = query.split([row.count for row in self._rows], dim=2)
+        for number, (row, own) in enumerate(zip(self._rows, each, strict=True)):
+            mask = self._mask(number, window, groups)
+            parts.append(attend(own, row.of(key), row.of(value), mask, scale))
+        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+    def _mask(self, number: int, window: int | None, num_groups: int) -> Tensor | None:
+        """Additive mask [1, 1, groups * n, keys] of a row, None when every key is seen; made once for all layers of a
+        kind. num_groups: query heads that share a key head."""
+        key = (number, window, num_groups)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(num_keys, window, num_groups)
+            self._masks[key] = self._make_mask(self._rows[number], window, num_groups)
         return self._masks[key]
 
-    def _make_mask(self, num_keys: int, window: int | None, num_groups: int) -> Tensor | None:
-        batch, width, num_uncommitted = self._ancestors.shape
-        if self._aim.exact_end and batch == 1 and num_uncommitted == 1 and (window is None or num_keys <= window):
+    def _make_mask(self, row: RowKeys, window: int | None, num_groups: int) -> Tensor | None:
+        num_keys = len(row.positions)
+        if row.count == 1 and bool(row.seen.all()) and (window is None or num_keys <= window):
             return None
-        slots = torch.arange(num_keys, device=self._aim.lengths.device)
-        place = slots - self._aim.lengths[:, None]  # [B, S] slot behind the committed ones, negative for committed keys
-        in_forward = (place >= 0) & (place < num_uncommitted)
-        index = place.clamp(0, num_uncommitted - 1)[:, None, :].expand(-1, width, -1)
-        seen = torch.where(in_forward[:, None], self._ancestors.gather(2, index), (place < 0)[:, None])  # [B, W, S]
+        committed = torch.ones(row.count, num_keys - row.seen.shape[1], dtype=torch.bool)
+        seen = torch.cat([committed, row.seen], dim=1)
         if window is not None:
-            key_position = torch.where(in_forward, self._positions.gather(1, index[:, 0]), slots)
-            seen &= self._positions[:, -width:, None] - key_position[:, None, :] < window
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        return mask[:, None].repeat(1, 1, num_groups, 1)
+            seen &= row.positions[-row.count :, None] - row.positions < window
+        mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf)
+        return mask.to(row.device)[None, None].repeat(1, 1, num_groups, 1)
+
+
+class RowKeys:
+    """The keys of one row of a step: its cached text and, behind it, U tokens, of which the step's own are the last."""
+
+    def __init__(self, row: Row, length: int, depths: Tensor, seen: Tensor, device: torch.device) -> None:
+        """length: cached tokens. depths: [U] positions of the others less the length. seen: [n, U] bool, which of them
+        each of the step's n tokens sees. On the host, but for `device`, where the keys are."""
+        self.count, self.seen, self.device = len(seen), seen, device
+        self.positions = torch.cat([torch.arange(length), length + depths])
+        num_keys = len(self.positions)
+        pages = row.pages[: -(-num_keys // PAGE)]
+        # Pages that lie one behind the other are read in place.
+        self._slice = slice(pages[0] * PAGE, pages[0] * PAGE + num_keys)
+        self._slots: Tensor | None = None
+        if pages != list(range(pages[0], pages[0] + len(pages))):
+            slots = torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)
+            self._slots = slots.flatten()[:num_keys].to(device)
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The row's keys, or values, [1, heads, n, D] of a layer's store."""
+        return stored[:, :, self._slice] if self._slots is None else stored.index_select(2, self._slots)
+
+
+def _ancestors(parents: np.ndarray) -> Tensor:
+    """[n, n] bool, [i, j] when j is i or an ancestor of i. A token stands after its parent."""
+    count = len(parents)
+    if (parents[1:] == np.arange(count - 1)).all():
+        return torch.ones(count, count, dtype=torch.bool).tril()
+    seen = np.eye(count, dtype=bool)
+    for node, parent in enumerate(parents.tolist()):
+        if node:
+            seen[node] |= seen[parent]
+    return torch.from_numpy(seen)
 
 
 def tree_attention(
     module: nn.Module,
-    query: Tensor,  # [B, heads, W, head_dim]
-    key: Tensor,  # [B, kv_heads, S, head_dim]
+    query: Tensor,  # [1, heads, T, head_dim]
+    key: Tensor,  # [1, kv_heads, slots, head_dim], the layer's whole store
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: Visibility | Paths | None = None,
+    tree: Visibility | KernelStep | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if not loan.is_ours():
@@ -90,10 +163,9 @@ def tree_attention(
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
-    if isinstance(tree, Paths):
+    if isinstance(tree, KernelStep):
         return _by_kernels(query, key, value, tree, scaling, sliding_window), None
-    mask = tree.mask(key.shape[2], sliding_window, query.shape[1] // key.shape[1])
-    return attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
+    return tree.attend(query, key, value, sliding_window, scaling), None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -110,22 +182,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
 
 def _by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, seen: Paths, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, step: KernelStep, scale: float | None, window: int | None
 ) -> Tensor:
     from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
 
+    tiles = attention_kernels.tiles_for(query.shape[3], query.dtype)
     out = attention_kernels.tree_attention(
-        query,
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        seen.lengths,
-        seen.paths,
-        seen.depths,
-        max_context=seen.max_context,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        step.layout,
+        step.plan(query.shape[1] // key.shape[1], tiles),
         scale=scale,
         window=window,
+        tiles=tiles,
     )
-    return out.unflatten(2, (query.shape[1], -1))
+    return out.unflatten(1, (query.shape[1], -1))[None]
 
 
 def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

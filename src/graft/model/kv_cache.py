@@ -1,293 +1,431 @@
-"""The KV cache: preallocated, one row a sequence, committed and rolled back in place.
+"""The KV cache: one pool of pages for all requests, and block tables that say which pages are whose.
 
-A forward writes its tokens' keys and values behind each row's committed length; `commit` says which of them stay, and
-the next forward writes over the others. Rows join and leave by way of a new cache over the same memory: until it
-replaces the old one, the old one's rows are unchanged.
+A page holds the keys and values of `PAGE` tokens. A row takes pages as its text grows and gives them back when it
+leaves; nothing moves when others come or go. A step writes its tokens behind a row's committed length, and `commit`
+says which of them stay: the next step writes over the others. Pages of a text's beginning may be shared by several rows;
+nobody writes to a shared page.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
 
-_SLOT_STEP = 256  # slots by which a cache that others join grows
-
-
-@dataclass(frozen=True)
-class WritePosition:
-    """Where a forward writes its tokens' keys and values: behind the committed ones of each row."""
-
-    lengths: Tensor  # [B] committed tokens of the rows
-    exact_end: bool  # whether the slots read end with the last token of the longest row
+PAGE = 64  # tokens of a page: a block of the attention's sums
+_FIRST_PAGES = 64  # of a pool that grows
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """KV caches have reached their limit, whether or not there is memory."""
+    """All pages are taken, whether or not there is memory."""
 
 
-class Claim:
-    """Slots taken of a limit; they are given back when this object is gone."""
+@dataclass(eq=False)
+class Row:
+    """One request's pages. Line: its line in the block tables."""
 
-
-class Keeper(Protocol):
-    """An owner of unused slots, which it gives up when others need them."""
-
-    @property
-    def num_free_slots(self) -> int: ...
-
-    def drop_free(self) -> None: ...
-
-
-class CacheLimit:
-    """A limit on the slots (keys and values of one token) that KV caches have allocated together."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.num_taken = 0
-        self._lock = threading.RLock()  # claims may end in any thread, and while another is made
-        self._keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
-
-    def add_keeper(self, keeper: Keeper) -> None:
-        self._keepers.add(keeper)
-
-    def claim(self, num_slots: int) -> Claim:
-        """Takes so many slots; a NoRoomError, and no change, if there are fewer."""
-        if self.num_taken + num_slots > self.most:
-            for keeper in list(self._keepers):
-                keeper.drop_free()
-        with self._lock:
-            if self.num_taken + num_slots > self.most:
-                raise NoRoomError(f"{self.num_taken} of {self.most} slots are taken, and {num_slots} more are needed")
-            self.num_taken += num_slots
-            claim = Claim()
-            weakref.finalize(claim, self._end, num_slots)
-        return claim
-
-    def has(self, num_slots: int) -> bool:
-        """Whether so many slots are unused."""
-        return self._num_used + num_slots <= self.most
-
-    def has_plenty(self, num_slots: int) -> bool:
-        """Whether so many could be taken in advance, with room left for other caches to grow."""
-        return self._num_used + num_slots <= self.most // 2
+    line: int
+    pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
+    length: int = 0  # committed tokens of the target
+    num_shared: int = 0  # first pages that others may read too
 
     @property
-    def _num_used(self) -> int:
-        return self.num_taken - sum(keeper.num_free_slots for keeper in list(self._keepers))
-
-    def _end(self, num_slots: int) -> None:
-        with self._lock:
-            self.num_taken -= num_slots
+    def num_slots(self) -> int:
+        return PAGE * len(self.pages)
 
 
-class TreeCache(Cache):
-    """A batch's KV cache: keys and values of all layers, one tensor each, [layers, rows, slots, heads, head_dim]."""
+class KVStore:
+    """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + place."""
 
-    def __init__(self, num_layers: int, num_rows: int, num_slots: int, limit: CacheLimit | None = None) -> None:
-        super().__init__(layers=[])
-        self.lengths = [0] * num_rows  # committed tokens of each row
-        self.num_slots = num_slots
+    def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._limit = limit
-        self._room = (num_rows, num_slots)  # rows and slots allocated, or to be
-        self._claim = limit.claim(num_rows * num_slots) if limit is not None else None
-        self._keys: Tensor | None = None  # made at the first write, when heads, dtype and device are known
-        self._values: Tensor | None = None
-        self._rows = slice(0, num_rows)  # the rows of the current forward
-        self._slots: Tensor | None = None  # [B, W] slots that it writes
-        self._end = 0  # slots that it reads
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_needed(self) -> int:
-        """Slots of a row that were asked for, of possibly more."""
-        return self.num_slots
+        self._num_slots = 0
+        self.keys: Tensor | None = None  # made when heads, dtype and device are known
+        self.values: Tensor | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """All keys and all values, once allocated."""
-        assert self._keys is not None and self._values is not None
-        return self._keys, self._values
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
-    def aim(self, rows: slice, width: int, device: torch.device, offset: int = 0) -> WritePosition:
-        """Sets where the next forward, of `width` tokens in each of the rows, writes.
+    def shape(self, like: Tensor, key_heads: tuple[int, int], value_heads: tuple[int, int] | None = None) -> None:
+        """Allocates, as (heads, head_dim) of keys and of values, if other than the keys', say."""
+        # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
+        self.keys = like.new_zeros(self._num_layers, self._num_slots, *key_heads)
+        self.values = like.new_zeros(self._num_layers, self._num_slots, *(value_heads or key_heads))
 
-        offset: uncommitted tokens of earlier forwards that stay; it writes behind them.
+    def resize(self, num_slots: int) -> None:
+        """Makes room for so many slots; what is stored stays where it is."""
+        old = self._num_slots
+        self._num_slots = num_slots
+        for name in ("keys", "values"):
+            stored = getattr(self, name)
+            if stored is not None:
+                larger = stored.new_zeros(self._num_layers, num_slots, *stored.shape[2:])
+                larger[:, :old] = stored
+                setattr(self, name, larger)
+
+    def copy_page(self, source: int, target: int) -> None:
+        for stored in (self.keys, self.values):
+            if stored is not None:
+                stored[:, target * PAGE : (target + 1) * PAGE] = stored[:, source * PAGE : (source + 1) * PAGE]
+
+    @property
+    def bytes_per_token(self) -> int:
+        keys, values = self.stored
+        return sum(t[:, :1].numel() * t.element_size() for t in (keys, values))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in (self.keys, self.values) if stored is not None)
+
+
+class PagePool:
+    """Free pages, reference counts, the pages of texts that are kept for others, and the block tables.
+
+    Page 0 and line 0 are nobody's: what a step pads its tokens with goes there.
+    """
+
+    def __init__(self, device: torch.device, max_positions: int | None, num_pages: int | None = None) -> None:
+        """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for.
+
+        max_positions: of the model; no row is longer.
         """
-        lengths = self.lengths[rows]
-        starts = torch.tensor(lengths, device=device)
-        self._rows, self._end = rows, max(lengths) + offset + width
-        if self._end > self.num_slots:
-            raise GraftError(f"the cache holds {self.num_slots} tokens and {self._end} are needed")
-        self._slots = starts[:, None] + offset + torch.arange(width, device=device)
-        return WritePosition(starts, exact_end=True)
+        self.device = device
+        self.is_fixed = num_pages is not None
+        self.stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
+        self.num_resized = 0  # addresses are others from each time on
+        self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
+        self._max_positions = max_positions
+        self._lock = threading.RLock()  # rows may be given back by any thread
+        self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
+        self._names: dict[int, bytes] = {}  # of the kept pages
+        self._free_lines: list[int] = []
+        self._here = np.zeros((0, 0), dtype=np.int32)  # block tables on the host, [lines, pages]
+        self._staged: Tensor | None = None
+        self._loaded: torch.cuda.Event | None = None
+        self._is_changed = True
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._resize(num_pages + 1 if num_pages is not None else _FIRST_PAGES, 8)
 
-    def aim_on_device(self, starts: Tensor, width: int = 1) -> WritePosition:
-        """As `aim`, for all rows, with their lengths `starts` [B] on the device.
+    # Size
 
-        Shapes do not depend on the lengths (every slot is read, under a mask), so such forwards can be captured and
-        replayed; whoever replays them sets `lengths` afterwards.
+    @property
+    def num_pages(self) -> int:
+        """Pages that rows can have."""
+        return len(self._uses) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no row has; those kept for others among them."""
+        return int((self._uses[1:] == 0).sum())
+
+    @property
+    def num_kept_tokens(self) -> int:
+        return PAGE * len(self._kept)
+
+    @property
+    def num_lines(self) -> int:
+        return len(self._here)
+
+    def add_store(self, store: KVStore) -> None:
+        store.resize(len(self._uses) * PAGE)
+        self.stores.add(store)
+
+    def _resize(self, num_pages: int, num_lines: int) -> None:
+        old_pages, old_lines = len(self._uses), len(self._here)
+        uses = np.zeros(num_pages, dtype=np.int32)
+        uses[:old_pages] = self._uses
+        uses[0] = 1
+        longest = num_pages if self._max_positions is None else min(num_pages, -(-self._max_positions // PAGE) + 4)
+        here = np.zeros((num_lines, longest), dtype=np.int32)
+        here[:old_lines, : self._here.shape[1]] = self._here
+        if num_pages != old_pages:
+            for store in self.stores:
+                store.resize(num_pages * PAGE)
+        self._free_lines += range(max(old_lines, 1), num_lines)
+        self._uses, self._here = uses, here
+        on_gpu = self.device.type == "cuda"
+        self._staged = torch.zeros(here.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._loaded = torch.cuda.Event() if on_gpu else None
+        self.tables = torch.zeros(here.shape, dtype=torch.int32, device=self.device)
+        self._is_changed = True
+        self.num_resized += 1
+
+    def sync(self) -> Tensor:
+        """The block tables on the device, as they are now."""
+        with self._lock:
+            if self._is_changed:
+                assert self._staged is not None
+                if self._loaded is not None:
+                    self._loaded.synchronize()
+                self._staged.numpy()[:] = self._here
+                self.tables.copy_(self._staged, non_blocking=True)
+                if self._loaded is not None:
+                    self._loaded.record()
+                self._is_changed = False
+            return self.tables
+
+    # Rows
+
+    def open_row(self, num_slots: int) -> Row:
+        """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
+        with self._lock:
+            pages = self._take(-(-num_slots // PAGE))
+            return self._row_of(pages)
+
+    def ensure(self, row: Row, num_slots: int) -> None:
+        """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
+        more = -(-num_slots // PAGE) - len(row.pages)
+        if more > 0:
+            with self._lock:
+                start = len(row.pages)
+                row.pages.extend(self._take(more, row.pages[-1] + 1 if row.pages else 0))
+                self._here[row.line, start : len(row.pages)] = row.pages[start:]
+                self._is_changed = True
+
+    def trim(self, row: Row, num_slots: int) -> None:
+        """Gives back the pages behind so many tokens."""
+        with self._lock:
+            kept = -(-num_slots // PAGE)
+            self._give_back(row.pages[kept:])
+            del row.pages[kept:]
+
+    def release(self, row: Row) -> None:
+        """Gives back all that a row has; may be repeated."""
+        finalizer = row.__dict__.pop("_finalizer", None)
+        if finalizer is not None:
+            finalizer()
+        row.length = row.num_shared = 0
+
+    def fork(self, row: Row, num_slots: int) -> Row:
+        """A row that goes on from another's committed text: whole pages are shared, the last is copied."""
+        with self._lock:
+            shared = row.length // PAGE
+            there = self._sharing(row.pages[:shared], row.pages[shared] if row.length % PAGE else None, num_slots)
+            there.length = row.length
+            row.num_shared = max(row.num_shared, shared)
+            return there
+
+    # Kept texts
+
+    def open_like(self, prompt: Sequence[int], salt: str, num_slots: int) -> Row:
+        """A row for a prompt: what is known of its beginning is committed.
+
+        One token at least is left to read, whose features a drafter starts from. And since a drafter's entry of a token
+        depends on the token behind it, the last token of the last page found is read again: that page is copied.
         """
-        self._rows, self._end = slice(0, self.num_rows), self.num_slots
-        self._slots = starts[:, None] + torch.arange(width, device=starts.device)
-        return WritePosition(starts, exact_end=False)
+        with self._lock:
+            found: list[int] = []
+            for name in _names(prompt[: len(prompt) - 1], salt):
+                if name not in self._kept:
+                    break
+                self._kept.move_to_end(name)
+                found.append(self._kept[name])
+            self.num_asked += len(prompt)
+            row = self._sharing(found[:-1], found[-1] if found else None, num_slots)
+            row.length = max(len(found) * PAGE - 1, 0)
+            self.num_found += row.length
+            return row
+
+    def keep(self, row: Row, text: Sequence[int], salt: str, num_entries: int | None = None) -> None:
+        """Keeps the whole pages of a row's committed text, for rows whose prompts begin alike.
+
+        num_entries: tokens that the drafter's store has too; None: all that are committed.
+        """
+        with self._lock:
+            count = min(row.length, len(text), row.length if num_entries is None else num_entries)
+            for number, name in enumerate(_names(text[:count], salt)):
+                page = row.pages[number]
+                if name not in self._kept and page not in self._names:
+                    self._kept[name] = page
+                    self._names[page] = name
+                    row.num_shared = max(row.num_shared, number + 1)
+                if name in self._kept:
+                    self._kept.move_to_end(name)
+
+    def forget(self, max_tokens: int = 0) -> None:
+        """Keeps at most so many tokens of texts that nobody uses."""
+        with self._lock:
+            idle = [name for name, page in self._kept.items() if self._uses[page] == 0]
+            for name in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
+                del self._names[self._kept.pop(name)]
+
+    # Pages
+
+    def _row_of(self, pages: list[int]) -> Row:
+        if not self._free_lines:
+            self._resize(len(self._uses), 2 * len(self._here))
+        row = Row(self._free_lines.pop(0), pages)
+        if len(pages) > self._here.shape[1]:
+            self._free_lines.insert(0, row.line)
+            self._give_back(pages)
+            raise GraftError(f"a text of {len(pages) * PAGE} tokens is longer than the model's context")
+        self._here[row.line] = 0
+        self._here[row.line, : len(pages)] = pages
+        self._is_changed = True
+        row.__dict__["_finalizer"] = weakref.finalize(row, _end, weakref.ref(self), row.line, row.pages)
+        row.__dict__["_finalizer"].atexit = False
+        return row
+
+    def _sharing(self, shared: list[int], copied: int | None, num_slots: int) -> Row:
+        """A row that reads others' pages, has a copy of one and, behind it, pages of its own."""
+        for page in (*shared, *([copied] if copied is not None else [])):
+            self._uses[page] += 1  # before others are taken: nothing kept is to go meanwhile
+        try:
+            own = self._take(max(-(-num_slots // PAGE) - len(shared), copied is not None))
+        except NoRoomError:
+            self._give_back([*shared, *([copied] if copied is not None else [])])
+            raise
+        if copied is not None:
+            for store in self.stores:
+                store.copy_page(copied, own[0])
+            self._give_back([copied])
+        row = self._row_of([*shared, *own])
+        row.num_shared = len(shared)
+        return row
+
+    def _take(self, count: int, after: int = 0) -> list[int]:
+        """So many free pages, one behind the other if there are such, from `after` on if that can be."""
+        if count == 0:
+            return []
+        if not self.is_fixed and count > self.num_free:
+            self._resize(max(2 * len(self._uses), len(self._uses) + count), len(self._here))
+        is_free = self._uses == 0
+        idle = list(self._kept.values())
+        is_free[idle] = False  # kept pages go last, the least recently used first
+        free = np.flatnonzero(is_free)
+        if len(free) < count:
+            unused = [page for page in idle if self._uses[page] == 0][: count - len(free)]
+            if len(free) + len(unused) < count:
+                raise NoRoomError(f"{len(free) + len(unused)} pages of {PAGE} tokens are free, and {count} are needed")
+            for page in unused:
+                del self._kept[self._names.pop(page)]
+            free = np.sort(np.concatenate([free, np.array(unused, dtype=free.dtype)]))
+        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+        first = next((run for run in runs if free[run] == after), runs[0] if len(runs) else 0)
+        pages = free[first : first + count].tolist()
+        self._uses[pages] = 1
+        return pages
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._uses[page] -= 1
+
+    def end(self, line: int, pages: list[int]) -> None:
+        with self._lock:
+            self._give_back(pages)
+            pages.clear()
+            self._free_lines.append(line)
+
+
+def _end(pool: weakref.ref[PagePool], line: int, pages: list[int]) -> None:
+    there = pool()
+    if there is not None:
+        there.end(line, pages)
+
+
+def _names(text: Sequence[int], salt: str) -> Iterator[bytes]:
+    """The names of a text's whole pages: by all tokens up to its end. Texts under different salts share none."""
+    name = blake2b(salt.encode(), digest_size=16).digest()
+    for end in range(PAGE, len(text) + 1, PAGE):
+        name = blake2b(name + array("q", text[end - PAGE : end]).tobytes(), digest_size=16).digest()
+        yield name
+
+
+class KVCache(Cache):
+    """The rows of one batch: what transformers' own layers, and whoever decodes, know of the pool."""
+
+    def __init__(self, pool: PagePool, store: KVStore, rows: list[Row]) -> None:
+        super().__init__(layers=[])
+        self.pool, self.store, self.rows = pool, store, rows
+        self._slots: Tensor | None = None  # [T] that the current forward writes
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return [row.length for row in self.rows]
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commits, in each row, token 0 of its last tree and the nodes of its path, moved together, in all layers.
+
+        A path lists nodes of the row's tree, by their places in the step, in order, without the root.
+        """
+        moves = [
+            (row, place, step)
+            for row, path in zip(self.rows, paths, strict=True)
+            for step, place in enumerate(path, start=1)
+            if place != step
+        ]
+        if moves:
+            source = self.slots_of([(row, row.length + place) for row, place, _ in moves])
+            target = self.slots_of([(row, row.length + step) for row, _, step in moves])
+            for stored in self.store.stored:
+                stored[:, target] = stored[:, source]
+        self.advance([1 + len(path) for path in paths])
+
+    def advance(self, counts: Sequence[int]) -> None:
+        for row, count in zip(self.rows, counts, strict=True):
+            row.length += count
+
+    def with_rows(self, rows: list[Row]) -> KVCache:
+        """The same pool's cache of other rows."""
+        return KVCache(self.pool, self.store, rows)
+
+    def release(self) -> None:
+        for row in self.rows:
+            self.pool.release(row)
+
+    def slots_of(self, places: Sequence[tuple[Row, int]]) -> Tensor:
+        """Slots of positions in rows."""
+        slots = [row.pages[position // PAGE] * PAGE + position % PAGE for row, position in places]
+        return torch.tensor(slots, device=self.pool.device)
+
+    # What transformers' layers call
+
+    def write_at(self, slots: Tensor) -> None:
+        """Sets the slots [T] of the next forward's tokens."""
+        self._slots = slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes one layer's new keys and values [B, heads, W, head_dim]; returns all up to the last used slot."""
-        if self._keys is None or self._values is None:
-            self._keys, self._values = self._allocate(key_states), self._allocate(value_states)
-        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commits, in each row of the last forward, its token 0 and the tokens of its path, moved together.
-
-        A path lists nodes of the forward's tree, in order, without the root; one gather moves all layers.
-        """
-        first = self._rows.start
-        longest = max(map(len, paths))
-        if any(list(path) != list(range(1, len(path) + 1)) for path in paths):
-            # Slots behind a path move onto themselves: so rows of different path lengths share one gather.
-            moves = [[*path, *range(len(path) + 1, longest + 1)] for path in paths]
-            for stored in (self._keys, self._values):
-                assert stored is not None
-                rows = torch.arange(first, first + len(paths), device=stored.device)[:, None]
-                starts = torch.tensor(self.lengths[self._rows], device=stored.device)[:, None]
-                source = starts + torch.tensor(moves, device=stored.device)
-                target = starts + torch.arange(1, longest + 1, device=stored.device)
-                stored[:, rows, target] = stored[:, rows, source]
-        self.advance([1 + len(path) for path in paths])
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Commits the first `counts[i]` tokens that the last forward wrote in its i-th row."""
-        for row, count in enumerate(counts, start=self._rows.start):
-            self.lengths[row] += count
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Makes row `target` a copy of row `source`."""
-        self._copy_tokens(source, target)
-        self.lengths[target] = self.lengths[source]
-
-    def keeping(self, rows: Sequence[int]) -> Self:
-        """A cache of these rows alone, in this order, in the same memory.
-
-        A row either keeps its place or moves from behind the kept ones into the place of one that leaves, so that no
-        row that stays is written over.
-        """
-        assert all(row == place or row >= len(rows) for place, row in enumerate(rows))
-        for place, row in enumerate(rows):
-            if row != place:
-                self._copy_tokens(row, place)
-        return self._with_lengths([self.lengths[row] for row in rows])
-
-    def reserving(self, num_rows: int) -> Self:
-        """The cache with room for so many rows, where a later move would make captured graphs useless."""
-        return self
-
-    def joining(self, other: TreeCache) -> Self:
-        """A cache of its own rows and, behind them, those of another."""
-        there = self._with_room(self.num_rows + other.num_rows, max(self.num_needed, other.num_needed))
-        if there._keys is None and other._keys is not None:
-            there._keys, there._values = (_larger(other._keys, there._room) for _ in range(2))
-        for own, new in ((there._keys, other._keys), (there._values, other._values)):
-            if own is not None and new is not None:
-                for row, length in enumerate(other.lengths, start=self.num_rows):
-                    own[:, row, :length] = new[:, row - self.num_rows, :length]
-        return there._with_lengths(self.lengths + other.lengths)
-
-    def _with_lengths(self, lengths: list[int]) -> Self:
-        there = copy.copy(self)
-        there.lengths = lengths
-        return there
-
-    def _with_room(self, num_rows: int, num_slots: int) -> Self:
-        """The same rows with room for so many rows and slots, copied to larger memory if need be."""
-        there = self._with_lengths(self.lengths)
-        there.num_slots = num_slots
-        if num_rows <= self._room[0] and num_slots <= self._room[1]:
-            return there
-        there._room = self._size_for(num_rows, num_slots)
-        there._claim = self._limit.claim(there._room[0] * there._room[1]) if self._limit is not None else None
-        if self._keys is not None and self._values is not None:
-            there._keys, there._values = (_larger(stored, there._room) for stored in (self._keys, self._values))
-            longest = max(self.lengths, default=0)
-            for stored, before in ((there._keys, self._keys), (there._values, self._values)):
-                stored[:, : self.num_rows, :longest] = before[:, : self.num_rows, :longest]
-        return there
-
-    def _size_for(self, num_rows: int, num_slots: int) -> tuple[int, int]:
-        """Rows and slots to allocate: rounded up while there is plenty, so that not every join copies everything."""
-        rows = max(self._room[0], 1 << (num_rows - 1).bit_length())
-        slots = max(self._room[1], -(-num_slots // _SLOT_STEP) * _SLOT_STEP)
-        plenty = self._limit is None or self._limit.has_plenty(rows * slots)
-        return (rows, slots) if plenty else (num_rows, num_slots)
-
-    def _copy_tokens(self, source: int, target: int) -> None:
-        length = self.lengths[source]
-        for stored in (self._keys, self._values):
-            if stored is not None:
-                stored[:, target, :length] = stored[:, source, :length]
-
-    def read(self, row: int, start: int, end: int) -> Tensor:
-        """A copy of a row's committed keys and values from `start` to `end`, [2, layers, tokens, heads, head_dim]."""
-        assert self._keys is not None and self._values is not None and end <= self.lengths[row]
-        return torch.stack([self._keys[:, row, start:end], self._values[:, row, start:end]])
-
-    def append(self, row: int, pieces: Sequence[Tensor]) -> None:
-        """Commits keys and values that `read` once gave to a row, piece after piece."""
-        if self._keys is None or self._values is None:
-            _, layers, _, heads, head_dim = pieces[0].shape
-            like = pieces[0].new_empty(layers, 0, 0, heads, head_dim)
-            self._keys, self._values = (_larger(like, self._room) for _ in range(2))
-        for piece in pieces:
-            start, end = self.lengths[row], self.lengths[row] + piece.shape[2]
-            self._keys[:, row, start:end], self._values[:, row, start:end] = piece
-            self.lengths[row] = end
+        """Writes one layer's new keys and values [1, heads, T, head_dim]; returns the layer's whole store, likewise."""
+        store = self.store
+        if store.keys is None:
+            store.shape(key_states, _heads_of(key_states), _heads_of(value_states))
+        for stored, states in zip(store.stored, (key_states, value_states), strict=True):
+            if stored.shape[2:] != _heads_of(states):
+                heads, size = _heads_of(states)
+                raise GraftError(
+                    f"layer {layer_idx} has {heads} key/value heads of {size}, other layers "
+                    f"{stored.shape[2]} of {stored.shape[3]}: models whose layers differ in shape are not supported"
+                )
+            stored[layer_idx].index_copy_(0, self._slots, states[0].transpose(0, 1))
+        keys, values = store.stored
+        return keys[layer_idx].transpose(0, 1)[None], values[layer_idx].transpose(0, 1)[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots that the current forward reads; transformers would derive positions from it, but ours are given."""
-        return self._end
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        _, heads, _, head_dim = states.shape
-        # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
-        return states.new_zeros(self._num_layers, *self._room, heads, head_dim)
-
-    def _write(self, stored: Tensor, layer: int, states: Tensor) -> Tensor:
-        if stored.shape[3:] != (states.shape[1], states.shape[3]):
-            raise GraftError(
-                f"layer {layer} has {states.shape[1]} key/value heads of {states.shape[3]}, other layers "
-                f"{stored.shape[3]} of {stored.shape[4]}: models whose layers differ in shape are not supported"
-            )
-        rows = stored[layer, self._rows]  # [B, slots, heads, head_dim], a view
-        index = self._slots[:, :, None, None].expand(-1, -1, *rows.shape[2:])  # type: ignore[index]
-        rows.scatter_(1, index, states.transpose(1, 2))
-        return rows[:, : self._end].transpose(1, 2)
+        """Tokens of the longest row; transformers would derive positions from it, but ours are given."""
+        return max(self.lengths, default=0)
 
 
-def kept_rows(stored: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows `rows` of [B, ...], moved in place; see `TreeCache.keeping`."""
-    for place, row in enumerate(rows):
-        if row != place:
-            stored[place] = stored[row]
-    return stored[: len(rows)]
-
-
-def _larger(like: Tensor, room: tuple[int, int]) -> Tensor:
-    """Zeros like a cache's keys, with `room` rows and slots."""
-    layers, _, _, heads, head_dim = like.shape
-    return like.new_zeros(layers, *room, heads, head_dim)
+def _heads_of(states: Tensor) -> tuple[int, int]:
+    return states.shape[1], states.shape[3]

@@ -1,6 +1,6 @@
-"""TargetRunner: prefill and verify, the forwards of the target model, by transformers' own code.
+"""TargetRunner: the forwards of the target model, flat steps of trees and prompt chunks, by transformers' own code.
 
-It has no sequences: their KV cache, a `TreeCache`, is passed in. Tokens are chosen in `sampler` and accepted in
+It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler` and accepted in
 `spec_decode.acceptance`.
 """
 
@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.model import attention
-from graft.model.kv_cache import CacheLimit, TreeCache, WritePosition
+from graft.model.kv_cache import KVCache, KVStore, PagePool, Row
 from graft.model.loan import evaluating, tree_attention
 from graft.model.support import check_supported
-from graft.model.verified import VerifyOutput
+from graft.model.step import Chunk, FlatStep, Part
+from graft.model.verified import Step, VerifyOutput
 from graft.progress import Report
 from graft.spec_decode.tree import DraftTree
 
 
 class TargetRunner:
-    """Runs a target model over prompts (`prefill`) and draft trees (`verify`), on the KV caches that it opens."""
+    """Runs a target model over draft trees and chunks of prompts, on the KV caches that it opens."""
 
     def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256) -> None:
         check_supported(model)
@@ -31,11 +33,11 @@ class TargetRunner:
         self.is_exact = False  # whether a token has the same bits in any batch
         self._hidden_layers = tuple(hidden_layers)
         config = model.config.get_text_config()
-        self._num_layers = config.num_hidden_layers
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
         self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
-        self._limit: CacheLimit | None = None
+        self._store = KVStore(config.num_hidden_layers)
+        self._pool: PagePool | None = None
 
     @property
     def device(self) -> torch.device:
@@ -66,64 +68,88 @@ class TargetRunner:
         else:
             self.synchronize()
 
-    def warm_up(self, cache: TreeCache, width: int) -> None:
-        """Warm-up: does what only the first verify of a width does, so that the next can be timed."""
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that steps are padded to; none if steps take as many as there are."""
+        return ()
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages of all KV caches that it opens."""
+        if self._pool is None:
+            self._pool = PagePool(self.device, self.max_positions)
+            self._pool.add_store(self._store)
+        return self._pool
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on the device beside the model's weights and a generation's own tensors, by purpose."""
-        return {}
+        return {"cache": self._store.nbytes}
 
-    def open(self, num_rows: int, num_slots: int) -> TreeCache:
-        """A new KV cache for so many rows of so many tokens."""
-        return TreeCache(self._num_layers, num_rows, num_slots, self._limit)
+    def open(self, num_rows: int, num_slots: int) -> KVCache:
+        """A new KV cache of so many rows, each with room for so many tokens."""
+        rows: list[Row] = []
+        try:
+            for _ in range(num_rows):
+                rows.append(self.pool.open_row(num_slots))
+        except Exception:
+            for row in rows:
+                self.pool.release(row)
+            raise
+        return self.cache_of(rows)
 
-    def keep_to(self, limit: CacheLimit) -> None:
-        """Limits the slots of all KV caches that it opens from now on, together."""
-        self._limit = limit
+    def cache_of(self, rows: list[Row]) -> KVCache:
+        return KVCache(self.pool, self._store, rows)
 
-    def num_slots_of(self, num_rows: int, num_slots: int) -> int:
-        """Slots that a KV cache of this size takes of the limit, at the least."""
-        return num_rows * num_slots
-
-    def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
-        """Commits a prompt to one row, chunk by chunk: a chunk is a tree with one path, all of it accepted."""
+    def prefill(self, cache: KVCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
+        """Commits a text to one row, chunk by chunk."""
         for start in range(0, len(tokens), self.chunk_size):
-            chunk = DraftTree.chain(torch.tensor([tokens[start : start + self.chunk_size]]))
-            aim = cache.aim(slice(row, row + 1), chunk.width, self.device)
-            verified = self._forward(cache, chunk, aim)
-            cache.advance([chunk.width])
+            chunk = Chunk(cache.rows[row], tokens[start : start + self.chunk_size])
+            _, (verified,) = self.step(None, None, [chunk])
+            self.wait_for(verified)
             yield verified
 
-    def verify(self, cache: TreeCache, tree: DraftTree) -> VerifyOutput:
+    def verify(self, cache: KVCache, tree: DraftTree) -> VerifyOutput:
         """Logits after every node of every row's tree, in one forward. Nothing is committed. tree: on the host."""
-        aim = cache.aim(slice(0, cache.num_rows), tree.width, self.device)
-        return self._forward(cache, tree, aim)
-
-    def prefill_batch(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> None:
-        """Prefill without logits: commits a prompt to every row, all rows together, chunk by chunk."""
-        for start in range(0, max(map(len, prompts)), self.chunk_size):
-            counts = [min(max(len(prompt) - start, 0), self.chunk_size) for prompt in prompts]
-            width = max(counts)
-            rows = [
-                [*prompt[start : start + count], *[0] * (width - count)]
-                for prompt, count in zip(prompts, counts, strict=True)
-            ]
-            aim = cache.aim(slice(0, cache.num_rows), width, self.device)
-            self._forward(cache, DraftTree.chain(torch.tensor(rows)), aim, num_logits=1)
-            cache.advance(counts)
-
-    def step(self, cache: TreeCache, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """A plain decoding step that can be captured: logits [B, V] after tokens [B]. All on the device."""
-        return self._forward(cache, DraftTree.roots(tokens), cache.aim_on_device(lengths)).logits[:, 0]
+        verified, _ = self.step(cache, tree)
+        assert verified is not None
+        return verified
 
     @torch.no_grad()
-    def _forward(self, cache: TreeCache, tree: DraftTree, aim: WritePosition, num_logits: int = 0) -> VerifyOutput:
-        """One forward that writes at `aim`. num_logits: logits for that many last tokens only; 0: for all."""
-        tokens, tree = tree.tokens, tree.to(self.device)
-        positions = self._clamped(tree.positions(aim.lengths))
-        seen = attention.Visibility(aim, positions, tree.ancestors(), self.model.dtype)
-        logits, hidden = self._run_model(cache, tree.tokens, positions, seen, num_logits)
-        return VerifyOutput(tokens, logits.float(), hidden)
+    def step(
+        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = ()
+    ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        """One forward of the trees of a cache's rows, and of chunks of other rows' texts, which are committed.
+
+        Rows must have pages for their tokens of the step. Returns the output for the trees, and for each chunk.
+        """
+        rows = cache.rows if cache is not None else []
+        self._make_room(rows, tree, chunks)
+        verified = self._run(FlatStep(rows, tree, chunks))
+        for chunk in chunks:
+            chunk.row.length += len(chunk.tokens)
+        return verified
+
+    def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        """Commits each row's root and accepted path; see `KVCache.commit`."""
+        cache.commit(paths)
+
+    def _make_room(self, rows: Sequence[Row], tree: DraftTree | None, chunks: Sequence[Chunk]) -> None:
+        if tree is not None:
+            for row in rows:
+                self.pool.ensure(row, row.length + tree.width)
+        for chunk in chunks:
+            self.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
+
+    def _run(self, step: FlatStep) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        """The step by the model's own code, eagerly."""
+        device = self.device
+        cache = self.cache_of(step.rows)
+        cache.write_at(torch.from_numpy(step.slots()).to(device))
+        tokens = torch.from_numpy(step.tokens.astype(np.int64))[None].to(device)
+        positions = self._clamped(torch.from_numpy(step.positions().astype(np.int64))[None].to(device))
+        seen = attention.Visibility.of_step(step, device, self.model.dtype)
+        logits, hidden = self._run_model(cache, tokens, positions, seen)
+        return outputs_of(step, logits[0].float(), hidden[0])
 
     def _clamped(self, positions: Tensor) -> Tensor:
         """Positions at most the model's last: nodes beyond cannot become text, but must not index past its tables."""
@@ -131,20 +157,18 @@ class TargetRunner:
 
     def _run_model(
         self,
-        cache: TreeCache,
-        tokens: Tensor,
+        cache: KVCache,
+        tokens: Tensor,  # [1, T]
         positions: Tensor,
-        seen: attention.Visibility | attention.Paths,
-        num_logits: int = 0,
+        seen: attention.Visibility | attention.KernelStep,
     ) -> tuple[Tensor, Tensor]:
-        """Logits in the model's dtype, and the hidden states asked for, concatenated."""
+        """Logits [1, T, V] in the model's dtype, and the hidden states asked for, concatenated."""
         with tree_attention(self.model), evaluating(self.model):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=num_logits,
                 output_hidden_states=bool(self._hidden_layers),
                 tree=seen,
             )
@@ -153,8 +177,23 @@ class TargetRunner:
         )
 
 
+def outputs_of(
+    step: FlatStep,
+    logits: Tensor,
+    hidden: Tensor,
+    highest: tuple[Tensor, Tensor] | None = None,
+    captured: Step | None = None,
+) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+    """A flat step's output by its parts: the trees', and each chunk's."""
+
+    def of(part: Part) -> VerifyOutput:
+        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, captured)
+
+    return of(step.tree) if step.tree is not None else None, [of(part) for part in step.chunks]
+
+
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Hidden states [B, W, H] of some layers as one [B, W, layers * H]; [B, W, 0] if there are none."""
+    """Hidden states [..., H] of some layers as one [..., layers * H]; [..., 0] if there are none."""
     return torch.cat(list(hidden), dim=-1) if hidden else like[..., :0]
 
 

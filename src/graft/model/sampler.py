@@ -17,9 +17,8 @@ from torch import Tensor
 
 from graft.hashing import GOLDEN, mix64
 from graft.model.grammar import Constraint
-from graft.model.kv_cache import kept_rows
+from graft.model.verified import Step
 from graft.settings import Settings, require
-from graft.spec_decode.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,11 @@ class Sampler:
                 self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
     def keeping(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of these rows alone, in this order; see `TreeCache.keeping`."""
+        """The sampler of these rows alone, in this order."""
         there = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(there, name, kept_rows(value, rows))
+                setattr(there, name, value[torch.tensor(rows, dtype=torch.int64, device=value.device)])
             elif isinstance(value, list):
                 setattr(there, name, [value[row] for row in rows])
         return there
@@ -185,20 +184,22 @@ class Sampler:
         self._remember(tokens, walking)
         return tokens
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
+    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
+        num_tokens = len(logits)
         is_known = [self._needs_logits_alone(row) for row in range(len(self._settings))]
         if not any(is_known):
             return None
         if not any(s.temperature for s, known in zip(self._settings, is_known, strict=True) if known):
-            return best, is_known
+            return step.best[:num_tokens], is_known
         from graft.model.kernels import topk as topk_kernels  # needs Triton, which only a GPU's users have
 
-        positions = torch.tensor(self._positions)[:, None] + torch.tensor(tree.depth_lists)
+        positions = torch.tensor(self._positions)
         if logits.is_cuda:
             positions = positions.pin_memory()  # else the transfer waits for the device
         with torch.cuda.device_of(logits):
-            there = positions.to(logits.device, non_blocking=True)
-            return topk_kernels.draw(logits, self._seeds, there, self._temperature), is_known
+            rows = step.rows[:num_tokens].long()
+            there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
+            return topk_kernels.draw(logits, self._seeds[rows], there, self._temperature[rows]), is_known
 
     def _needs_logits_alone(self, row: int) -> bool:
         """Whether a row's choice depends on logits, temperature and noise alone: then the device can choose it."""

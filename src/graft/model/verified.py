@@ -16,32 +16,46 @@ _BLOCK = 128  # logits of a block in `likeliest`
 
 @dataclass(frozen=True)
 class Step:
-    """Buffers of a captured step on the device, [rows, room] however much of it a round uses."""
+    """Buffers of a captured step on the device: T tokens of R rows, those of trees first."""
 
-    tokens: Tensor  # int32
-    parents: Tensor  # int32; -1 is padding
-    best: Tensor  # int32, the likeliest token after each node
-    chosen: Tensor  # int64 on the host, [rows * room]: room for the token chosen after each node
+    tokens: Tensor  # [T] int32
+    parents: Tensor  # [T] int32, places in the row's own tree
+    rows: Tensor  # [T] int32
+    depths: Tensor  # [T] int32
+    starts: Tensor  # [R] int32 each row's first token
+    counts: Tensor  # [R] int32
+    best: Tensor  # [T] int32, the likeliest token after each
+    chosen: Tensor  # [T] int64 on the host: room for the token chosen after each
     judged: Event  # when the step's results are on the host
 
 
 @dataclass(frozen=True)
 class VerifyOutput:
-    """The target's output for W tokens in B rows. Copy what is kept: the next verify may write over it."""
+    """The target's output for trees [B, W], or for one row's chunk [1, W]; a part of a flat step of T tokens.
+
+    Copy what is kept: the next step may write over it.
+    """
 
     tokens: Tensor  # [B, W] the verified tokens, on the host
-    logits: Tensor  # [B, W, V] float32, of what follows each
-    hidden: Tensor  # [B, W, layers * H] inputs of the layers asked for, concatenated
-    # Of a captured step: what `likeliest` gives, on the host once `step.judged` has happened.
+    index: Tensor  # [B, W] int64 on the host: which of the step's tokens each is; padding is its row's root
+    counts: list[int]  # [B] tokens that are no padding
+    logits: Tensor  # [T, V] float32, of what follows each token of the step
+    hidden: Tensor  # [T, layers * H] inputs of the layers asked for, concatenated
+    # Of a captured step: what `likeliest` gives for all its tokens, on the host once `step.judged` has happened.
     highest: tuple[Tensor, Tensor] | None = None
     step: Step | None = None
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""
         if self.highest is not None:
-            return self.highest
-        tokens, logits = likeliest(self.logits)
-        return tokens.cpu().int(), logits.cpu()
+            tokens, logits = self.highest
+        else:
+            # Flat places of a part are consecutive.
+            first, end = int(self.index[0, 0]), int(self.index[-1, 0]) + self.counts[-1]
+            tokens, logits = likeliest(self.logits[first:end])
+            tokens, logits = tokens.cpu().int(), logits.cpu()
+            return tokens[self.index - first], logits[self.index - first]
+        return tokens[self.index], logits[self.index]
 
 
 def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graft.model import VerifyOutput
+from graft.model.verified import Step
 from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import ROOT, DraftTree
 
@@ -27,12 +28,12 @@ class Chooser(Protocol):
         """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
         ...
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> tuple[Tensor, list[bool]] | None:
-        """The token [B, N] to choose after every node if the walk reaches it, and by row whether it can be known.
+    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
+        """The token [T] to choose after every token of a step's trees if the walk reaches it, and by row whether it
+        can be known.
 
         It cannot where the choice depends on the tokens on the way (penalties, a grammar); None if that is so in all
-        rows. best [B, N]: the token of the highest logit. All on the logits' device, without waiting for it; no row
-        moves on.
+        rows. logits [T, V]: of the trees' tokens. All on the logits' device, without waiting for it; no row moves on.
         """
         ...
 
@@ -41,7 +42,7 @@ class Chooser(Protocol):
         ...
 
     def keeping(self, rows: Sequence[int]) -> Self:
-        """The chooser of these rows alone, in this order; see `TreeCache.keeping`."""
+        """The chooser of these rows alone, in this order."""
         ...
 
     def joining(self, other: Any) -> Self:
@@ -62,11 +63,17 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Choices:
-    """The token [B, N] chosen after each node if the walk reaches it; in rows already walked, on their paths only."""
+    """The token chosen after each node if the walk reaches it; in rows already walked, on their paths only."""
 
-    there: Tensor  # on the device
-    here: Tensor  # int64 on the host, valid once the event `Step.judged` has happened
+    there: Tensor  # [T] of the step's tokens, on the device
+    flat: Tensor  # [T] int64 on the host, valid once the event `Step.judged` has happened
+    index: Tensor  # [B, N] which of them each node is
     walked: list[bool]  # rows whose walk is over, so that the chooser has moved on
+
+    @property
+    def here(self) -> Tensor:
+        """[B, N] int64 on the host."""
+        return self.flat[self.index]
 
 
 def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Choices | None:
@@ -78,48 +85,49 @@ def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> C
     step = verified.step
     if step is None:
         return None
-    num_rows, width = tree.tokens.shape
-    found = chooser.choose_everywhere(tree, verified.logits, step.best[:num_rows, :width])
+    num_tokens = sum(verified.counts)  # trees come first
+    found = chooser.choose_everywhere(verified.logits[:num_tokens], step)
     if found is None:
         return None
     there, is_known = found
     walked = [not known for known in is_known]
     if any(walked):
-        there = _with_walked(there, _walk_rows(tree, verified.logits, chooser, walked), walked)
-    here = step.chosen[: num_rows * width].view(num_rows, width)
-    here.copy_(there.contiguous(), non_blocking=True)
+        there = _with_walked(there, _walk_rows(tree, verified, chooser, walked), walked, verified.index)
+    flat = step.chosen[:num_tokens]
+    flat.copy_(there, non_blocking=True)
     step.judged.record()
-    return Choices(there, here, walked)
+    return Choices(there, flat, verified.index, walked)
 
 
-def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool]) -> Tensor:
-    """The choices [B, N], with the tokens of rows that have been walked put at their paths' nodes."""
-    rows = [row for row, was in enumerate(walked) if was]
-    tokens = torch.zeros(len(rows), there.shape[1], dtype=there.dtype)
-    for place, row in enumerate(rows):
-        tokens[place, [0, *accepted.nodes[row]]] = torch.tensor(accepted.tokens[row], dtype=there.dtype)
+def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool], index: Tensor) -> Tensor:
+    """The choices [T], with the tokens of rows that have been walked put at their paths' nodes."""
+    places, tokens = [], []
+    for row in (row for row, was in enumerate(walked) if was):
+        places += index[row, [0, *accepted.nodes[row]]].tolist()
+        tokens += accepted.tokens[row]
     there = there.clone()
-    there[rows] = tokens.to(there.device)
+    there[torch.tensor(places, device=there.device)] = torch.tensor(tokens, dtype=there.dtype, device=there.device)
     return there
 
 
 def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Choices | None = None) -> Accepted:
     """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
     if choices is None:
-        return _walk_rows(tree, verified.logits, chooser, [True] * len(tree.tokens))
+        return _walk_rows(tree, verified, chooser, [True] * len(tree.tokens))
     accepted = paths(tree, choices.here)
     chooser.move_on([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
     return accepted
 
 
-def _walk_rows(tree: DraftTree, logits: Tensor, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
+def _walk_rows(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
     """The walk of some rows, choice by choice; the others' lists stay empty."""
+    logits, index = verified.logits, verified.index
     num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
     node, walking = [0] * num_rows, list(rows_to_walk)
     while any(walking):
-        rows = torch.arange(num_rows, device=logits.device)
-        tokens = chooser.choose(logits[rows, torch.tensor(node, device=logits.device)], walking).tolist()
+        places = index[torch.arange(num_rows), torch.tensor(node)].to(logits.device)
+        tokens = chooser.choose(logits[places], walking).tolist()
         for row in (row for row in range(num_rows) if walking[row]):
             accepted.tokens[row].append(tokens[row])
             child = children[row].get((node[row], tokens[row]))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.model import TargetRunner, TreeCache
+from graft.model import TargetRunner, KVCache
 from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import DraftTree
 
@@ -208,9 +208,10 @@ class VerifyCost:
         return self._seconds[high] + slope * (num_tokens - high)
 
     @staticmethod
-    def _time_once(target: TargetRunner, cache: TreeCache, width: int) -> float:
+    def _time_once(target: TargetRunner, cache: KVCache, width: int) -> float:
         chain = DraftTree.chain(torch.zeros(1, width, dtype=torch.int64))
-        target.warm_up(cache, width)
+        target.verify(cache, chain)  # the first of a width may include set-up
+        target.synchronize()
         start = time.perf_counter()
         target.verify(cache, chain)
         target.synchronize()

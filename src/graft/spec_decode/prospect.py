@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from graft.model import TargetRunner
 from graft.spec_decode.proposers.drafter import Drafter
 
 _BLEND = 0.1  # weight of a new observation
@@ -28,9 +29,9 @@ class Prospect:
         self._gain = [_GAIN] * num_passes
         self._fading = [_FADING] * num_passes
 
-    def measure(self, drafter: Drafter) -> None:
+    def measure(self, drafter: Drafter, target: TargetRunner) -> None:
         """Times a few passes on a scratch state; the best counts, as the first ones pay for set-up."""
-        state = drafter.open(1, num_slots=8)
+        state = drafter.open(target.open(1, num_slots=8))
         self.seconds = math.inf
         for _ in range(3):
             state = state.keeping([0])  # what is drafted already is forgotten, and drafted again

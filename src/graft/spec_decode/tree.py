@@ -33,7 +33,7 @@ _of_host_chains = lru_cache(maxsize=64)(_of_chains)  # the host's only: a CUDA g
 class DraftTree:
     """B trees of N nodes. Node 0 is the root: the last known token, whose keys and values are not cached yet.
 
-    Invariant: a node stands after its parent, and the root is its own parent.
+    Invariant: a node stands after its parent, the root is its own parent, and a row's padding comes last.
     """
 
     max_depth: int  # no node is deeper

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graft.core.batch import Batch
 from graft.datastore.lookup import Datastore
-from graft.model import TargetRunner, VerifyOutput
+from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.settings import Settings, require
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.candidates import Candidates
@@ -84,9 +84,9 @@ class Policy(ABC):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         """The trees to verify below `roots` [B], no deeper than the batch's `max_depth`."""
 
-    def open(self, num_rows: int, num_slots: int) -> DraftState | None:
-        """The drafter's state for a new batch; None without a drafter."""
-        return self.drafter.open(num_rows, num_slots) if self.drafter is not None else None
+    def open(self, cache: KVCache) -> DraftState | None:
+        """The drafter's state for the rows of a new batch; None without a drafter."""
+        return self.drafter.open(cache) if self.drafter is not None else None
 
     def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
         """Learns from a prefilled chunk of a row's prompt; `following` are the tokens after each of its tokens."""

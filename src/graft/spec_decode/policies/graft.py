@@ -127,7 +127,7 @@ class Graft(Policy):
         else:
             self._cost.measure(self._target, WIDTHS if budget is None else (budget + 1,))
             if self.drafter is not None:
-                self._prospect.measure(self.drafter)
+                self._prospect.measure(self.drafter, self._target)
         self._pass_seconds.restart(self._prospect.seconds)
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:

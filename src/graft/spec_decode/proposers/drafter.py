@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from graft.model import TargetRunner, TreeCache, VerifyOutput
+from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.settings import Settings, require
 from graft.spec_decode.candidates import Level
 
@@ -32,18 +32,17 @@ class TreeSettings(Settings):
 class DraftState(Protocol):
     """A drafter's state for the rows of one batch."""
 
-    cache: TreeCache  # the drafter's own KV cache; a row may have fewer tokens than the target's
+    @property
+    def lengths(self) -> list[int]:
+        """By row, the tokens that the drafter's own KV store has; may be fewer than the target's."""
+        ...
 
     def keeping(self, rows: Sequence[int]) -> Self:
-        """The state of these rows alone, in this order; see `TreeCache.keeping`."""
+        """The state of these rows alone, in this order."""
         ...
 
     def copy_row(self, source: int, target: int) -> None:
-        """Makes row `target` a copy of row `source`."""
-        ...
-
-    def reserving(self, num_rows: int) -> Self:
-        """The same state with room for `num_rows` rows, as others may join."""
+        """Makes row `target`, which has pages that go on from those of row `source`, a copy of it."""
         ...
 
     def joining(self, other: Any) -> Self:
@@ -62,7 +61,9 @@ class Drafter(Protocol):
         """One-time set-ups done so far; see `num_setups_of`."""
         ...
 
-    def open(self, num_rows: int, num_slots: int) -> DraftState: ...
+    def open(self, cache: KVCache) -> DraftState:
+        """The state of a cache's rows, whose pages it shares: its own keys and values are in a store of its own."""
+        ...
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         """Prefills a chunk of one row's prompt. following: the tokens after each of its tokens."""
@@ -86,7 +87,7 @@ class Drafter(Protocol):
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
         """Begins the next round's drafting on the device, before the host knows what this round accepted.
 
-        The device has the verified step and the tokens `chosen` [B, N] after each node; `learn` follows.
+        The device has the verified step and the tokens `chosen` [T] after each node; `learn` follows.
         """
         ...
 

@@ -6,52 +6,58 @@ entries come after them, with the head's own outputs as features, and are droppe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from graft.model import TreeCache, VerifyOutput
-from graft.model.attention import Visibility, attend
-from graft.model.kv_cache import kept_rows
+from graft.model import KVCache, PagePool, Row, VerifyOutput
+from graft.model.attention import RowKeys, Visibility
+from graft.model.kv_cache import KVStore
 from graft.settings import require
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 _MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
+_ONE = torch.ones(1, 1, dtype=torch.bool)
+
+
+@dataclass(eq=False)
+class DraftRow:
+    """What the drafter keeps of one row: how much of its text the head has run, and what it has not run yet."""
+
+    row: Row
+    hidden: Tensor  # [H] the head's output at the last entry
+    length: int = 0  # entries in the head's KV store
+    waiting: list[Tensor] = field(default_factory=list)  # [n, 3H] features of entries that came in with the last rounds
+    following: list[int] = field(default_factory=list)  # the token after each of them
 
 
 @dataclass
 class Eagle3State:
-    """Draft state of one batch: the head's KV cache, and the entries it has not run yet."""
+    """Draft state of one batch."""
 
-    cache: TreeCache
-    hidden: Tensor  # [B, H] the head's output at each row's last entry
-    waiting: Tensor  # [B, places, 3H] features of entries that came in with the last rounds
-    following: list[list[int]]  # by row the token after each of them
+    pool: PagePool
+    rows: list[DraftRow]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
 
     def keeping(self, rows: Sequence[int]) -> Eagle3State:
-        hidden, waiting = (kept_rows(stored, rows) for stored in (self.hidden, self.waiting))
-        return Eagle3State(self.cache.keeping(rows), hidden, waiting, [list(self.following[row]) for row in rows])
+        return Eagle3State(self.pool, [self.rows[row] for row in rows])
 
     def copy_row(self, source: int, target: int) -> None:
-        self.cache.copy_row(source, target)
-        self.hidden[target] = self.hidden[source]
-
-    def reserving(self, num_rows: int) -> Eagle3State:
-        return replace(self, cache=self.cache.reserving(num_rows))
+        own, there = self.rows[source], self.rows[target]
+        there.hidden, there.length = own.hidden, own.length
+        there.waiting, there.following = list(own.waiting), list(own.following)
 
     def joining(self, other: Eagle3State) -> Eagle3State:
-        num_places = max(self.waiting.shape[1], other.waiting.shape[1])
-        return Eagle3State(
-            cache=self.cache.joining(other.cache),
-            hidden=torch.cat([self.hidden, other.hidden]),
-            waiting=torch.cat([_with_places(state.waiting, num_places) for state in (self, other)]),
-            following=[list(following) for following in self.following + other.following],
-        )
+        return Eagle3State(self.pool, self.rows + other.rows)
 
 
 class Eagle3Drafter:
@@ -61,6 +67,7 @@ class Eagle3Drafter:
         self.head = head
         self.settings = settings or TreeSettings()
         self.hidden_layers = head.config.target_layers
+        self._stores: weakref.WeakKeyDictionary[PagePool, KVStore] = weakref.WeakKeyDictionary()
         most = head.config.draft_vocab_size
         require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
@@ -72,22 +79,29 @@ class Eagle3Drafter:
     def device(self) -> torch.device:
         return self.head.fc.weight.device
 
-    def open(self, num_rows: int, num_slots: int) -> Eagle3State:
-        # Beside the text: the drafted entries, or those of a row that is behind, as places of all rows.
-        num_more = max(self.settings.depth * self.settings.topk, _MAX_WAITING)
+    def open(self, cache: KVCache) -> Any:
+        self.share(cache.pool)
         weight = self.head.fc.weight
-        return Eagle3State(
-            cache=TreeCache(1, num_rows, num_slots + num_more),
-            hidden=weight.new_zeros(num_rows, weight.shape[0]),
-            waiting=weight.new_zeros(num_rows, 0, weight.shape[1]),
-            following=[[] for _ in range(num_rows)],
-        )
+        # A row whose beginning was known to others has their entries.
+        rows = [DraftRow(row, weight.new_zeros(weight.shape[0]), row.length) for row in cache.rows]
+        return Eagle3State(cache.pool, rows)
+
+    def share(self, pool: PagePool) -> KVStore:
+        """The head's KV store over a pool's pages."""
+        store = self._stores.get(pool)
+        if store is None:
+            config, weight = self.head.config, self.head.fc.weight
+            store = self._stores[pool] = KVStore(1)
+            pool.add_store(store)
+            store.shape(weight, (config.num_key_value_heads, config.head_dim))
+        return store
 
     @torch.no_grad()
-    def read(self, state: Eagle3State, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        features = verified.hidden  # [1, W, 3H]
-        tokens = torch.tensor([following], device=features.device)
-        state.hidden[row] = self._run_entries(state.cache, slice(row, row + 1), features, tokens, [len(following)])[0]
+    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
+        own = state.rows[row]
+        own.waiting.append(verified.hidden[verified.index[0].to(verified.hidden.device)].clone())
+        own.following += following
+        self._refresh(state, [own])
 
     def num_prefetched(self, state: Any) -> int:
         return 0
@@ -103,33 +117,26 @@ class Eagle3Drafter:
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
     ) -> None:
-        device, num_new = state.waiting.device, max(map(len, tokens))
-        counts = [len(following) for following in state.following]
-        if max(counts) + num_new > state.waiting.shape[1]:
-            state.waiting = _with_places(state.waiting, 2 * (max(counts) + num_new))
-        # Rows with fewer new entries are padded with the root's, which their next entries overwrite.
-        accepted = torch.tensor([[0, *path, *[0] * (num_new - 1 - len(path))] for path in nodes], device=device)
-        rows = torch.arange(len(counts), device=device)[:, None]
-        places = torch.tensor(counts, device=device)[:, None] + torch.arange(num_new, device=device)
-        state.waiting[rows, places] = verified.hidden[rows, accepted]
-        for following, new in zip(state.following, tokens, strict=True):
-            following += new
-        if max(map(len, state.following)) > _MAX_WAITING:
-            self._refresh(state)
+        for number, (row, path, new) in enumerate(zip(state.rows, nodes, tokens, strict=True)):
+            places = verified.index[number, [0, *path]][: len(new)].to(verified.hidden.device)
+            row.waiting.append(verified.hidden[places].clone())
+            row.following += new
+        if max(len(row.following) for row in state.rows) > _MAX_WAITING:
+            self._refresh(state, state.rows)
 
     @torch.no_grad()
     def levels(
         self, state: Eagle3State, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
-        self._refresh(state)
+        self._refresh(state, state.rows)
         batch, topk, device = len(roots), self.settings.topk, self.device
-        lengths = torch.tensor(state.cache.lengths, device=device)
-        itself = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)
-        hidden = state.hidden[:, None]  # [B, F, H] of the F beams, at first the root alone
+        lengths = torch.tensor(state.lengths)
+        itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
+        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of the beams, first the root alone
         parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, F] their places in the tree
         path = torch.ones(batch, 1, device=device)  # [B, F]
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
-        positions = parents[:, :0]  # [B, U]
+        depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
         width, depth = 1, 0
         while True:
             level = self._children(hidden, parents, path)
@@ -143,71 +150,71 @@ class Eagle3Drafter:
             tokens, origin = level.tokens.gather(1, best), best // topk
             parents = width + (best if keep is None else torch.arange(num_beams, device=device).expand_as(best))
             width += kept.tokens.shape[1]
-            seen = torch.cat([_rows(seen, origin), itself], dim=2)
-            positions = torch.cat([positions, (lengths + depth)[:, None].expand_as(tokens)], dim=1)
-            hidden = self._forward(
-                state.cache, slice(0, batch), tokens, _rows(hidden, origin), positions, seen, offset=depth * topk
-            )
+            seen = torch.cat([_rows(seen, origin.cpu()), itself], dim=2)
+            depths = torch.cat([depths, torch.full((topk,), depth)])
+            positions = (lengths + depth)[:, None].expand(-1, topk).to(device)
+            hidden = self._forward(state, tokens, _rows(hidden, origin), positions, depths, seen)
             depth += 1
 
-    def _refresh(self, state: Eagle3State) -> None:
+    def _refresh(self, state: Eagle3State, rows: Sequence[DraftRow]) -> None:
         """Runs the head on the entries whose true features came in with the last rounds."""
-        counts = [len(following) for following in state.following]
-        longest = max(counts)
-        if longest == 0:
+        rows = [row for row in rows if row.following]  # one that has just joined has nothing waiting
+        if not rows:
             return
-        tokens = [[*following, *[0] * (longest - len(following))] for following in state.following]
-        features = state.waiting[:, :longest]
-        device = features.device
-        everyone = slice(0, len(counts))
-        output = self._run_entries(state.cache, everyone, features, torch.tensor(tokens, device=device), counts)
-        rows = [row for row, count in enumerate(counts) if count]  # one that has just joined has nothing waiting
-        state.hidden[rows] = output[rows]
-        state.following = [[] for _ in counts]
-
-    def _run_entries(
-        self, cache: TreeCache, rows: slice, features: Tensor, tokens: Tensor, counts: Sequence[int]
-    ) -> Tensor:
-        """Runs and commits entries: target features [B, W, 3H] and each next token [B, W], the first `counts` of a row.
-
-        Returns the output [B, H] at each row's last entry. Of the others only keys and values are computed.
-        """
-        device, width = tokens.device, tokens.shape[1]
-        starts, number = torch.tensor(cache.lengths[rows], device=device), torch.tensor(counts, device=device)
-        cache.aim(rows, width, device)
+        device, counts = self.device, [len(row.following) for row in rows]
+        features = torch.cat([part for row in rows for part in row.waiting])[None]  # [1, T, 3H]
+        tokens = torch.tensor([[token for row in rows for token in row.following]], device=device)
+        places = [(row, row.length + place) for row, count in zip(rows, counts, strict=True) for place in range(count)]
         hidden = self.head.fuse(features)
-        positions = starts[:, None] + torch.arange(width, device=device)
+        positions = torch.tensor([[position for _, position in places]], device=device)
         query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
-        key, value = cache.update(key, value, 0)
-        each, last = torch.arange(len(counts), device=device), (number - 1).clamp(min=0)
-        query, hidden = query[each, :, last][:, :, None], hidden[each, last][:, None]
-
+        key, value = self._write(state, places, key, value)
+        # Of all but each row's last entry only keys and values are needed.
+        last = torch.tensor(counts, device=device).cumsum(0) - 1
+        keys = [
+            RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)
+            for row, count in zip(rows, counts, strict=True)
+        ]
         window = self.head.config.sliding_window
-        slots, ends = torch.arange(key.shape[2], device=device), (starts + number)[:, None]
-        unseen = (slots >= ends) | (slots < ends - window if window is not None else False)  # [B, S]
-        mask = torch.zeros(unseen.shape, dtype=query.dtype, device=device).masked_fill_(unseen, -torch.inf)
-        num_groups = query.shape[1] // key.shape[1]
-        output = self.head.finish(attend(query, key, value, mask[:, None, None].repeat(1, 1, num_groups, 1)), hidden)
-        cache.advance(counts)
-        return output[:, 0]
+        attended = Visibility(keys, query.dtype).attend(query[:, :, last], key, value, window, None)
+        output = self.head.finish(attended.transpose(1, 2), hidden[:, last])[0]
+        for row, count, new in zip(rows, counts, output, strict=True):
+            row.length += count
+            row.hidden = new
+            row.waiting, row.following = [], []
+
+    def _write(
+        self, state: Eagle3State, places: Sequence[tuple[DraftRow, int]], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values [1, heads, T, D] at positions of rows; returns the whole store, likewise."""
+        for row, position in places:
+            state.pool.ensure(row.row, position + 1)
+        cache = KVCache(state.pool, self.share(state.pool), [])
+        cache.write_at(cache.slots_of([(row.row, position) for row, position in places]))
+        return cache.update(key, value, 0)
 
     def _forward(
         self,
-        cache: TreeCache,
-        rows: slice,
+        state: Eagle3State,
         tokens: Tensor,  # [B, W]
         hidden: Tensor,  # [B, W, H]
-        positions: Tensor,  # [B, offset + W] of all uncommitted entries
-        seen: Tensor,  # [B, W, offset + W] which of them each sees
-        offset: int,
+        positions: Tensor,  # [B, W]
+        depths: Tensor,  # [U] of all drafted entries, of which these are the last
+        seen: Tensor,  # [B, W, U] which of them each sees
     ) -> Tensor:
-        aim = cache.aim(rows, tokens.shape[1], tokens.device, offset)
-        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions[:, offset:])
-        key, value = cache.update(key, value, 0)
-        mask = Visibility(aim, positions, seen, query.dtype).mask(
-            key.shape[2], self.head.config.sliding_window, query.shape[1] // key.shape[1]
-        )
-        return self.head.finish(attend(query, key, value, mask), hidden)
+        """Outputs [B, W, H] of drafted entries, which come behind those of earlier passes."""
+        batch, width = tokens.shape
+        before = len(depths) - width
+        flat = (self.head.embed(tokens).flatten(0, 1)[None], hidden.flatten(0, 1)[None], positions.flatten()[None])
+        query, key, value = self.head.qkv(*flat)
+        places = [(row, row.length + before + place) for row in state.rows for place in range(width)]
+        key, value = self._write(state, places, key, value)
+        keys = [
+            RowKeys(row.row, row.length, depths, own, tokens.device) for row, own in zip(state.rows, seen, strict=True)
+        ]
+        window = self.head.config.sliding_window
+        attended = Visibility(keys, query.dtype).attend(query, key, value, window, None)
+        return self.head.finish(attended.transpose(1, 2), flat[1])[0].unflatten(0, (batch, width))
 
     def _children(self, hidden: Tensor, parents: Tensor, path: Tensor) -> Level:
         """The `topk` likeliest tokens after each beam."""
@@ -225,7 +232,3 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
     """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
 
-
-def _with_places(waiting: Tensor, count: int) -> Tensor:
-    """The waiting features padded to [B, count, 3H]."""
-    return nn.functional.pad(waiting, (0, 0, 0, count - waiting.shape[1]))

@@ -1,0 +1,122 @@
+"""FlatStep: the tokens of one forward, of draft trees and of prompt chunks, one row's behind the other's.
+
+No row is padded to another's width. Each token knows its row, its place in the row's part of the step and its parent's;
+the rows' cached texts lie in pages (`kv_cache`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graft.model.kv_cache import PAGE, Row
+from graft.spec_decode.native import native, plain
+from graft.spec_decode.tree import DraftTree
+
+COLUMNS = 5  # tokens, parents, places, depths and rows
+
+
+class Chunk(NamedTuple):
+    """Tokens of a row's known text that come next to its committed ones: a part of a prompt."""
+
+    row: Row
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the step has a draft tree's nodes, [B, W], or a chunk's tokens, [1, W]."""
+
+    tokens: Tensor  # [B, W] on the host
+    index: Tensor  # [B, W] int64 on the host, into the step's tokens; padding is its row's root
+    counts: list[int]  # [B] tokens that are no padding
+
+
+class FlatStep:
+    """A step laid out on the host, in int32: what `Layout` is on the device."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tree: DraftTree | None,
+        chunks: Sequence[Chunk] = (),
+        columns: np.ndarray | None = None,
+        by_row: np.ndarray | None = None,
+    ) -> None:
+        """rows: those of the tree. columns: [5, room] to write into; by_row: [4, room] likewise; made if not given."""
+        all_rows = [*rows, *(chunk.row for chunk in chunks)]
+        num_in_trees = tree.tokens.numel() if tree is not None else 0
+        room = num_in_trees + sum(len(chunk.tokens) for chunk in chunks)
+        self.columns = np.empty((COLUMNS, room), dtype=np.int32) if columns is None else columns
+        self.by_row = np.empty((4, len(all_rows)), dtype=np.int32) if by_row is None else by_row
+        self.rows = all_rows
+        self.tree: Part | None = None
+        self.chunks: list[Part] = []
+        self.num_tokens = 0
+        if tree is not None:
+            self._add_tree(tree)
+        for number, chunk in enumerate(chunks, start=len(rows)):
+            self._add_chunk(number, chunk.tokens)
+        self.by_row[2, : len(all_rows)] = [row.length for row in all_rows]
+        self.by_row[3, : len(all_rows)] = [row.line for row in all_rows]
+
+    def _add_tree(self, tree: DraftTree) -> None:
+        num_rows, width = tree.tokens.shape
+        index = torch.empty(num_rows, width, dtype=torch.int64)
+        tokens, parents, sources = (plain(column) for column in (tree.tokens, tree.parents, tree.sources))
+        total = ctypes.c_int64()
+        native().graft_flatten(
+            num_rows,
+            width,
+            *(column.data_ptr() for column in (tokens, parents, sources)),
+            self.columns.shape[1],
+            self.columns.ctypes.data,
+            self.by_row[0].ctypes.data,
+            self.by_row[1].ctypes.data,
+            index.data_ptr(),
+            ctypes.addressof(total),
+        )
+        self.num_tokens = total.value
+        self.tree = Part(tree.tokens, index, self.by_row[1, :num_rows].tolist())
+
+    def _add_chunk(self, number: int, given: Sequence[int]) -> None:
+        start, count = self.num_tokens, len(given)
+        end, places = start + count, np.arange(count, dtype=np.int32)
+        self.columns[0, start:end] = given
+        self.columns[1, start:end] = np.maximum(places - 1, 0)
+        self.columns[2, start:end] = self.columns[3, start:end] = places
+        self.columns[4, start:end] = number
+        self.by_row[:2, number] = start, count
+        self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count]))
+        self.num_tokens = end
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.columns[0, : self.num_tokens]
+
+    @property
+    def parents(self) -> np.ndarray:
+        return self.columns[1, : self.num_tokens]
+
+    def positions(self) -> np.ndarray:
+        """[T] of each token in its text."""
+        return self._lengths_of_tokens() + self.columns[3, : self.num_tokens]
+
+    def slots(self) -> np.ndarray:
+        """[T] where each token's keys and values go."""
+        positions = self._lengths_of_tokens() + self.columns[2, : self.num_tokens]
+        slots = np.empty(self.num_tokens, dtype=np.int64)
+        for row, start, count in zip(self.rows, *self.by_row[:2, : len(self.rows)].tolist(), strict=True):
+            own = positions[start : start + count]
+            slots[start : start + count] = np.array(row.pages, dtype=np.int64)[own // PAGE] * PAGE + own % PAGE
+        return slots
+
+    def _lengths_of_tokens(self) -> np.ndarray:
+        lengths: np.ndarray = self.by_row[2][self.columns[4, : self.num_tokens]]
+        return lengths
