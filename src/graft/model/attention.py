@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,50 @@ from graft.errors import GraftError
 from graft.model import loan
 from graft.model.kv_cache import WritePosition
 
+if TYPE_CHECKING:
+    from graft.model.kernels.attention import Plan, Tiles
+
 # Attention arguments that change the result and that this function does not compute.
 _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
 
 
 @dataclass(frozen=True)
-class Paths:
-    """Which keys each token sees, for the Triton kernels: its row's committed tokens, then its own path."""
+class Layout:
+    """A flat step on the device: T tokens of R rows, which keys each sees, and where its own go.
 
-    lengths: Tensor  # [B] int32 committed tokens
-    depths: Tensor  # [B, W] int32
-    paths: Tensor  # [B, W, P] int32 slots behind the committed tokens, from the root's to the token's own
-    max_context: int  # upper bound of the lengths
+    A row's tokens stand together, each after its parent. Padding belongs to a row of line 0, whose pages are all 0.
+    """
+
+    rows: Tensor  # [T] int32 the row of each token, an index into the [R] tensors
+    places: Tensor  # [T] int32 its slot is that of position length + place in its row
+    depths: Tensor  # [T] int32 its position in the text, less the row's length
+    paths: Tensor  # [T, P] int32 places of its ancestors and itself, by depth; not read where depth == place
+    starts: Tensor  # [R] int32 the row's first token in the step
+    counts: Tensor  # [R] int32 the row's tokens in the step; 0 for rows not in use
+    lengths: Tensor  # [R] int32 committed tokens of each row
+    lines: Tensor  # [R] int32 the row's line in the block tables
+    tables: Tensor  # [lines, max_pages] int32 block tables
+    max_context: int  # upper bound of the lengths: sizes a launch, never changes a result
+
+
+class KernelStep:
+    """A step for the Triton kernels: its layout, and the plans of its prefix, which all layers of a kind share.
+
+    Made anew for every forward, and so for every capture: a plan of an earlier one would not be in the graph.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._plans: dict[tuple[int, Tiles], Plan] = {}
+
+    def plan(self, group: int, tiles: Tiles) -> Plan:
+        """group: query heads that share a key head."""
+        from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+
+        key = (group, tiles)
+        if key not in self._plans:
+            self._plans[key] = attention_kernels.plan(self.layout, group, tiles)
+        return self._plans[key]
 
 
 class Visibility:
@@ -79,7 +111,7 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: Visibility | Paths | None = None,
+    tree: Visibility | KernelStep | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if not loan.is_ours():
@@ -90,7 +122,7 @@ def tree_attention(
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
-    if isinstance(tree, Paths):
+    if isinstance(tree, KernelStep):
         return _by_kernels(query, key, value, tree, scaling, sliding_window), None
     mask = tree.mask(key.shape[2], sliding_window, query.shape[1] // key.shape[1])
     return attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
@@ -110,22 +142,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
 
 def _by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, seen: Paths, scale: float | None, window: int | None
+    query: Tensor,  # [1, heads, T, head_dim]
+    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's whole store
+    values: Tensor,
+    step: KernelStep,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+    from graft.model.kernels import attention as attention_kernels
 
+    _, heads, _, head_dim = query.shape
+    tiles = attention_kernels.tiles_for(head_dim, query.dtype)
+    plan = step.plan(heads // keys.shape[1], tiles)
     out = attention_kernels.tree_attention(
-        query,
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        seen.lengths,
-        seen.paths,
-        seen.depths,
-        max_context=seen.max_context,
-        scale=scale,
-        window=window,
+        query[0].transpose(0, 1), keys, values, step.layout, plan, scale=scale, window=window, tiles=tiles
     )
-    return out.unflatten(2, (query.shape[1], -1))
+    return out.view(1, -1, heads, head_dim)
 
 
 def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
