@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,43 +24,50 @@ from graft.model import loan
 from graft.model.kv_cache import PAGE, Row
 from graft.model.step import FlatStep
 
+if TYPE_CHECKING:
+    from graft.model.kernels.attention import Plan, Tiles
+
 # Attention arguments that change the result and that this function does not compute.
 _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A flat step on the device: T tokens of R rows; which keys each sees, and where its own go.
+    """A flat step on the device: T tokens of R rows, which keys each sees, and where its own go.
 
-    A token's place is where it stands in its row's part of the step, and its slot that of the position `length + place`;
-    its depth is its position in the text less the row's length. Where both are equal its path is the identity.
+    A row's tokens stand together, each after its parent. Padding belongs to a row of line 0, whose pages are all 0.
     """
 
     rows: Tensor  # [T] int32 the row of each token, an index into the [R] tensors
-    places: Tensor  # [T] int32
-    depths: Tensor  # [T] int32
+    places: Tensor  # [T] int32 its slot is that of position length + place in its row
+    depths: Tensor  # [T] int32 its position in the text, less the row's length
     paths: Tensor  # [T, P] int32 places of its ancestors and itself, by depth; not read where depth == place
     starts: Tensor  # [R] int32 the row's first token in the step
     counts: Tensor  # [R] int32 the row's tokens in the step; 0 for rows not in use
     lengths: Tensor  # [R] int32 committed tokens of each row
     lines: Tensor  # [R] int32 the row's line in the block tables
-    tables: Tensor  # [lines, max_pages] int32 block tables: page numbers
-    max_context: int  # upper bound of the lengths; sizes scratch memory and changes no result
+    tables: Tensor  # [lines, max_pages] int32 block tables
+    max_context: int  # upper bound of the lengths: sizes a launch, never changes a result
 
 
 class KernelStep:
-    """A layout, and the plans of its attention, made once for all layers of a kind."""
+    """A step for the Triton kernels: its layout, and the plans of its prefix, which all layers of a kind share.
+
+    Made anew for every forward, and so for every capture: a plan of an earlier one would not be in the graph.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[tuple[int, Tiles], Plan] = {}
 
-    def plan(self, group: int, tiles: Any) -> Any:
+    def plan(self, group: int, tiles: Tiles) -> Plan:
+        """group: query heads that share a key head."""
         from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
 
-        if (group, tiles) not in self._plans:
-            self._plans[group, tiles] = attention_kernels.plan(self.layout, group, tiles)
-        return self._plans[group, tiles]
+        key = (group, tiles)
+        if key not in self._plans:
+            self._plans[key] = attention_kernels.plan(self.layout, group, tiles)
+        return self._plans[key]
 
 
 class Visibility:

@@ -6,13 +6,12 @@ tree, in any batch. Three rules make it so:
 - Keys are taken by their position in the node's own text, in blocks and splits whose borders are fixed positions. A
   split is summed block after block, and splits are combined in one fixed order.
 - All tiles of query rows have one shape, so a row's numbers do not depend on where it stands or what stands beside it.
-  A prefix program may have several of them, below each other and each with warps of its own: a row's sums never leave
-  its warp.
 - Prefix and tail do the same operations to a block, spelled so that a compiler has nothing to choose, and a block of
   which a row sees nothing leaves the row's sums as they are.
 
-Lengths are read on the device, and no kernel is compiled for a width, a length or a batch: a launch can be captured in
-a graph and replayed while the text grows.
+A step is flat: tokens of many rows one after the other, and keys in pages that a row's block table names. Neither is
+seen in a sum. Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch: a
+launch can be captured in a graph and replayed while the text grows.
 """
 
 from __future__ import annotations
@@ -25,14 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.model.attention import Layout
+
+PAGE = 64  # slots of a page
+_PAGE = tl.constexpr(PAGE)
 _LOG2_E = 1.4426950408889634
-_WARP_ROWS = 16  # of a warp in a matrix instruction
-_VARYING = ["max_path", "width", "num_splits", "window"]  # what no kernel is compiled for
+_VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel is compiled for
+# Programs of the prefix, over all key heads: more than run at once on a large device.
+_MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of attention. Those above `stacked` may change the last bits of the result."""
+    """Tile sizes of attention. Those above `prefix_stages` may change the last bits of the result."""
 
     rows: int = 64  # query rows of a tile: nodes times the query heads that share keys
     keys: int = 64  # positions of a block
@@ -42,7 +46,6 @@ class Tiles:
     border: int = 4096  # the position from which on splits are long
     combined: int = 8192  # numbers of splits that are added up at once
     warps: int = 4
-    stacked: int = 1  # tiles of a prefix program, if there are rows for so many: they read keys together
     prefix_stages: int = 3
     tail_stages: int = 1
     tail_registers: int | None = None  # a thread's at most; with fewer, more programs run at once
@@ -52,10 +55,8 @@ class Tiles:
             raise ValueError(
                 f"splits {self.splits} do not consist of whole blocks of {self.keys} and end at the border"
             )
-        if self.stacked > 1 and self.rows != _WARP_ROWS * self.warps:
-            raise ValueError(f"tiles of {self.rows} rows by {self.warps} warps cannot be stacked: warps share rows")
-        if self.stacked > 1 and self.warps % 4:
-            raise ValueError(f"tiles of {self.warps} warps cannot be stacked: instructions of four sum otherwise")
+        if PAGE % self.keys:
+            raise ValueError(f"a block of {self.keys} positions does not lie in one page of {PAGE}")
 
     @property
     def splits(self) -> tuple[int, int, int]:
@@ -84,44 +85,68 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
     return TILES.get((dtype.itemsize, _padded(head_dim)), Tiles())
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The work of a step's prefix, the same for all layers that have these tiles and as many query heads to a key."""
+
+    items: Tensor  # [N, 3] int32 row, tile of the row, split
+    num_items: Tensor  # [1] int32, how many of them there are
+
+
+def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
+    """Tiles of query rows and splits with whole committed blocks. group: query heads that share a key head."""
+    num_tokens, num_rows = len(layout.rows), len(layout.counts)
+    _check_indices(layout.counts, layout.lengths)
+    items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
+    num_items = layout.counts.new_empty(1)
+    _plan_kernel[(num_rows,)](
+        layout.counts,
+        layout.lengths,
+        items,
+        num_items,
+        num_rows,
+        GROUP=group,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.keys,
+        SPLITS=tiles.splits,
+        BLOCK=512,
+    )
+    return Plan(items, num_items)
+
+
 def tree_attention(
-    query: Tensor,  # [B, heads, W, head_dim]
-    keys: Tensor,  # [B, slots, kv_heads, head_dim], one layer of the cache with the forward's own keys
+    query: Tensor,  # [T, heads, head_dim]
+    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store with the step's own keys
     values: Tensor,
-    lengths: Tensor,  # [B] int32 committed tokens, position p in slot p
-    paths: Tensor,  # [B, W, P] int32 places behind the committed tokens, from the root to the node itself
-    depths: Tensor,  # [B, W] int32, where in its path a node stands
+    layout: Layout,
+    plan: Plan,  # made with the same tiles
     *,
-    max_context: int,
     scale: float | None = None,
     window: int | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every node over the committed tokens and its own path, [B, W, heads * head_dim].
+    """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
-    max_context: an upper bound on `lengths`, not checked. It sizes the launch and does not change the result.
     window: keys this many positions back or more are not seen.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
     """
-    batch, heads, width, head_dim = query.shape
-    kv_heads = keys.shape[2]
-    _check_layout(query, keys, values, lengths, paths, depths)
+    num_tokens, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    _check_layout(query, keys, values, layout)
     tiles = tiles or tiles_for(head_dim, query.dtype)
-    num_splits = tiles.count_splits(max_context + paths.shape[2])
-    num_states = _num_states(batch * heads * width, num_splits)
+    num_splits = _num_splits(layout, tiles)
+    num_states = _num_states(num_tokens * heads, num_splits)
     if scratch is None:
         scratch = query.new_empty(num_states * (head_dim + 2), dtype=torch.float32)
     sums, maxima, totals = scratch[: num_states * (head_dim + 2)].split((num_states * head_dim, num_states, num_states))
-    out = query.new_empty(batch, width, heads * head_dim)
+    out = query.new_empty(num_tokens, heads * head_dim)
 
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
-    arguments = (
-        *(query, keys, values, *query.stride()[:3], *keys.stride()[:3], log2_scale),
-        *(lengths, paths, depths, paths.shape[2], width, kv_heads, num_splits, window or 0),
-        *(sums, maxima, totals),
-    )
+    stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale)
+    by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
+    states = (num_splits, window or 0, sums, maxima, totals)
     cut: dict[str, Any] = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -131,16 +156,18 @@ def tree_attention(
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
     }
-    if max_context >= tiles.keys:
-        stacked = min(tiles.stacked, triton.next_power_of_2(triton.cdiv(width * group, tiles.rows)))
-        rows = tiles.rows * stacked
-        grid = (triton.cdiv(width * group, rows), tiles.count_splits(max_context), batch * kv_heads)
-        _prefix_kernel[grid](
-            *arguments, **cut, BLOCK_M=rows, num_warps=tiles.warps * stacked, num_stages=tiles.prefix_stages
+    if layout.max_context >= tiles.keys:
+        programs = min(len(plan.items), max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS))
+        _prefix_kernel[programs, kv_heads](
+            *(*stored, *by_row, layout.starts, layout.counts, layout.depths, plan.items, plan.num_items, *states),
+            **cut,
+            BLOCK_M=tiles.rows,
+            num_warps=tiles.warps,
+            num_stages=tiles.prefix_stages,
         )
     members = min(triton.next_power_of_2(group), tiles.rows)
-    _tail_kernel[width, triton.cdiv(group, tiles.rows), batch * kv_heads](
-        *arguments,
+    _tail_kernel[num_tokens, triton.cdiv(group, tiles.rows), kv_heads](
+        *(*stored, *by_row, layout.rows, layout.places, layout.depths, layout.paths, layout.paths.shape[1], *states),
         out,
         **cut,
         BLOCK_M=tiles.rows,
@@ -153,29 +180,43 @@ def tree_attention(
     return out
 
 
-def scratch_size(
-    batch: int, heads: int, width: int, head_dim: int, max_depth: int, max_context: int, tiles: Tiles
-) -> int:
-    """Float32 numbers that `tree_attention` needs for its splits, with paths of at most max_depth + 1 nodes."""
-    return _num_states(batch * heads * width, tiles.count_splits(max_context + max_depth + 1)) * (head_dim + 2)
+def scratch_size(layout: Layout, heads: int, head_dim: int, tiles: Tiles) -> int:
+    """Float32 numbers that `tree_attention` needs for its splits."""
+    return _num_states(len(layout.rows) * heads, _num_splits(layout, tiles)) * (head_dim + 2)
 
 
-def commit(keys: Tensor, values: Tensor, lengths: Tensor, places: Tensor, counts: Tensor) -> None:
-    """Moves each row's accepted tokens to the slots after its root, in all layers: `TreeCache.commit` on the device.
-
-    keys, values: [layers, B, slots, kv_heads, head_dim]. lengths: [B] int32 committed tokens, where the root is.
-    places: [B, P] int32 indices of the accepted nodes below the root, increasing; the first `counts` [B] of each row.
-    """
-    layers, batch, _, kv_heads, head_dim = keys.shape
+def commit(
+    keys: Tensor,  # [layers, num_slots, kv_heads, head_dim]
+    values: Tensor,
+    tables: Tensor,  # [lines, max_pages] int32
+    lines: Tensor,  # [R] int32
+    lengths: Tensor,  # [R] int32 committed tokens, which the root comes behind
+    places: Tensor,  # [R, P] int32 of the accepted tokens below the root, increasing
+    counts: Tensor,  # [R] int32, how many of them there are
+) -> None:
+    """Moves each row's accepted tokens to the places behind its root, in all layers."""
+    layers, _, kv_heads, head_dim = keys.shape
     entry = kv_heads * head_dim
-    if keys.stride() != values.stride() or keys.stride()[3:] != (head_dim, 1):
+    if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
         raise ValueError("keys and values of a token must lie together, and both in the same way")
-    _check_indices(lengths, places, counts)
+    _check_indices(tables, lines, lengths, places, counts)
     block = min(triton.next_power_of_2(entry), 1024)
-    grid = (triton.cdiv(entry, block), layers, batch)
+    grid = (triton.cdiv(entry, block), layers, len(lines))
+    sizes = (tables.shape[1], places.shape[1])
     _commit_kernel[grid](
-        keys, values, lengths, places, counts, places.shape[1], *keys.stride()[:3], ENTRY=entry, BLOCK=block
+        keys, values, tables, lines, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
     )
+
+
+def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, tiles: Tiles) -> int:
+    """Items of a plan at most: each row in use may have one tile that is not full."""
+    num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (tiles.rows - 1)) // tiles.rows
+    return num_tiles * tiles.count_splits(max_context // tiles.keys * tiles.keys)
+
+
+def _num_splits(layout: Layout, tiles: Tiles) -> int:
+    """Splits of the longest text that a token of the step can have: its path is stored, or all of it in the step."""
+    return tiles.count_splits(layout.max_context + max(layout.paths.shape))
 
 
 def _num_states(num_rows: int, num_splits: int) -> int:
@@ -188,17 +229,17 @@ def _padded(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 16)
 
 
-def _check_layout(query: Tensor, keys: Tensor, values: Tensor, *indices: Tensor) -> None:
-    if query.shape[1] % keys.shape[2]:
-        raise ValueError(f"{query.shape[1]} query heads cannot share {keys.shape[2]} key heads evenly")
+def _check_layout(query: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> None:
+    if query.shape[1] % keys.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads cannot share {keys.shape[1]} key heads evenly")
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or keys.stride() != values.stride():
         raise ValueError("the numbers of a head must lie together, and keys and values in the same way")
-    _check_indices(*indices)
+    _check_indices(*(part for part in vars(layout).values() if isinstance(part, Tensor)))
 
 
 def _check_indices(*indices: Tensor) -> None:
     if any(index.dtype is not torch.int32 or not index.is_contiguous() for index in indices):
-        raise ValueError("lengths, depths and places must be contiguous int32")
+        raise ValueError("lengths, places, depths, paths and block tables must be contiguous int32")
 
 
 @triton.jit
@@ -215,6 +256,16 @@ def _start_of(split: int, SPLITS: tl.constexpr) -> int:
     border: tl.constexpr = SPLITS[1]
     long: tl.constexpr = SPLITS[2]
     return tl.where(split * short < border, split * short, border + (split - border // short) * long)
+
+
+@triton.jit
+def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int) -> tl.tensor:
+    """The slots, int64, of positions in a row's cache, by its line of the block tables.
+
+    Padding may stand behind the table's end; its pages are all the same.
+    """
+    page = tl.load(table + tl.minimum(index // _PAGE, max_pages - 1), mask=real, other=0)
+    return page.to(tl.int64) * _PAGE + index % _PAGE
 
 
 @triton.jit
@@ -341,28 +392,83 @@ def _combine(
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
+@triton.jit
+def _tiles_and_splits(
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many tiles of query rows some rows have, and how many splits with whole committed blocks."""
+    num_tiles = (tl.load(counts + row, mask=real, other=0) * GROUP + BLOCK_M - 1) // BLOCK_M
+    end = tl.load(lengths + row, mask=real, other=0) // BLOCK_N * BLOCK_N
+    return num_tiles, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan_kernel(
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    items: tl.tensor,
+    num_items: tl.tensor,
+    num_rows: int,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The items of one row, behind those of the rows before it."""
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    before, total = 0, 0
+    for start in range(0, num_rows, BLOCK):
+        other = start + index
+        num_tiles, num_splits = _tiles_and_splits(
+            counts, lengths, other, other < num_rows, GROUP, BLOCK_M, BLOCK_N, SPLITS
+        )
+        before += tl.sum(tl.where(other < row, num_tiles * num_splits, 0), axis=0)
+        total += tl.sum(num_tiles * num_splits, axis=0)
+    if row == 0:
+        tl.store(num_items, total)
+    num_tiles, num_splits = _tiles_and_splits(counts, lengths, row, row >= 0, GROUP, BLOCK_M, BLOCK_N, SPLITS)
+    for start in range(0, num_tiles * num_splits, BLOCK):
+        item = start + index
+        real = item < num_tiles * num_splits
+        at = items + (before + item) * 3
+        tl.store(at, row + tl.zeros_like(item), mask=real)
+        # Tiles that read the same keys stand together. The last splits are the longest and start first.
+        tl.store(at + 1, item % num_tiles, mask=real)
+        tl.store(at + 2, num_splits - 1 - item // num_tiles, mask=real)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _prefix_kernel(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    query_batch: tl.int64,  # strides
+    query_token: tl.int64,  # strides
     query_head: int,
-    query_node: int,
-    cache_row: tl.int64,
     cache_slot: int,
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
-    paths: tl.tensor,
+    lines: tl.tensor,
+    tables: tl.tensor,
+    max_pages: int,
+    starts: tl.tensor,
+    counts: tl.tensor,
     depths: tl.tensor,
-    max_path: int,
-    width: int,
-    kv_heads: int,
+    items: tl.tensor,
+    num_items: tl.tensor,
     num_splits: int,
     window: int,
-    sums: tl.tensor,  # [B * heads * W, splits, head_dim], rows by batch, key head, node and then query head
-    maxima: tl.tensor,  # [B * heads * W, splits]
+    sums: tl.tensor,  # [T * heads, splits, head_dim], by token, key head and then query head
+    maxima: tl.tensor,  # [T * heads, splits]
     totals: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -373,36 +479,46 @@ def _prefix_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Whole blocks of committed tokens, the same for all nodes: one split for one tile of query rows."""
-    # The last splits are the longest and start first.
-    split = tl.num_programs(1) - 1 - tl.program_id(1)
-    batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
-    length = tl.load(lengths + batch)
-    begin = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
-    end = tl.minimum(_start_of(split + 1, SPLITS), length // BLOCK_N * BLOCK_N)
-    if begin >= end:
-        return
+    """Whole blocks of committed tokens, the same for all tokens of a row: some items of the plan, for one key head."""
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    keys += kv_head * cache_head
+    values += kv_head * cache_head
+    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        batch = tl.load(items + item * 3)
+        split = tl.load(items + item * 3 + 2)
+        length = tl.load(lengths + batch)
+        begin = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
+        end = tl.minimum(_start_of(split + 1, SPLITS), length // BLOCK_N * BLOCK_N)
+        if begin < end:  # or all of it is outside of the window
+            first = tl.load(starts + batch)
+            row = tl.load(items + item * 3 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+            real = row < tl.load(counts + batch) * GROUP
+            token, member = first + row // GROUP, row % GROUP
+            q = _load_rows(
+                query,
+                token * query_token + (kv_head * GROUP + member) * query_head,
+                real,
+                HEAD_DIM,
+                BLOCK_D,
+                True,
+            )
+            position = length + tl.load(depths + token, mask=real, other=0)
+            table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
 
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = row < width * GROUP
-    node, head = row // GROUP, kv_head * GROUP + row % GROUP
-    query += batch * query_batch
-    q = _load_rows(query, head * query_head + node * query_node, real, HEAD_DIM, BLOCK_D, True)
-    position = length + tl.load(depths + batch * width + node, mask=real, other=0)
-
-    keys += batch * cache_row + kv_head * cache_head
-    values += batch * cache_row + kv_head * cache_head
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        slots = start + tl.arange(0, BLOCK_N)
-        seen = slots[None, :] > position[:, None] - window
-        key = _load_rows(keys, slots * cache_slot, slots >= 0, HEAD_DIM, BLOCK_D, False)
-        value = _load_rows(values, slots * cache_slot, slots >= 0, HEAD_DIM, BLOCK_D, False)
-        acc, maximum, total = _add_block(q, key, value, seen, log2_scale, acc, maximum, total, WINDOWED, PRECISION)
-    state = (tl.program_id(2).to(tl.int64) * width * GROUP + row) * num_splits + split
-    _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            for start in range(begin, end, BLOCK_N):
+                place = tl.arange(0, BLOCK_N)
+                seen = (start + place)[None, :] > position[:, None] - window
+                slot = tl.load(table + start // _PAGE).to(tl.int64) * _PAGE + start % _PAGE
+                key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
+                value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
+                acc, maximum, total = _add_block(
+                    q, key, value, seen, log2_scale, acc, maximum, total, WINDOWED, PRECISION
+                )
+            state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
+            _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -410,25 +526,26 @@ def _tail_kernel(
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    query_batch: tl.int64,
+    query_token: tl.int64,
     query_head: int,
-    query_node: int,
-    cache_row: tl.int64,
     cache_slot: int,
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
-    paths: tl.tensor,
+    lines: tl.tensor,
+    tables: tl.tensor,
+    max_pages: int,
+    rows: tl.tensor,
+    places: tl.tensor,
     depths: tl.tensor,
+    paths: tl.tensor,
     max_path: int,
-    width: int,
-    kv_heads: int,
     num_splits: int,
     window: int,
     sums: tl.tensor,
     maxima: tl.tensor,
     totals: tl.tensor,
-    out: tl.tensor,  # [B, W, heads * head_dim]
+    out: tl.tensor,  # [T, heads * head_dim]
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -440,27 +557,29 @@ def _tail_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A node's own last blocks, the end of the committed tokens and then its path, and all its splits together.
+    """A token's own last blocks, the end of the committed tokens and then its path, and all its splits together.
 
     Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real; to combine splits
     there are no others.
     """
-    node = tl.program_id(0)
-    batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
-    length = tl.load(lengths + batch)
-    position = length + tl.load(depths + batch * width + node)
+    token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    batch = tl.load(rows + token)
+    length, depth = tl.load(lengths + batch), tl.load(depths + token)
+    branches = depth != tl.load(places + token)
+    position = length + depth
     prefix_end = length // BLOCK_N * BLOCK_N
     first = _first_block(length, window, BLOCK_N, WINDOWED)
 
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP
-    query += batch * query_batch + node * query_node
+    query += token * query_token
     q = _load_rows(query, (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True)
-    state = ((tl.program_id(2).to(tl.int64) * width + node) * GROUP + member) * num_splits
+    state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits
 
-    keys += batch * cache_row + kv_head * cache_head
-    values += batch * cache_row + kv_head * cache_head
-    paths += (batch * width + node) * max_path
+    keys += kv_head * cache_head
+    values += kv_head * cache_head
+    table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+    paths += token.to(tl.int64) * max_path
     for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
         # What the prefix left in this split, or nothing.
         going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
@@ -473,8 +592,9 @@ def _tail_kernel(
             positions = start + tl.arange(0, BLOCK_N)
             exists = positions <= position
             step = positions - length  # of the path; negative for committed tokens
-            place = tl.load(paths + step, mask=(step >= 0) & exists, other=0)
-            slots = tl.where(step < 0, positions, length + place)
+            is_stored = branches & (step >= 0)
+            place = tl.load(paths + step, mask=is_stored & exists, other=0)
+            slots = slot_of(table, tl.where(is_stored, length + place, positions), exists, max_pages)
             seen = exists
             if WINDOWED:
                 seen = exists & (positions > position - window)
@@ -488,44 +608,48 @@ def _tail_kernel(
     tl.debug_barrier()  # what this program's other threads have stored
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
     real = member < GROUP
-    state = ((tl.program_id(2).to(tl.int64) * width + node) * GROUP + member) * num_splits
+    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
     first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
+    state = head * num_splits
     result = _combine(sums, maxima, totals, state, real, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + member
-    row = (batch.to(tl.int64) * width + node) * kv_heads * GROUP + head
     tl.store(
-        out + (row * HEAD_DIM)[:, None] + dims[None, :],
+        out + (head * HEAD_DIM)[:, None] + dims[None, :],
         result.to(out.dtype.element_ty),
         mask=real[:, None] & (dims < HEAD_DIM)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["max_places"])
+@triton.jit(do_not_specialize=["max_pages", "max_places"])
 def _commit_kernel(
     keys: tl.tensor,
     values: tl.tensor,
+    tables: tl.tensor,
+    lines: tl.tensor,
     lengths: tl.tensor,
     places: tl.tensor,
     counts: tl.tensor,
+    max_pages: int,
     max_places: int,
     layer: tl.int64,  # strides
-    row: tl.int64,
     slot: tl.int64,
     ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Moves part of a token's keys and values, in one layer of one row, path node after path node.
 
-    A node only moves to a lower slot, so in this order nothing is overwritten that is still to be moved.
+    A node only moves to a lower place, so in this order nothing is overwritten that is still to be moved.
     """
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = part < ENTRY
-    batch = tl.program_id(2)
-    offset = tl.program_id(1) * layer + batch * row + tl.load(lengths + batch) * slot + part
-    for step in range(tl.load(counts + batch)):
-        place = tl.load(places + batch * max_places + step)
+    row = tl.program_id(2)
+    length = tl.load(lengths + row)
+    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    offset = tl.program_id(1) * layer + part
+    for step in range(tl.load(counts + row)):
+        place = tl.load(places + row * max_places + step)
         if place != step + 1:
-            source, target = offset + place * slot, offset + (step + 1) * slot
+            source = offset + slot_of(table, length + place, place >= 0, max_pages) * slot
+            target = offset + slot_of(table, length + step + 1, place >= 0, max_pages) * slot
             tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
             tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)

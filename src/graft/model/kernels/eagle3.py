@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,19 +15,28 @@ from graft.model.kernels.layer import rms_normed
 
 @dataclass(frozen=True)
 class Beams:
-    """The beams: the K nodes per row that the next pass expands. Everything stays on the device."""
+    """The beams: the K nodes per row that the next pass expands. Everything stays on the device.
+
+    The features of a pass are [B * K, H]; those of the root, of which the first beams are children, are at row * K.
+    """
 
     tokens: Tensor  # [B, K] int32 target ids
-    origins: Tensor  # [B, K] int32 the beam before, whose child each is
+    origins: Tensor  # [B, K] int32 the beam before, whose child each is, as row * K + beam
     paths: Tensor  # [B, K] float32 the probability of the path to each
     places: Tensor  # [B, K] int32 their places in the tree grown so far
     entries: Tensor  # [B, K, depth] int32 of the head's cache: their own paths, as places behind the committed entries
     depths: Tensor  # [B, K] int32, where in `entries` their own is
-    before: Tensor  # [B] int32 entries of earlier passes, which theirs come behind
+    cache_places: Tensor  # [B, K] int32 the places of their own entries, behind those of earlier passes
     num_passes: Tensor  # [B] int32
 
-    def first(self, rows: int) -> Beams:
-        return Beams(**{name: part[:rows] for name, part in vars(self).items()})
+    def first(self, rows: int, topk: int | None = None) -> Beams:
+        """Those of the first rows, or fewer beams a row in the same memory, where then nothing of the others is."""
+
+        def part_of(part: Tensor) -> Tensor:
+            shape = (rows, *(() if part.dim() == 1 else (topk or part.shape[1],)), *part.shape[2:])
+            return part.flatten()[: math.prod(shape)].view(shape)
+
+        return Beams(**{name: part_of(part) for name, part in vars(self).items()})
 
     @classmethod
     def make(cls, rows: int, topk: int, depth: int, device: torch.device) -> Beams:
@@ -40,26 +50,25 @@ class Beams:
             places=zeros(rows, topk),
             entries=zeros(rows, topk, depth),
             depths=zeros(rows, topk),
-            before=zeros(rows),
+            cache_places=zeros(rows, topk),
             num_passes=zeros(rows),
         )
 
 
 def enter(
-    tokens: Tensor,  # [B, W] int32
+    tokens: Tensor,  # [T] int32
     embedding: Tensor,  # [vocab, H]
-    hidden: Tensor,  # [B, F, H]
-    origins: Tensor | None,  # [B, W] int32: which of the F each goes on from; its own place if None
+    hidden: Tensor,  # [F, H]
+    origins: Tensor | None,  # [T] int32: which of the F each goes on from; its own place if None
     norms: tuple[Tensor, Tensor],  # of embeddings and of hidden states, [H]
     eps: float,
     keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs of the layer [B * W, 2H], normed embeddings before normed hidden states, and its residual [B * W, H]."""
-    batch, width = tokens.shape
-    size = hidden.shape[2]
-    both, residual = hidden.new_empty(batch * width, 2 * size), hidden.new_empty(batch * width, size)
+    """Inputs of the layer [T, 2H], normed embeddings before normed hidden states, and its residual [T, H]."""
+    num_tokens, size = len(tokens), hidden.shape[1]
+    both, residual = hidden.new_empty(num_tokens, 2 * size), hidden.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
-    _enter_kernel[(batch * width, 2)](
+    _enter_kernel[(num_tokens, 2)](
         tokens,
         embedding,
         hidden,
@@ -68,8 +77,6 @@ def enter(
         both,
         residual,
         eps,
-        width,
-        hidden.shape[1],
         BRANCHES=origins is not None,
         KEEPS_NORMED=keeps_normed,
         SIZE=size,
@@ -80,31 +87,36 @@ def enter(
 
 
 def follow(
-    tokens: Tensor,  # [B or more, room] int32 of trees
-    parents: Tensor,
-    chosen: Tensor,  # [B, N] the token that is chosen after each of the N nodes
-    starts: Tensor,  # [B] int32 entries before the root's
-    counts: Tensor,  # [B] int32, written: the tokens that a round brings, and their entries
-    lengths: Tensor,  # [B] int32, written: entries with these
-    following: Tensor,  # [B, W] int32, written: the tokens
-    nodes: Tensor,  # [B, W] int32, written: the node after which each was chosen
+    tokens: Tensor,  # [T] int32 of a step
+    parents: Tensor,  # [T] int32 places in the row; -1 for padding
+    chosen: Tensor,  # [T] int64 the token that is chosen after each
+    starts: Tensor,  # [R or more] int32 each row's first token in the step
+    sizes: Tensor,  # [R or more] int32 each row's tokens in the step
+    entries: Tensor,  # [R] int32 entries before the root's
+    counts: Tensor,  # [R] int32, written: the tokens that a round brings, and their entries; 0 for a row of no tokens
+    lengths: Tensor,  # [R] int32, written: entries with these
+    following: Tensor,  # [R, W] int32, written: the tokens
+    nodes: Tensor,  # [R, W] int32, written: the token of the step after which each was chosen
+    most: int,
 ) -> None:
-    """Walks down each tree while it holds the chosen token, as `acceptance.walk` does; at most W tokens."""
-    num_rows, width = chosen.shape
+    """Walks down each tree while it holds the chosen token, as `acceptance.walk` does; at most W tokens.
+
+    most: an upper bound of the first R rows' tokens.
+    """
+    num_rows, room = following.shape
     _follow_kernel[(num_rows,)](
         tokens,
         parents,
         chosen,
-        chosen.stride(0),
         starts,
+        sizes,
+        entries,
         counts,
         lengths,
         following,
         nodes,
-        tokens.stride(0),
-        width,
-        following.shape[1],
-        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+        room,
+        BLOCK=triton.next_power_of_2(most),
         num_warps=1,
     )
 
@@ -139,7 +151,7 @@ def spread(
         beams.places,
         beams.entries,
         beams.depths,
-        beams.before,
+        beams.cache_places,
         beams.num_passes,
         numbers,
         numbers.view(torch.float32),
@@ -157,38 +169,39 @@ def spread(
     )
 
 
-@triton.jit(do_not_specialize=["width", "room", "chosen_stride"])  # which change from round to round
+@triton.jit(do_not_specialize=["room"])  # which changes from round to round
 def _follow_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
     chosen: tl.tensor,
-    chosen_stride: int,
     starts: tl.tensor,
+    sizes: tl.tensor,
+    entries: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
     following: tl.tensor,
     nodes: tl.tensor,
-    tree_stride: int,
-    width: int,
     room: int,
     BLOCK: tl.constexpr,
 ) -> None:
     """One row."""
     row = tl.program_id(0)
+    start, size = tl.load(starts + row), tl.load(sizes + row)
     place = tl.arange(0, BLOCK)
-    is_below = (place > 0) & (place < width)
-    token = tl.load(tokens + row * tree_stride + place, mask=is_below, other=-1)
-    parent = tl.load(parents + row * tree_stride + place, mask=is_below, other=-1)
-    at, count = 0, 0
+    is_below = (place > 0) & (place < size)
+    token = tl.load(tokens + start + place, mask=is_below, other=-1)
+    parent = tl.load(parents + start + place, mask=is_below, other=-1)
+    at = tl.where(size > 0, 0, BLOCK)
+    count = 0
     while at < BLOCK:
-        new = tl.load(chosen + row * chosen_stride + at).to(tl.int32)
+        new = tl.load(chosen + start + at).to(tl.int32)
         tl.store(following + row * room + count, new, mask=count < room)
-        tl.store(nodes + row * room + count, at, mask=count < room)
+        tl.store(nodes + row * room + count, start + at, mask=count < room)
         count += 1
         at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal ones the first
     count = tl.minimum(count, room)
     tl.store(counts + row, count)
-    tl.store(lengths + row, tl.load(starts + row) + count)
+    tl.store(lengths + row, tl.load(entries + row) + count)
 
 
 @triton.jit
@@ -202,8 +215,6 @@ def _enter_kernel(
     both: tl.tensor,
     residual: tl.tensor,
     eps: float,
-    width: int,
-    num_hidden: int,
     BRANCHES: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
     SIZE: tl.constexpr,
@@ -220,7 +231,7 @@ def _enter_kernel(
     else:
         place = entry
         if BRANCHES:
-            place = entry // width * num_hidden + tl.load(origins + entry)
+            place = tl.load(origins + entry)
         x = tl.load(hidden + place.to(tl.int64) * SIZE + columns, mask=inside, other=0.0)
         weight = tl.load(hidden_norm + columns, mask=inside, other=0.0)
     wide = x.to(tl.float32)
@@ -243,7 +254,7 @@ def _spread_kernel(
     beam_places: tl.tensor,
     entries: tl.tensor,
     depths: tl.tensor,
-    before: tl.tensor,
+    cache_places: tl.tensor,
     num_passes: tl.tensor,
     numbers: tl.tensor,
     chances: tl.tensor,
@@ -299,11 +310,11 @@ def _spread_kernel(
     start = 1 if IS_FIRST else 1 + K + (number - 1) * LATER  # where the level stands in the tree
     at = row * K + rank
     tl.store(beam_tokens + at, token, mask=chosen)
-    tl.store(origins + at, beam, mask=chosen)
+    tl.store(origins + at, row * K + beam, mask=chosen)
     tl.store(beam_paths + at, chance, mask=chosen)
     tl.store(beam_places + at, start + place, mask=chosen)
     tl.store(depths + at, number, mask=chosen)
+    tl.store(cache_places + at, number * K + rank, mask=chosen)
     trail = tl.where(steps == number, number * K + rank[:, None], trail)
     tl.store(entries + at[:, None] * max_depth + steps, trail, mask=chosen[:, None] & (steps <= number))
-    tl.store(before + row, number * K)
     tl.store(num_passes + row, number + 1)

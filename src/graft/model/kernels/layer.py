@@ -11,23 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.attention import Paths
+from graft.model.attention import Layout
+from graft.model.kernels.attention import slot_of
 
 _HEADS_AT_ONCE = 8
 _NEURONS_AT_ONCE = 1024
 
 
-def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Trees as a forward needs them: tokens [B, W] int64, depths [B, W] int32 and paths [B, W, W] int32.
+def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, rows: Tensor, max_path: int) -> Tensor:
+    """Paths [T, max_path] of a step's tokens, as a `Layout` has them: written only where depth and place differ.
 
-    tokens, parents: [B, W] int32, of which the first `width` [1] are real. The others are padding: they repeat the
-    root, see what it sees, and no node sees them.
+    parents: [T] int32 places in the same row. No token is deeper than max_path - 1 where its path is written.
     """
-    rows, room = tokens.shape
-    out = torch.empty_like(tokens, dtype=torch.int64)
-    depths, paths = torch.empty_like(tokens), tokens.new_empty(rows, room, room)
-    _lay_out_kernel[(room, rows)](tokens, parents, width, out, depths, paths, room)
-    return out, depths, paths
+    paths = parents.new_empty(len(parents), max_path)
+    _lay_out_kernel[(len(parents),)](parents, places, depths, starts, rows, paths, max_path, num_warps=1)
+    return paths
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,47 +50,46 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def rotate_and_store(
-    qkv: Tensor,  # [B * W, (heads + 2 * kv_heads) * head_dim]
-    keys: Tensor,  # [B, slots, kv_heads, head_dim], one layer of the cache
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store
     values: Tensor,
-    seen: Paths,
+    layout: Layout,
     cos: Tensor,  # [positions, head_dim / 2]
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
-    before: Tensor | None = None,  # [B] int32
 ) -> None:
     """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
 
-    A node's slot is its index after the committed tokens, plus `before`, the uncommitted entries of earlier forwards.
     Positions past the tables take their last entry.
     norms: weights [head_dim] of the queries' and the keys' RMS norm, which comes first, and its eps.
     """
-    kv_heads, head_dim = keys.shape[2:]
-    num_tokens, width = qkv.shape[0], seen.depths.shape[1]
+    kv_heads, head_dim = keys.shape[1:]
     num_heads = qkv.shape[1] // head_dim  # of all three kinds
-    if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
+    if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[1:] != (head_dim, 1):
         raise ValueError("queries and the keys and values of a token must lie together")
     query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
-    _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE))](
+    _rotate_kernel[(len(qkv), triton.cdiv(num_heads, _HEADS_AT_ONCE))](
         qkv,
         keys,
         values,
-        seen.lengths,
-        seen.depths,
-        seen.lengths if before is None else before,
+        layout.rows,
+        layout.places,
+        layout.depths,
+        layout.lengths,
+        layout.lines,
+        layout.tables,
         cos,
         sin,
         query_norm,
         key_norm,
         eps,
-        width,
+        layout.tables.shape[1],
         len(cos) - 1,
-        *keys.stride()[:2],
+        keys.stride(0),
         HEADS=num_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         NORMED=norms is not None,
-        FOLLOWS=before is not None,
         BLOCK_H=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
@@ -108,35 +105,28 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["max_path"])
 def _lay_out_kernel(
-    tokens: tl.tensor,
     parents: tl.tensor,
-    width: tl.tensor,
-    out: tl.tensor,
+    places: tl.tensor,
     depths: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
     paths: tl.tensor,
-    room: int,
+    max_path: int,
 ) -> None:
-    """One node: walks up to the root to find its depth, and once more to write its path."""
-    place = tl.program_id(0)
-    tokens += tl.program_id(1) * room
-    parents += tl.program_id(1) * room
-    node = tl.where(place < tl.load(width), place, 0)
-    target = tl.program_id(1) * room + place
-    tl.store(out + target, tl.load(tokens + node).to(tl.int64))
-    depth = 0
-    above = node
-    while above > 0:
-        above = tl.load(parents + above)
-        depth += 1
-    tl.store(depths + target, depth)
-    paths += target * room
-    while node > 0:
-        tl.store(paths + depth, node)
-        node = tl.load(parents + node)
-        depth -= 1
-    tl.store(paths, 0)
+    """One token: walks up to the root and writes its path from the end."""
+    token = tl.program_id(0)
+    place = tl.load(places + token)
+    depth = tl.load(depths + token)
+    if depth != place:
+        parents += tl.load(starts + tl.load(rows + token))
+        paths += token.to(tl.int64) * max_path
+        while place > 0:
+            tl.store(paths + depth, place)
+            place = tl.load(parents + place)
+            depth -= 1
+        tl.store(paths, 0)
 
 
 @triton.jit
@@ -172,35 +162,36 @@ def _add_norm_kernel(
     tl.store(normed + start + columns, rms_normed(x, scale, inverse), mask=inside)
 
 
-@triton.jit(do_not_specialize=["width", "last_position"])
+@triton.jit(do_not_specialize=["max_pages", "last_position"])
 def _rotate_kernel(
     qkv: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    lengths: tl.tensor,
+    rows: tl.tensor,
+    places: tl.tensor,
     depths: tl.tensor,
-    before: tl.tensor,
+    lengths: tl.tensor,
+    lines: tl.tensor,
+    tables: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     query_norm: tl.tensor,
     key_norm: tl.tensor,
     eps: float,
-    width: int,
+    max_pages: int,
     last_position: int,
-    cache_row: tl.int64,  # strides
-    cache_slot: int,
+    cache_slot: tl.int64,  # stride
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
-    FOLLOWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Some query, key or value heads of one token, as two halves that the rotation mixes."""
     token = tl.program_id(0)
-    batch, node = token // width, token % width
-    length = tl.load(lengths + batch)
+    row = tl.load(rows + token)
+    length = tl.load(lengths + row)
     position = tl.minimum(length + tl.load(depths + token), last_position)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -210,9 +201,9 @@ def _rotate_kernel(
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
 
     qkv += token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
-    places = head * (2 * HALF) + dims
-    first = tl.load(qkv + places, mask=inside, other=0.0)
-    second = tl.load(qkv + places + HALF, mask=inside, other=0.0)
+    at = head * (2 * HALF) + dims
+    first = tl.load(qkv + at, mask=inside, other=0.0)
+    second = tl.load(qkv + at + HALF, mask=inside, other=0.0)
     x, y = first, second
     if NORMED:
         squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1) + tl.sum(
@@ -237,12 +228,11 @@ def _rotate_kernel(
     turned_x = ((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
     turned_y = ((y32 * c).to(first.dtype).to(tl.float32) + (x32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
 
-    tl.store(qkv + places, turned_x, mask=inside & is_query)
-    tl.store(qkv + places + HALF, turned_y, mask=inside & is_query)
-    place = length + node
-    if FOLLOWS:
-        place += tl.load(before + batch)
-    slot = batch * cache_row + place * cache_slot
+    tl.store(qkv + at, turned_x, mask=inside & is_query)
+    tl.store(qkv + at + HALF, turned_y, mask=inside & is_query)
+    place = tl.load(places + token)
+    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
     stored = keys + slot + (head - HEADS) * (2 * HALF) + dims
     tl.store(stored, turned_x, mask=inside & is_key)
     tl.store(stored + HALF, turned_y, mask=inside & is_key)

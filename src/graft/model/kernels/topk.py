@@ -50,29 +50,26 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Sampled tokens [B, N] after each node; temperature 0 takes the highest logit.
+    """Sampled tokens [T] int64 after each token of a step; temperature 0 takes the highest logit.
 
-    logits [B, N, V]; seeds and temperatures [B]; positions [B, N] of the tokens to choose. The noise is that of
+    logits [T, V]; seeds, positions of the tokens to choose, and temperatures, all [T]. The noise is that of
     `sampler.gumbel_noise`.
     """
-    batch, width, vocab_size = logits.shape
+    num_tokens, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
-    scores = logits.new_empty(batch * width, num_chunks, dtype=torch.float64)
+    scores = logits.new_empty(num_tokens, num_chunks, dtype=torch.float64)
     found = torch.empty_like(scores, dtype=torch.int64)
-    _draw_kernel[(batch * width, num_chunks)](
+    _draw_kernel[(num_tokens, num_chunks)](
         logits,
-        *logits.stride()[:2],
-        seeds,
-        positions.contiguous(),
-        temperatures,
+        logits.stride(0),
+        *(seeds.contiguous(), positions.contiguous(), temperatures.contiguous()),
         scores,
         found,
-        width,
         vocab_size,
         CHUNK=_CHUNK,
         num_warps=1,
     )
-    return found.gather(1, scores.argmax(dim=1, keepdim=True)).view(batch, width)
+    return found.gather(1, scores.argmax(dim=1, keepdim=True)).flatten()
 
 
 @triton.jit
@@ -149,27 +146,24 @@ def _mixed(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def _draw_kernel(
     logits: tl.tensor,
-    batch_stride: tl.int64,
-    node_stride: tl.int64,
+    token_stride: tl.int64,
     seeds: tl.tensor,
     positions: tl.tensor,
     temperatures: tl.tensor,
     scores: tl.tensor,
     found: tl.tensor,
-    width: int,
     vocab_size: int,
     CHUNK: tl.constexpr,
 ) -> None:
     """The sampled token of one chunk: the highest logit plus Gumbel noise."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    batch, node = row // width, row % width
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = tokens < vocab_size
-    x = tl.load(logits + batch * batch_stride + node * node_stride + tokens, mask=inside, other=float("-inf"))
-    temperature = tl.load(temperatures + batch)
+    x = tl.load(logits + row * token_stride + tokens, mask=inside, other=float("-inf"))
+    temperature = tl.load(temperatures + row)
     score = x.to(tl.float64)
     if temperature > 0:
-        key = _mixed(tl.load(seeds + batch).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)
+        key = _mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)
         bits = _mixed(_mixed(key) + tokens.to(tl.uint64) * _GOLDEN)
         uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
         warm = tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as PyTorch does, which draws where this cannot
