@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from graft.model.arena import Event
+    from graft.model.captures import Event
 
 NUM_SUCCESSORS = 8  # the k of a verified token's top-k that tables keep: the best value where it was published
 _BLOCK = 128  # logits of a block in `likeliest`

@@ -1,0 +1,182 @@
+"""Captures: CUDA graphs of work over static buffers, made at first use, by key.
+
+A graph is bound to addresses: whoever captures keeps its inputs, outputs and KV stores where they are, or forgets the
+graphs. Without a GPU the same code runs, and calls what would be replayed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are compiled for alignments
+_PATIENCE = 5.0  # seconds without further captures after one ran out of memory
+
+_SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
+_MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
+
+Run = Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A CUDA graph capture failed: the work cannot be captured, or another thread used the device meanwhile."""
+
+
+class Event:
+    """A CUDA event on the current stream; without a GPU it has always happened."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Captures:
+    """The CUDA graphs of one network."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: dict[tuple[Any, ...], Run] = {}
+        self.failure: str | None = None  # why there are none
+        # Held by whoever captures or starts a step: engines in several threads may share graphs, and warm-up runs, in a
+        # CUDA stream of their own, must not share static buffers with a running step.
+        self.lock = threading.RLock()
+        self.num_captured = 0
+        self.num_shortages = 0  # captures that there was no memory for
+        self.num_failures = 0  # other captures that failed
+        self._num_in_a_row = 0  # of them, since one succeeded
+        self._no_memory_until = -math.inf  # by time.monotonic
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._pool = _new_pool(device)  # of memory that its graphs share
+
+    @property
+    def num_setups(self) -> int:
+        """Captures made, or tried in vain, so far: rounds with one are not counted in measured times."""
+        return self.num_captured + self.num_shortages + self.num_failures
+
+    def forget(self) -> None:
+        """Drops all graphs."""
+        self.steps.clear()
+        self._pool = _new_pool(self.device)  # a pool whose graphs are all gone cannot be used again
+
+    def captured(self, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
+        """The CUDA graph of `run`, captured under `key` at first use.
+
+        Where memory is short, or another thread disturbs the capture, `run` itself is returned: the same bits, only
+        slower. A later call tries again.
+
+        moving: tensors that `run` changes; they are restored after the warm-up runs.
+        """
+        if key in self.steps:
+            return self.steps[key]
+        for is_last in (False, True):
+            if time.monotonic() < self._no_memory_until:
+                break
+            before = [part.clone() for part in moving]
+            try:
+                self.steps[key] = captured = self.capture(run)
+                self.num_captured += 1
+                self._num_in_a_row = 0
+                return captured
+            except Exception as error:  # whatever a model, a compiler or a driver may raise
+                if not is_shortage(error):
+                    if not isinstance(error, CaptureError) or self._num_in_a_row == _MAX_FAILURES:
+                        raise
+                    self.num_failures += 1
+                    self._num_in_a_row += 1
+                    continue
+                self.num_shortages += 1
+                if not self._make_memory() or is_last:
+                    self._no_memory_until = time.monotonic() + _PATIENCE
+            finally:
+                for part, old in zip(moving, before, strict=True):
+                    part.copy_(old)
+        return run
+
+    def _make_memory(self) -> bool:
+        """Frees cached memory. Returns whether there was any."""
+        if not self.steps:
+            self._pool = _new_pool(self.device)  # what a capture has begun and not ended cannot be used again
+        if not self._is_cuda:
+            return False
+        reserved = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device) < reserved
+
+    def capture(self, run: Run) -> Run:
+        """Captures `run` in a CUDA graph after two warm-up runs; without a GPU, runs it once and returns it."""
+        if self._stream is None:
+            run()
+            return run
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    run()
+        finally:
+            current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        except Exception as error:
+            raise CaptureError(str(error)) from error
+        replay: Run = graph.replay
+        return replay
+
+    @property
+    def num_graph_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot() if self._is_cuda else []
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == self._pool)
+
+
+def context_for(longest: int, contexts: Sequence[int] = CONTEXTS) -> int:
+    """The least of `contexts` that is no shorter; the length itself, rounded up, if none is."""
+    return next((context for context in contexts if context >= longest), whole(longest, CONTEXTS[0]))
+
+
+def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in pinned host memory, for asynchronous copies."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _new_pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def whole(number: int, part: int = ALIGNED) -> int:
+    return -(-number // part) * part
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether an error is an out-of-memory error, or was caused by one."""
+    while error is not None:
+        words = str(error).lower()
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in words for word in _SHORTAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
