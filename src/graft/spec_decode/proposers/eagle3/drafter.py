@@ -132,7 +132,9 @@ class Eagle3Drafter:
         batch, topk, device = len(roots), self.settings.topk, self.device
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
-        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of the beams, first the root alone
+        hidden = torch.stack([row.hidden for row in state.rows])[
+            :, None
+        ]  # [B, F, H] of the beams, first the root alone
         parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, F] their places in the tree
         path = torch.ones(batch, 1, device=device)  # [B, F]
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
@@ -231,4 +233,3 @@ class Eagle3Drafter:
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
-
