@@ -24,7 +24,6 @@ from graft.spec_decode import native
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
-from graft.spec_decode.cost_model import total_gains
 from graft.spec_decode.policies.template import make_template
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
@@ -139,23 +138,36 @@ def test_nodes_are_added(both):
 
 
 @settings(deadline=None)
-@given(both_pools(), st.sampled_from([NOBODY, DRAFTED]), st.booleans(), st.integers(0, 40))
-def test_equal_paths_become_one_and_the_best_become_the_tree(both, drafted, weighed, budget):
+@given(both_pools(), st.sampled_from([NOBODY, DRAFTED]), st.booleans(), st.integers(0, 60), st.data())
+def test_equal_paths_become_one_and_the_best_of_all_rows_become_the_tree(both, drafted, weighed, total, data):
     for candidates in both.pools:
         candidates.merge(drafted, both.chances if weighed else None)
     both.assert_equal()
-    assert_same_best(both, budget)
+    caps = data.draw(st.lists(st.integers(0, 40), min_size=both.num_rows, max_size=both.num_rows))
     known, candidates = both.pools
-    assert candidates.best_gains(budget) == pytest.approx(known.best_gains(budget), abs=1e-12)
-    for found, values in zip(candidates.values_by_need(3, budget), known.values_by_need(3, budget), strict=True):
-        assert found == pytest.approx(values, abs=1e-12)
+    ranking = candidates.ranked(total, caps)
+    assert ranking.gains == known.gains(total, caps)
+    assert candidates.values_by_need(3, total, caps) == known.values_by_need(3, total, caps)
+    for count in {0, len(ranking) // 2, len(ranking)}:
+        assert rows_of(*ranking.tree(99, count)) == as_floats(known.tree(count, caps))
+    assert_same_best(both, total)
+
+
+def rows_of(tree, paths):
+    columns = (tree.tokens, tree.parents, tree.sources, tree.score_bucket, tree.probabilities, paths)
+    return [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(paths))]
+
+
+def as_floats(rows):
+    return [[tuple(map(float, node)) for node in row] for row in rows]
 
 
 def assert_same_best(both, budget):
-    tree, shares = both.pools[1].best(budget, 99)
-    columns = (tree.tokens, tree.parents, tree.sources, tree.score_bucket, tree.probabilities, shares)
-    found = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(both.num_rows)]
-    assert found == [[tuple(map(float, node)) for node in row] for row in both.pools[0].best(budget)]
+    """A budget that is each row's own."""
+    known, candidates = both.pools
+    assert rows_of(*candidates.best(budget, 99)) == as_floats(
+        known.tree(budget * both.num_rows, [budget] * both.num_rows)
+    )
 
 
 @settings(deadline=None)
@@ -366,12 +378,6 @@ def test_the_memory_of_an_index_goes_with_it():
 # Trees
 
 
-def test_what_the_best_of_all_rows_come_to():
-    shares = torch.rand(5, 9)[:, 2:]
-    expected = shares.double().sum(dim=0).cumsum(dim=0).tolist()
-    assert total_gains(shares) == pytest.approx(expected, abs=1e-12) and len(expected) == 7
-
-
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
 def test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead(seed, num_rows, num_nodes):
@@ -435,7 +441,7 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path
     if not (shutil.which("cc") if compiler == "cc" else importlib.util.find_spec("ziglang")):
         pytest.skip(f"there is no {compiler}")
     source = Path(native.__file__).with_name("native.c")
-    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(source)]
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-pthread", "-fPIC", "-shared", str(source)]
     subprocess.run([*command, "-o", str(tmp_path / "_native.abi3.so")], check=True, timeout=100)
     monkeypatch.setattr(native, "HERE", tmp_path)
     native.native.cache_clear()

@@ -78,7 +78,8 @@ class Policy(ABC):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Measures the costs it needs on this machine. Called before every run; measures once."""
+        """Measures the costs it needs on this machine, once: what a server does at start-up and `graft tune` keeps. Who
+        cannot wait leaves it out: then costs are learned from rounds."""
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
