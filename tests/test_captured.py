@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from graft.spec_decode.prospect import Prospect
+
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
 from graft.core.pace import Pace
@@ -30,7 +32,6 @@ from graft.model.llama import FastLayers, why_not
 from graft.model.sampler import Sampler
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
-from graft.spec_decode.prospect import Prospect
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import Oracle, RandomTrees, random_tree, tree_of

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.model import TargetRunner, VerifyOutput
+from graft.model import VerifyOutput
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import NO_TOKEN, Candidates
-from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
