@@ -178,7 +178,7 @@ class Candidates:
         return sums
 
     def values_by_need(self, max_passes, total, caps):
-        return [([0.0] + self.gains(total, caps, passes))[-1] for passes in range(max_passes + 1)]
+        return [[0.0, *self.gains(total, caps, passes)][-1] for passes in range(max_passes + 1)]
 
     def places(self, count, max_depth):
         """By row: places of the nodes to look up."""

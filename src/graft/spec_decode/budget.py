@@ -138,10 +138,15 @@ class Budget:
 
     def plans(self, gains: Sequence[float], num_rows: int, num_others: int = 0) -> list[Plan]:
         """What a round might verify: nothing, or as many nodes as fit a size of step. gains: expected accepted tokens
-        of the 1, 2, 3 ... likeliest nodes."""
-        base, most = num_rows + num_others, len(gains)
+        of the 1, 2, 3 ... likeliest nodes.
+
+        No step is far larger than any that was timed: what it costs is a guess.
+        """
+        base = num_rows + num_others
+        most = len(gains)
         if self.fixed is not None:
             return [Plan(most, num_rows, gains[-1] if most else 0.0, self.plain_seconds(num_rows))]
+        most = min(most, int(CLIP * CLIP * max(self.step.largest, base)) - base)
         counts = {min(size - base, most): None for size in self.step.sizes if size > base and most}
         return [Plan(0, num_rows, 0.0, self.step.seconds(base))] + [
             Plan(count, num_rows, self._truth * gains[count - 1], self.step.seconds(base + count)) for count in counts
@@ -186,10 +191,13 @@ class Budget:
         look; num_passes: draft passes."""
         time, gain = 1.0, 0.0
         if plan is not None:
-            base = num_rows + num_others if self.fixed is None else num_rows * (1 + self.fixed)
-            more = plan.seconds - self.step.seconds(base) + self.look_seconds(num_rows, num_passes)
-            time += more / self.plain_seconds(num_rows)
-            gain = 1 + plan.gain / num_rows - time
+            plain, look, more = self.plain_seconds(num_rows), self.look_seconds(num_rows, num_passes), 0.0
+            if self.fixed is None:  # as is known now, with the round itself
+                base = num_rows + num_others
+                more = self.step.seconds(base + plan.num_nodes) - self.step.seconds(base)
+            time += (look + more) / plain
+            # What the next look may bring: nodes that have turned out too dear will not be chosen again.
+            gain = max(plan.gain / num_rows - more / plain, 0.0) - look / plain
             self._judge(plan, num_tokens - num_rows)
             if self._is_other(num_rows):
                 self._balance = 0.0

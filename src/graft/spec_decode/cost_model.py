@@ -52,7 +52,8 @@ class StepCost:
         self._counts = [0] * len(self.sizes)
         self._doubts = [0.0] * len(self.sizes)  # logarithms, at most 0
         self._level: float | None = None  # logarithm; None: nothing was observed
-        self._seconds = list(self._shape)
+        self.largest = self.sizes[0]  # size that was timed
+        self._seconds, self._undoubted = list(self._shape), list(self._shape)
 
     @property
     def is_known(self) -> bool:
@@ -61,20 +62,24 @@ class StepCost:
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of so many tokens."""
-        sizes, seconds = self.sizes, self._seconds
+        return self._at(self._seconds, num_tokens)
+
+    def _at(self, values: Sequence[float], num_tokens: int) -> float:
+        sizes = self.sizes
         at = bisect_left(sizes, num_tokens)
         if at == len(sizes):  # larger than all: in proportion
-            return seconds[-1] * num_tokens / sizes[-1]
+            return values[-1] * num_tokens / sizes[-1]
         if self._is_padded or at == 0 or sizes[at] == num_tokens:
-            return seconds[at]
+            return values[at]
         share = (num_tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        return values[at - 1] + share * (values[at] - values[at - 1])
 
     def observe(self, num_tokens: int, seconds: float, least: int = 1) -> None:
         """Takes in the seconds of a round's step; an outlier counts for little. least: the tokens of a plain step, so
         that no smaller one could have been tried."""
         if self._level is None:
             self._level = math.log(seconds / self.seconds(num_tokens))
+            self._update()
         sizes, limit = self.sizes, math.log(CLIP)
         at = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
         if not self._is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
@@ -82,14 +87,16 @@ class StepCost:
         for place, count in enumerate(self._counts):
             if sizes[place] >= least:
                 self._doubts[place] = max(self._doubts[place] + math.log1p(-DOUBT / (1 + count)), -limit)
-        expected = self.seconds(num_tokens) * math.exp(-self._doubt_of(num_tokens))
         self._doubts[at] = 0.0
-        error = min(max(math.log(seconds / expected), -limit), limit)
-        self._level += BLEND * error
-        # The first observation of a size is all that is known of it; later ones are averaged.
-        own = max(1 / (1 + self._counts[at]), BLEND) * (1 - BLEND) * error
+        error = math.log(seconds / self._at(self._undoubted, num_tokens))
+        self._level += BLEND * _clipped(error, limit)
+        # The first observation of a size is all that is known of it; later ones are averaged, and the better a size is
+        # known the less counts what is far off.
+        weight = max(1 / (1 + self._counts[at]), BLEND)
+        own = weight * (1 - BLEND) * _clipped(error, limit * math.sqrt(weight))
         self._corrections[at] = self._correction(at) + own
         self._counts[at] = min(self._counts[at] + 1, round(1 / BLEND))
+        self.largest = max(self.largest, sizes[at])
         self._update()
 
     def measure(self, target: TargetRunner) -> None:
@@ -116,17 +123,20 @@ class StepCost:
         known = StepCost(state["step_sizes"].tolist())
         known._is_padded, known._seconds = self._is_padded, state["step_seconds"].tolist()
         self._shape = [known.seconds(size) for size in self.sizes]
-        self._corrections, self._level = {}, 0.0
+        self._corrections, self._level, self.largest = {}, 0.0, self.sizes[-1]
         self._counts, self._doubts = [0] * len(self.sizes), [0.0] * len(self.sizes)
         self._update()
 
     def _update(self) -> None:
-        """Computes the seconds anew. No step takes longer than one of more tokens."""
+        """Computes the seconds anew. No step takes longer than one of more tokens was seen to take."""
         assert self._level is not None
         least = math.inf
         for place in reversed(range(len(self.sizes))):
-            own = self._level + self._correction(place) + self._doubts[place]
-            least = self._seconds[place] = min(self._shape[place] * math.exp(own), least)
+            own = self._shape[place] * math.exp(self._level + self._correction(place))
+            self._undoubted[place] = own
+            self._seconds[place] = min(own * math.exp(self._doubts[place]), least)
+            if place in self._corrections:
+                least = min(own, least)
 
     def _correction(self, place: int) -> float:
         """Logarithm: its own, or on the line between the nearest sizes that have one, or that of the nearest."""
@@ -139,8 +149,9 @@ class StepCost:
             return known[high]
         return known[low] + (known[high] - known[low]) * (place - low) / (high - low)
 
-    def _doubt_of(self, num_tokens: int) -> float:
-        return self._doubts[min(bisect_left(self.sizes, num_tokens), len(self.sizes) - 1)]
+
+def _clipped(value: float, limit: float) -> float:
+    return min(max(value, -limit), limit)
 
 
 class UnitCost(StepCost):
