@@ -19,7 +19,7 @@ from graft.spec_decode.tree import DraftTree
 
 BLEND = 0.05  # weight of a round in every running mean
 CLIP = 2.0  # an observation counts for at most this many times what was expected, or at least this part of it
-DOUBT = 0.005  # by which what was never tried looks better every round, until it is; what is well known, far less
+DOUBT = 0.003  # by which what was never tried looks better every round, until it is; what is well known, far less
 # Where nothing is padded, costs are kept for these sizes and lie on straight lines between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then a plain step more for every _STEEP
