@@ -85,7 +85,9 @@ class Simulation:
         noise = math.exp(self.rng.gauss(0, 0.03)) * (2.5 if self.rng.random() < 0.005 else 1)
         size = num_rows + len(chosen)
         budget.step.observe(size, noise * self.seconds(size), least=num_rows)
-        (budget.host if looks else budget.plain_host).observe(num_rows, noise * self.host(looks), most=self.seconds(size))
+        (budget.host if looks else budget.plain_host).observe(
+            num_rows, noise * self.host(looks), most=self.seconds(size)
+        )
         accepted = sum(self.rng.random() < path for path in chosen)
         budget.observe(num_rows, num_rows + accepted, plan, num_passes=0)
         self.book(chosen, looks)
@@ -239,8 +241,10 @@ def test_a_machine_is_measured_once():
     policy = make_policy("graft", TargetRunner(tiny_model()))
     assert not policy.budget.step.is_known
     policy.prepare()
+    assert not policy.budget.step.is_known, "a library's first call does not wait for that"
+    policy.measure()
     measured = policy.costs()
-    policy.prepare()
+    policy.measure()
     assert torch.equal(policy.costs()["step_seconds"], measured["step_seconds"]) and policy.budget.may_look(1)
 
 

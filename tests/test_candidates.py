@@ -217,7 +217,9 @@ def test_the_best_of_all_rows_together_are_a_tree_however_few_are_taken(proposed
     rows = rows_of(proposed.candidates)
     caps = data.draw(st.lists(st.integers(0, 20), min_size=len(rows), max_size=len(rows)))
     ranking = merged(proposed.candidates).ranked(total, caps)
-    likely = [sorted(best_by_path(nodes).values(), reverse=True)[1 : cap + 1] for nodes, cap in zip(rows, caps, strict=True)]
+    likely = [
+        sorted(best_by_path(nodes).values(), reverse=True)[1 : cap + 1] for nodes, cap in zip(rows, caps, strict=True)
+    ]
     everything = sorted((path for row in likely for path in row), reverse=True)[:total]
     assert ranking.gains == pytest.approx([sum(everything[: n + 1]) for n in range(len(everything))], abs=1e-5)
     for count in range(len(ranking) + 1):

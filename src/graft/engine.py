@@ -167,6 +167,7 @@ class Engine:
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
+        self.policy.prepare()
         start = time.perf_counter()
         batch = self.open(sequences, chooser)
         self._prefill(batch)

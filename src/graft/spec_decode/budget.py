@@ -83,14 +83,14 @@ class Budget:
     rounds, of which every round pays off a small share; no look is made in debt.
     """
 
-    def __init__(self, step: StepCost, num_passes: int, pass_cost: float, fixed: int | None = None) -> None:
-        """pass_cost: of a draft pass before any was timed, in plain steps. fixed: nodes that every row gets in every
-        round; then all that is to be decided is how far to draft."""
+    def __init__(self, step: StepCost, num_passes: int, pass_cost: float | None, fixed: int | None = None) -> None:
+        """pass_cost: of a draft pass before any was timed, in plain steps; None: not known. fixed: nodes that every row
+        gets in every round; then all that is to be decided is how far to draft."""
         self.step = step
         self.drafting = Line()  # seconds of a draft pass
         self.host, self.plain_host = Line(), Line()  # of the host's part of a round, with a look and without
         self.passes = PassGains(num_passes)
-        self.fixed, self._pass_cost = fixed, pass_cost
+        self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
     def restart(self) -> None:
@@ -111,7 +111,7 @@ class Budget:
         """Expected seconds of a draft pass for so many rows."""
         if self.drafting.is_known:
             return self.drafting.at(num_rows)
-        return self._pass_cost * self.step.seconds(num_rows)
+        return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
 
     def look_seconds(self, num_rows: int, num_passes: float) -> float:
         """Expected seconds that a look adds to a round, beside the nodes that it verifies."""

@@ -101,11 +101,11 @@ class StepCost:
 
     def measure(self, target: TargetRunner) -> None:
         """Times a step of every size; the rest is extrapolated from where steps have become too slow to pay."""
-        seconds = [_time_step(target, self.sizes[0])]
+        seconds = [time_step(target, self.sizes[0])]
         for size in self.sizes[1:]:
             if seconds[-1] > CLIP * CLIP * seconds[0]:
                 break
-            seconds.append(_time_step(target, size))
+            seconds.append(time_step(target, size))
         last = len(seconds) - 1
         seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
         self.restore({"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(seconds).double()})
@@ -214,7 +214,7 @@ def time_pass(drafter: Drafter) -> float:
     return best
 
 
-def _time_step(target: TargetRunner, num_tokens: int) -> float:
+def time_step(target: TargetRunner, num_tokens: int) -> float:
     """Seconds of a step of so many tokens below short texts, on a scratch cache: the best of two."""
     context, best = 64, math.inf
     num_rows = -(-num_tokens // _WIDEST)

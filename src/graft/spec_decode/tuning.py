@@ -134,7 +134,7 @@ def watch_gates(
 def _measured(engine: Engine) -> dict[str, Tensor]:
     """Costs as a new policy measures them in this warm process; what only rounds can tell, from the rounds so far."""
     policy = make_policy("graft", engine.target, engine.drafter)
-    policy.prepare()
+    policy.measure()
     return engine.policy.costs() | policy.costs()
 
 

@@ -21,7 +21,7 @@ from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, Plan
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import Candidates, Ranking
-from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, usual_shape
+from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, time_step, usual_shape
 from graft.spec_decode.policies.base import MAX_BUDGET, USUAL_PASS_COST, DraftResult, Policy, PolicySettings
 from graft.spec_decode.policies.gates import DRAFTED
 from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup
@@ -81,11 +81,11 @@ class Graft(Policy):
 
     def _make_budget(self) -> Budget:
         settings, num_passes = self._settings, self.drafter.settings.depth + 1 if self.drafter is not None else 0
-        if settings.budget is not None and (settings.pass_cost is not None or self.drafter is None):
-            return Budget(UnitCost(), num_passes, settings.pass_cost or 0.0, settings.budget)
+        if settings.budget is not None:  # a step is the unit of time
+            return Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget)
         shape = usual_shape(getattr(getattr(self._target, "device", None), "type", "cpu"))
         step = StepCost(getattr(self._target, "step_sizes", ()), shape)
-        return Budget(step, num_passes, USUAL_PASS_COST, settings.budget)
+        return Budget(step, num_passes, USUAL_PASS_COST)
 
     # What ablations override
 
@@ -109,11 +109,16 @@ class Graft(Policy):
     # The round
 
     def prepare(self) -> None:
-        if self.budget.step.is_known or not self._is_timed:
-            return
-        self.budget.step.measure(self._target)
-        if self.drafter is not None:
-            self.budget.drafting.observe(1, time_pass(self.drafter))
+        budget = self.budget
+        if budget.fixed is not None and budget.pass_cost is None:
+            seconds = time_pass(self.drafter) if self.drafter is not None else 0.0
+            budget.pass_cost = seconds / time_step(self._target, budget.fixed + 1)
+
+    def measure(self) -> None:
+        if self.adapts and not self.budget.step.is_known:
+            self.budget.step.measure(self._target)
+            if self.drafter is not None:
+                self.budget.drafting.observe(1, time_pass(self.drafter))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         num_rows = len(batch.sequences)
@@ -152,7 +157,7 @@ class Graft(Policy):
         start, num_rows, look = time.perf_counter(), len(accepted), self._look
         super().learn(batch, tree, verified, accepted, seconds)
         took = time.perf_counter() - start
-        if self._is_timed and self._is_time_usual:
+        if self.adapts and self._is_time_usual:
             self._learn_costs(tree, num_rows, look, seconds, took)
         passes = sum(look.passes) / num_rows if look is not None else 0.0
         plan = look.plan if look is not None else None
@@ -298,11 +303,6 @@ class Graft(Policy):
     def adapts(self) -> bool:
         """Whether it chooses the budget, and so learns costs from rounds' times."""
         return self._settings.budget is None
-
-    @property
-    def _is_timed(self) -> bool:
-        """Whether costs are seconds: not where the user has said what they are."""
-        return not isinstance(self.budget.step, UnitCost)
 
     @property
     def _is_time_usual(self) -> bool:
