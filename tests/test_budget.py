@@ -1,8 +1,9 @@
-"""The budget finds what pays: simulated rounds whose costs and acceptance are known; and the parts that it is made of."""
+"""The budget finds what pays: simulated rounds whose costs and acceptance are known; and what it is made of."""
 
 import math
 import random
 from bisect import bisect_left
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ GOOD, FAIR, POOR, HOPELESS = (0.8, 0.15), (0.5, 0.3), (0.3, 0.2), (0.03, 0.03)  
 
 
 def on_a_line(points, at):
-    for (low, start), (high, end) in zip(points, points[1:], strict=False):
+    for (low, start), (high, end) in pairwise(points):
         if at <= high:
             return start + (end - start) * (at - low) / (high - low)
     return points[-1][1] * at / points[-1][0]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -390,6 +391,67 @@ def test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead(se
     columns = (tree.tokens, tree.parents, tree.sources, chosen)
     walks = [reference.walk(*(column[row].tolist() for column in columns)) for row in range(num_rows)]
     assert list(zip(accepted.nodes, accepted.tokens, strict=True)) == walks
+
+
+# Threads
+
+
+def tree_of_many_rows(num_rows=41):
+    """Rows, drafted levels, copies and tables together; what comes of them."""
+    both = Both(3, num_rows)
+    both.chances = both.chances.repeat(1, 1, 2)
+    tables, lookup = some_tables(5, isolated=False), SuffixLookup()
+    learn_something(both, *tables, 8)
+    texts = [Text([both.rng.randrange(3) for _ in range(40)]) for _ in both.texts]
+    candidates = both.pools[1]
+    lookup.propose(candidates, texts, 2, both.chances, 8)
+    both.pools[0] = copy(candidates)  # the reference has its say elsewhere
+    for _ in range(3):
+        both.add_level()
+    candidates.follow(tables[1].structs, both.chances, 4, waves=3, beam=6, max_depth=8)
+    candidates.merge(DRAFTED, both.chances)
+    ranking = candidates.ranked(300, [20] * num_rows)
+    return (
+        candidates._struct.deepest,
+        ranking.gains,
+        candidates.values_by_need(2, 300, [20] * num_rows),
+        rows_of(*ranking.tree(8)),
+    )
+
+
+@pytest.fixture
+def use_threads():
+    """Sets how many threads may work; afterwards as many as there were."""
+    yield native.native().graft_use_threads
+    native.native().graft_use_threads(native._num_cores())
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(use_threads):
+    found = []
+    for count in (1, 2, 3, 8, 8):
+        use_threads(count)
+        found.append(tree_of_many_rows())
+    assert all(each == found[0] for each in found) and found[0][0] > 3
+
+
+def test_a_forked_process_has_threads_of_its_own(use_threads):
+    use_threads(4)
+    expected = tree_of_many_rows()
+    child = os.fork()
+    if child == 0:  # exits without tidying up what is the parent's
+        os._exit(0 if tree_of_many_rows() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_failure_in_one_of_the_rows_is_told(use_threads):
+    use_threads(4)
+    candidates = Candidates(torch.ones(40, dtype=torch.int64), [[1]] * 40)
+    parents = torch.zeros(40, 1, dtype=torch.int64)
+    parents[33] = 7  # there is no such node
+    level = Level(parents, parents, parents + 0.5, parents)
+    with pytest.raises(IndexError):
+        candidates.add_level(level, None, DRAFTED, 1, 0, [True] * 40, 1)
+    assert candidates.width == 1
 
 
 # The same on every machine

@@ -43,8 +43,8 @@ class StepCost:
     so that a size that once was slow is tried again.
     """
 
-    def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = usual_shape("cpu")) -> None:
-        """sizes: those that steps are padded to; none: they are not padded."""
+    def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = float) -> None:
+        """sizes: those that steps are padded to; none: they are not padded. shape: see `usual_shape`."""
         self._is_padded = bool(sizes)
         self.sizes = tuple(sizes) or SIZES
         self._shape = [shape(size) for size in self.sizes]
