@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 COMPILER_PACKAGE = "ziglang>=0.13"
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 # The same on every machine: no product and sum in one step, which only some processors have, and no guessing which.
-EXACT = ["-std=c99", "-O2", "-ffp-contract=off"]
+EXACT = ["-std=c99", "-O2", "-ffp-contract=off", "-pthread"]
 # GCC's scheduler moves loads so far ahead that the sums no longer fit the registers.
 FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
 
@@ -58,7 +58,10 @@ class PlatformWheel(bdist_wheel):
 
 
 def library(name: str, source: str, flags: list[str]) -> Extension:
-    return Extension(f"graft.{name}", [f"src/graft/{source}"], extra_compile_args=flags, py_limited_api=True)
+    linked = [flag for flag in flags if flag == "-pthread"]
+    return Extension(
+        f"graft.{name}", [f"src/graft/{source}"], extra_compile_args=flags, extra_link_args=linked, py_limited_api=True
+    )
 
 
 setup(

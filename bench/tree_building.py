@@ -1,11 +1,15 @@
 """CPU time of a round of `graft` outside the models, by phase: growing its tree, merging, learning.
 
     python bench/tree_building.py
+    python bench/tree_building.py --rows 64 --threads 8
 
 No model runs. Texts are made of repeated phrases; draft levels (9 of them, top-k 10) and logits are synthetic, made
 around the tokens that really follow; every draft pass is made, so that all proposers are at work. The median over
 rounds is printed for each phase, in processor time, so that other work on the machine does not count. Between rounds
 logits are generated, which leaves as little in the processor's caches as a verify does.
+
+With --rows it times, in seconds of the clock, what C does for a batch of as many rows: the same texts, tables and
+levels, 1,024 nodes in all, by the number of threads.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.sequence import Sequence, TreeRow
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.candidates import Level
+from graft.spec_decode.candidates import Candidates, Level
+from graft.spec_decode.native import native
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
+from graft.spec_decode.proposers import NgramTables, SuffixLookup
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.tree import ROOT, DraftTree
@@ -178,6 +184,47 @@ def run(
     return counts
 
 
+def time_rows(num_rows: int, num_threads: int, num_rounds: int = 50) -> None:
+    """Prints milliseconds of each call for a batch of so many rows."""
+    phrases, rng = Phrases(0), random.Random(1)
+    drafter, calibration = SyntheticDrafter(rng), torch.rand(3, 6, 32, generator=torch.Generator().manual_seed(0))
+    texts = [Sequence(phrases.text(400), SamplingSettings()) for _ in range(num_rows)]
+    tables, lookup = NgramTables(VOCAB), SuffixLookup()
+    rows = []
+    for _ in texts:
+        drafter.make(phrases.text(9))
+        rows.append(list(drafter.levels(None, None)))
+    levels = [
+        Level(*(torch.cat([getattr(level, name) for level in each]) for name in Level.__dataclass_fields__))
+        for each in zip(*rows, strict=True)
+    ]
+    native().graft_use_threads(num_threads)
+    took: defaultdict[str, list[float]] = defaultdict(list)
+    most = -(-1024 // num_rows)
+    for _ in range(num_rounds):
+        candidates = Candidates(torch.tensor([text.ids[-1] for text in texts]), [text.ids for text in texts])
+        candidates.most_nodes = 2 * most
+
+        def draft(pool: Candidates = candidates) -> None:
+            for number, level in enumerate(levels):
+                pool.add_level(level, calibration, 1, number + 1, 0, [True] * num_rows, drafter.settings.topk)
+
+        calls = {
+            "drafted levels": draft,
+            "copies": lambda pool=candidates: lookup.propose(pool, texts, 2, calibration, 16),
+            "tables": lambda pool=candidates: tables.propose(pool, texts, 3, calibration, 16),
+            "merge": lambda pool=candidates: pool.merge(1, calibration),
+            "rank and tree": lambda pool=candidates: pool.ranked(1024, [127] * num_rows).tree(16),
+        }
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            took[name].append(time.perf_counter() - start)
+    for name, times in took.items():
+        print(f"{name:36}{1e3 * median(times):8.3f} ms")
+    print(f"{'all':36}{1e3 * sum(map(median, took.values())):8.3f} ms; {num_rows} rows, {num_threads} threads")
+
+
 def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
     columns = (tree.parents, tree.tokens, tree.sources)
     rows = enumerate(zip(*(column[0].tolist() for column in columns), strict=True))
@@ -194,8 +241,13 @@ def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=10, help="of 400 tokens each, the second half decoded")
+    parser.add_argument("--rows", type=int, help="time the calls of a batch of so many rows")
+    parser.add_argument("--threads", type=int, default=1, help="with --rows: that share them")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.rows:
+        time_rows(options.rows, options.threads)
+        return
 
     phrases, target_model, watch = Phrases(0), SyntheticTarget(), Stopwatch()
     drafter = SyntheticDrafter(random.Random(1))
@@ -211,8 +263,8 @@ def main() -> None:
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy, "best_of", "- merge and best")
-    watch.watch(policy, "_best_of", "- width")
-    watch.watch(policy, "_prospect_from", "- worth of passes")
+    watch.watch(policy.budget, "best", "- number of nodes")
+    watch.watch(policy, "_judge_passes", "- worth of passes")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "likeliest", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")

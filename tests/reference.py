@@ -144,36 +144,41 @@ class Candidates:
                     chance = chances[node.agreement, node.source, node.score_bucket]
                     node.path = path_of(nodes[node.parent].path, float(chance))
 
-    def best(self, budget):
-        """By row: (token, parent, source, score bucket, probability after the parent, path) of the likeliest."""
+    def ranked(self, total, caps, most_needs=None):
+        """(row, place) of the likeliest nodes of all rows together, of each row at most its cap."""
+        ranked = []
+        for row, (nodes, cap) in enumerate(zip(self.rows, caps, strict=True)):
+            had = [n.path if most_needs is None or n.needs <= most_needs else 0.0 for n in nodes]
+            chosen = [place for place in highest(had[1:], cap) if had[place + 1] > 0]
+            ranked += [(-had[place + 1], row, rank, place + 1) for rank, place in enumerate(chosen)]
+        return [(row, place) for _, row, _, place in sorted(ranked)[:total]]
+
+    def tree(self, total, caps):
+        """By row: (token, parent, source, score bucket, probability after the parent, path) of the root and the
+        likeliest nodes, and padding up to the widest row."""
+        ranked = self.ranked(total, caps)
+        chosen = [[0, *(place for its, place in ranked if its == row)] for row in range(len(self.rows))]
+        width = max(map(len, chosen))
         rows = []
-        for nodes in self.rows:
-            chosen = highest([node.path for node in nodes], budget + 1)
-            place_of = {node: place for place, node in enumerate(chosen)}
+        for nodes, places in zip(self.rows, chosen, strict=True):
             row = []
-            for place in chosen:
+            for place in places:
                 node = nodes[place]
-                above = max(nodes[chosen[place_of.get(node.parent, 0)]].path, LEAST)
-                is_node = node.path > 0
-                parent = place_of.get(node.parent, 0) if is_node else 0
-                source = node.source if is_node else -1
-                row.append((node.token, parent, source, node.score_bucket, node.path / above, node.path))
-            rows.append(row)
+                above = max(nodes[node.parent].path, LEAST)
+                own = (node.token, places.index(node.parent), node.source, node.score_bucket)
+                row.append((*own, node.path / above, node.path))
+            rows.append(row + [(nodes[0].token, 0, -1, 0, 0.0, 0.0)] * (width - len(row)))
         return rows
 
-    def best_gains(self, count):
-        paths = [sorted((float(n.path) for n in nodes[1:]), reverse=True) for nodes in self.rows]
-        return [sum(sum(row[:n]) for row in paths) for n in range(1, min(count, self.width - 1) + 1)]
+    def gains(self, total, caps, most_needs=None):
+        """Sums of the path probabilities of the first 1, 2, 3 ... ranked nodes."""
+        sums, paths = [], [float(self.rows[row][place].path) for row, place in self.ranked(total, caps, most_needs)]
+        for path in paths:
+            sums.append(path + (sums[-1] if sums else 0.0))
+        return sums
 
-    def values_by_need(self, max_passes, budget):
-        return [
-            [
-                sum(sorted((float(n.path) if n.needs <= passes else 0.0 for n in nodes), reverse=True)[: budget + 1])
-                - 1
-                for passes in range(max_passes + 1)
-            ]
-            for nodes in self.rows
-        ]
+    def values_by_need(self, max_passes, total, caps):
+        return [[0.0, *self.gains(total, caps, passes)][-1] for passes in range(max_passes + 1)]
 
     def places(self, count, max_depth):
         """By row: places of the nodes to look up."""

@@ -150,7 +150,8 @@ def test_proposals_added_level_by_level_and_all_at_once_are_the_same_pool(propos
 def test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_ancestors(proposed, budget):
     tree, paths = merged(proposed.candidates).best(budget, max_depth=6)
     assert_is_tree(tree)
-    assert tree.width == min(budget + 1, proposed.candidates.width)
+    counts = [min(budget + 1, len(best_by_path(nodes))) for nodes in rows_of(proposed.candidates)]
+    assert tree.width == max(counts), "as wide as the widest row"
     for row, nodes in enumerate(rows_of(proposed.candidates)):
         best = best_by_path(nodes)
         kept = token_paths(tree, row)
@@ -182,10 +183,10 @@ def test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept():
     candidates.add(torch.tensor([[5, 5]]), torch.tensor([[0, 0]]), torch.tensor([[0.6, 0.5]]), ones, ones)
     candidates.add(torch.tensor([[6, 7]]), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.8]]), ones + 1, ones)
     tree, paths = merged(candidates).best(9, 2)
-    assert tree.tokens.tolist() == [[1, 5, 7, 6, 5]]
-    assert tree.parents.tolist() == [[0, 0, 1, 1, 0]]
-    assert tree.sources.tolist() == [[0, 1, 2, 2, PADDING]]
-    torch.testing.assert_close(paths, torch.tensor([[1.0, 0.6, 0.4, 0.3, 0.0]]))
+    assert tree.tokens.tolist() == [[1, 5, 7, 6]]
+    assert tree.parents.tolist() == [[0, 0, 1, 1]]
+    assert tree.sources.tolist() == [[0, 1, 2, 2]]
+    torch.testing.assert_close(paths, torch.tensor([[1.0, 0.6, 0.4, 0.3]]))
 
 
 @given(st.lists(st.sampled_from([1.0, 0.9, 0.7071, 1e-9, 3e-5]), min_size=2, max_size=60), st.integers(0, 60))
@@ -211,22 +212,42 @@ def test_a_path_too_unlikely_for_a_float_is_left_out_rather_than_torn_from_its_b
     assert tree.parents.tolist() == [[0, *range(tree.width - 1)]]
 
 
+@given(proposals(), st.integers(0, 60), st.data())
+def test_the_best_of_all_rows_together_are_a_tree_however_few_are_taken(proposed, total, data):
+    rows = rows_of(proposed.candidates)
+    caps = data.draw(st.lists(st.integers(0, 20), min_size=len(rows), max_size=len(rows)))
+    ranking = merged(proposed.candidates).ranked(total, caps)
+    likely = [
+        sorted(best_by_path(nodes).values(), reverse=True)[1 : cap + 1] for nodes, cap in zip(rows, caps, strict=True)
+    ]
+    everything = sorted((path for row in likely for path in row), reverse=True)[:total]
+    assert ranking.gains == pytest.approx([sum(everything[: n + 1]) for n in range(len(everything))], abs=1e-5)
+    for count in range(len(ranking) + 1):
+        tree, paths = ranking.tree(6, count)
+        assert_is_tree(tree)
+        assert sorted(paths[:, 1:][tree.valid[:, 1:]].tolist(), reverse=True) == everything[:count]
+        assert (tree.valid.sum(dim=1) <= torch.tensor(caps) + 1).all()
+        assert tree.width == tree.trimmed().width, "no wider than its widest row"
+
+
 # Passes
 
 
 @given(proposals(), st.integers(1, 40))
-def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, budget):
-    most = proposed.num_passes
-    values = merged(proposed.candidates).values_by_need(most, budget)
-    assert [len(found) for found in values] == [most + 1] * proposed.num_rows
-    for nodes, found in zip(rows_of(proposed.candidates), values, strict=True):
-        for passes, value in enumerate(found):
+def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, total):
+    most, rows = proposed.num_passes, rows_of(proposed.candidates)
+    caps = [total] * len(rows)
+    values = merged(proposed.candidates).values_by_need(most, total, caps)
+    for passes, value in enumerate(values):
+        chances = []
+        for nodes in rows:
             least = {}
             for node in (node for node in nodes if node["paths"] > 0):
                 least[node["path"]] = min(node["needs"], least.get(node["path"], node["needs"]))
             best = {path: chance for path, chance in best_by_path(nodes).items() if least[path] <= passes}
-            assert value == pytest.approx(sum(sorted(best.values(), reverse=True)[1 : budget + 1]), abs=1e-5)
-        assert all(less <= more + 1e-5 for less, more in pairwise(found))
+            chances += sorted(best.values(), reverse=True)[1:]
+        assert value == pytest.approx(sum(sorted(chances, reverse=True)[:total]), abs=1e-5)
+    assert all(less <= more + 1e-5 for less, more in pairwise(values)) and len(values) == most + 1
 
 
 def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_needs_none_counts_for_it():
@@ -236,7 +257,7 @@ def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_nee
     candidates.add(6 * one, 1 * one, torch.tensor([[0.5]]), one, one)  # retrieved below it
     candidates.add(5 * one, 0 * one, torch.tensor([[0.3]]), one, one)  # the same as the drafted, retrieved
     assert candidates.nodes.needs.tolist() == [[0, 1, 1, 0]]
-    assert merged(candidates).values_by_need(1, 9) == [pytest.approx([0.5, 0.75])]
+    assert merged(candidates).values_by_need(1, 9, [9]) == pytest.approx([0.5, 0.75])
 
 
 # How a proposal stands among the others

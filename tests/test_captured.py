@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
 from graft.core.pace import Pace
@@ -28,9 +29,9 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.llama import FastLayers, why_not
 from graft.model.sampler import Sampler
+from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
-from graft.spec_decode.prospect import Prospect
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import Oracle, RandomTrees, random_tree, tree_of
@@ -280,8 +281,9 @@ def test_levels_that_are_begun_are_taken_without_asking(plain):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
     drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
     policy = make_policy("graft", TargetRunner(model), drafter)
-    costs = {"widths": torch.tensor([1, 4, 8]), "seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(costs | {"pass": torch.tensor(1e-6)})
+    costs = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
+    policy.restore_costs(costs)
+    policy.budget.drafting.observe(1, 1e-6)
     asked, goes_on = [], policy.goes_on
     policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
     generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
@@ -675,7 +677,7 @@ def test_every_pass_that_is_timed_is_made(plain, monkeypatch):
     monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
     drafter.open(1, 8)
     made.clear()
-    Prospect(4).measure(drafter)
+    time_pass(drafter)
     assert made == [("root", None), ("expand", None)] * 3
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ from graft.spec_decode import native
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
-from graft.spec_decode.cost_model import total_gains
 from graft.spec_decode.policies.template import make_template
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
@@ -139,23 +139,36 @@ def test_nodes_are_added(both):
 
 
 @settings(deadline=None)
-@given(both_pools(), st.sampled_from([NOBODY, DRAFTED]), st.booleans(), st.integers(0, 40))
-def test_equal_paths_become_one_and_the_best_become_the_tree(both, drafted, weighed, budget):
+@given(both_pools(), st.sampled_from([NOBODY, DRAFTED]), st.booleans(), st.integers(0, 60), st.data())
+def test_equal_paths_become_one_and_the_best_of_all_rows_become_the_tree(both, drafted, weighed, total, data):
     for candidates in both.pools:
         candidates.merge(drafted, both.chances if weighed else None)
     both.assert_equal()
-    assert_same_best(both, budget)
+    caps = data.draw(st.lists(st.integers(0, 40), min_size=both.num_rows, max_size=both.num_rows))
     known, candidates = both.pools
-    assert candidates.best_gains(budget) == pytest.approx(known.best_gains(budget), abs=1e-12)
-    for found, values in zip(candidates.values_by_need(3, budget), known.values_by_need(3, budget), strict=True):
-        assert found == pytest.approx(values, abs=1e-12)
+    ranking = candidates.ranked(total, caps)
+    assert ranking.gains == known.gains(total, caps)
+    assert candidates.values_by_need(3, total, caps) == known.values_by_need(3, total, caps)
+    for count in {0, len(ranking) // 2, len(ranking)}:
+        assert rows_of(*ranking.tree(99, count)) == as_floats(known.tree(count, caps))
+    assert_same_best(both, total)
+
+
+def rows_of(tree, paths):
+    columns = (tree.tokens, tree.parents, tree.sources, tree.score_bucket, tree.probabilities, paths)
+    return [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(paths))]
+
+
+def as_floats(rows):
+    return [[tuple(map(float, node)) for node in row] for row in rows]
 
 
 def assert_same_best(both, budget):
-    tree, shares = both.pools[1].best(budget, 99)
-    columns = (tree.tokens, tree.parents, tree.sources, tree.score_bucket, tree.probabilities, shares)
-    found = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(both.num_rows)]
-    assert found == [[tuple(map(float, node)) for node in row] for row in both.pools[0].best(budget)]
+    """A budget that is each row's own."""
+    known, candidates = both.pools
+    assert rows_of(*candidates.best(budget, 99)) == as_floats(
+        known.tree(budget * both.num_rows, [budget] * both.num_rows)
+    )
 
 
 @settings(deadline=None)
@@ -366,12 +379,6 @@ def test_the_memory_of_an_index_goes_with_it():
 # Trees
 
 
-def test_what_the_best_of_all_rows_come_to():
-    shares = torch.rand(5, 9)[:, 2:]
-    expected = shares.double().sum(dim=0).cumsum(dim=0).tolist()
-    assert total_gains(shares) == pytest.approx(expected, abs=1e-12) and len(expected) == 7
-
-
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 30))
 def test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead(seed, num_rows, num_nodes):
@@ -384,6 +391,67 @@ def test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead(se
     columns = (tree.tokens, tree.parents, tree.sources, chosen)
     walks = [reference.walk(*(column[row].tolist() for column in columns)) for row in range(num_rows)]
     assert list(zip(accepted.nodes, accepted.tokens, strict=True)) == walks
+
+
+# Threads
+
+
+def tree_of_many_rows(num_rows=41):
+    """Rows, drafted levels, copies and tables together; what comes of them."""
+    both = Both(3, num_rows)
+    both.chances = both.chances.repeat(1, 1, 2)
+    tables, lookup = some_tables(5, isolated=False), SuffixLookup()
+    learn_something(both, *tables, 8)
+    texts = [Text([both.rng.randrange(3) for _ in range(40)]) for _ in both.texts]
+    candidates = both.pools[1]
+    lookup.propose(candidates, texts, 2, both.chances, 8)
+    both.pools[0] = copy(candidates)  # the reference has its say elsewhere
+    for _ in range(3):
+        both.add_level()
+    candidates.follow(tables[1].structs, both.chances, 4, waves=3, beam=6, max_depth=8)
+    candidates.merge(DRAFTED, both.chances)
+    ranking = candidates.ranked(300, [20] * num_rows)
+    return (
+        candidates._struct.deepest,
+        ranking.gains,
+        candidates.values_by_need(2, 300, [20] * num_rows),
+        rows_of(*ranking.tree(8)),
+    )
+
+
+@pytest.fixture
+def use_threads():
+    """Sets how many threads may work; afterwards as many as there were."""
+    yield native.native().graft_use_threads
+    native.native().graft_use_threads(native._num_cores())
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(use_threads):
+    found = []
+    for count in (1, 2, 3, 8, 8):
+        use_threads(count)
+        found.append(tree_of_many_rows())
+    assert all(each == found[0] for each in found) and found[0][0] > 3
+
+
+def test_a_forked_process_has_threads_of_its_own(use_threads):
+    use_threads(4)
+    expected = tree_of_many_rows()
+    child = os.fork()
+    if child == 0:  # exits without tidying up what is the parent's
+        os._exit(0 if tree_of_many_rows() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_failure_in_one_of_the_rows_is_told(use_threads):
+    use_threads(4)
+    candidates = Candidates(torch.ones(40, dtype=torch.int64), [[1]] * 40)
+    parents = torch.zeros(40, 1, dtype=torch.int64)
+    parents[33] = 7  # there is no such node
+    level = Level(parents, parents, parents + 0.5, parents)
+    with pytest.raises(IndexError):
+        candidates.add_level(level, None, DRAFTED, 1, 0, [True] * 40, 1)
+    assert candidates.width == 1
 
 
 # The same on every machine
@@ -435,7 +503,7 @@ def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path
     if not (shutil.which("cc") if compiler == "cc" else importlib.util.find_spec("ziglang")):
         pytest.skip(f"there is no {compiler}")
     source = Path(native.__file__).with_name("native.c")
-    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-fPIC", "-shared", str(source)]
+    command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-pthread", "-fPIC", "-shared", str(source)]
     subprocess.run([*command, "-o", str(tmp_path / "_native.abi3.so")], check=True, timeout=100)
     monkeypatch.setattr(native, "HERE", tmp_path)
     native.native.cache_clear()

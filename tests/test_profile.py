@@ -68,7 +68,7 @@ def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_agai
         engine = engine_for(head=0)
         equip(engine, path)
         assert same(engine.policy.costs(), tuned.costs) == known
-        engine.policy.prepare()
+        engine.policy.measure()
         assert same(engine.policy.costs(), tuned.costs) == known
 
 
@@ -76,8 +76,7 @@ def test_costs_do_not_overrule_a_budget(tuned: Profile, tmp_path: Path):
     tuned.save(tmp_path / "p.safetensors")
     engine = Engine(tiny_model(num_hidden_layers=6), drafter=engine_for(head=0).drafter, budget=5)
     equip(engine, tmp_path / "p.safetensors")
-    engine.policy.prepare()
-    assert engine.policy.costs()["widths"].tolist() == [6]
+    assert engine.policy.costs() == {} and engine.policy.budget.plain_seconds(1) == 1.0
 
 
 def test_engine_goes_on_learning_from_a_profile(tuned: Profile):

@@ -18,7 +18,6 @@ from graft.core.prefix_cache import PAGE, PageStore
 from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
 from graft.model import TargetRunner, TreeCache
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.spec_decode.cost_model import plans_for, total_gains
 from graft.spec_decode.policies import Policy, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3State
@@ -416,26 +415,22 @@ def test_closing_ends_what_takes_too_long(schedule):
 
 
 def test_trees_are_narrower_in_larger_batches(model):
-    """Where a verify costs by the token, what pays for one row does not pay for sixteen."""
-    target = TargetRunner(model)
-    policy = make_policy("graft", target)
+    """Where a step costs by the token, what pays for one row does not pay for sixteen."""
+    policy = make_policy("graft", TargetRunner(model))
     policy.restore_costs(
         {
-            "widths": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
+            "step_sizes": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
             # flat up to eight tokens, then by the token
-            "seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
-            "pass": torch.tensor(0.0, dtype=torch.float64),
+            "step_seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
         }
     )
-    widths = {}
+    num_nodes = {}
     for num_rows in (1, 4, 8, 16, 64):
-        paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
-        policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
-        widths[num_rows] = policy._best_of(
-            plans_for(policy._choices, total_gains(paths[:, 1:]), num_rows), num_rows
-        ).width
-    assert widths[1] == 8 and widths[64] == 1
-    assert list(widths.values()) == sorted(widths.values(), reverse=True)
+        paths = torch.tensor([0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]).repeat_interleave(num_rows)
+        plans = policy.budget.plans(paths.cumsum(0).tolist(), num_rows)
+        num_nodes[num_rows] = policy.budget.best(plans).num_nodes / num_rows
+    assert num_nodes[1] == 7 and num_nodes[64] == 0
+    assert list(num_nodes.values()) == sorted(num_nodes.values(), reverse=True)
 
 
 # What fails

@@ -207,7 +207,7 @@ class TreeRow:
             sources=[self._names[sources[node]] for node in nodes],
             accepted=[place[node] for node in accepted],
             new_tokens=list(new_tokens),
-            num_pruned=sum(node >= self._tree.width for node in nodes),
+            num_pruned=sum(node > self.num_nodes for node in nodes),
             num_hidden=len(there) - len(nodes),
         )
 

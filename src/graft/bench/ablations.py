@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
 from graft.model import TargetRunner
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.candidates import Candidates, Ranking
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
-from graft.spec_decode.tree import DraftTree
 
 
 class WithoutSuffix(Graft):
@@ -75,9 +74,9 @@ class WithoutPruning(Graft):
 class WithoutMerging(Graft):
     """`graft` without merging: a path proposed by several sources takes one node of the budget for each."""
 
-    def best_of(self, candidates: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        candidates.keep_best([budget] * candidates.num_rows)
-        return super().best_of(candidates, budget, max_depth)
+    def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
+        candidates.keep_best(caps)
+        return super().best_of(candidates, total, caps)
 
 
 ABLATIONS: dict[str, type[Graft]] = {

@@ -103,6 +103,7 @@ class Candidates:
     and score bucket.
     """
 
+    most_nodes = 1 << 10  # that a row can get in the round's tree: more need not be looked for
     _is_alone = False  # whether nobody else has a view of the memory, so that it can be used again
 
     def __init__(self, roots: Tensor, histories: Sequence[Sequence[int]], salts: Sequence[int] = ()) -> None:
@@ -327,36 +328,26 @@ class Candidates:
         """
         self._native.graft_merge(self._ref, drafted, self._weigh_by(chances))
 
+    def ranked(self, total: int, caps: Sequence[int]) -> Ranking:
+        """The `total` likeliest nodes of all rows together, of each row at most `caps[row]`; no root counts.
+
+        Candidates must be merged, or equal paths count separately.
+        """
+        return Ranking(self, total, caps)
+
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The tree of the root and the `budget` likeliest nodes, likeliest first, and their path probabilities.
+        """The tree of the root and the `budget` likeliest nodes of each row, and their path probabilities.
 
-        Candidates must be merged. A path's probability falls along it, so the best are closed under ancestors.
-        max_depth: no candidate is deeper.
+        Candidates must be merged. max_depth: no candidate is deeper.
         """
-        count = min(budget + 1, self.width)
-        numbers = torch.empty(4, self.num_rows, count, dtype=torch.int64)
-        shares = torch.empty(2, self.num_rows, count)
-        self._native.graft_best(self._ref, count, numbers.data_ptr(), shares.data_ptr())
-        tokens, parents, sources, score_bucket = numbers.unbind()
-        probabilities, paths = shares.unbind()
-        return DraftTree(max_depth, tokens, parents, probabilities, sources, score_bucket), paths
+        return self.ranked(budget * self.num_rows, [budget] * self.num_rows).tree(max_depth)
 
-    def best_gains(self, count: int) -> list[float]:
-        """Expected accepted tokens of the 1, 2, 3 ... `count` likeliest nodes of each row, in all rows together."""
-        count = min(count, self.width - 1)
-        gains = (ctypes.c_double * count)()
-        self._native.graft_best_gains(self._ref, count, gains)
-        return gains[:]
-
-    def values_by_need(self, max_passes: int, budget: int) -> list[list[float]]:
-        """By row: expected accepted tokens of the `budget` best nodes, had there been 0, 1, 2 ... `max_passes` passes.
-
-        Candidates must be merged.
-        """
-        num_rows, count = self.num_rows, max_passes + 1
-        values = (ctypes.c_double * (num_rows * count))()
-        self._native.graft_values_by_need(self._ref, max_passes, budget, values)
-        return [values[row * count : (row + 1) * count] for row in range(num_rows)]
+    def values_by_need(self, max_passes: int, total: int, caps: Sequence[int]) -> list[float]:
+        """Expected accepted tokens, of all rows together, of the best nodes (see `ranked`), had there been 0, 1, 2 ...
+        `max_passes` draft passes. Candidates must be merged."""
+        values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
+        self._native.graft_values_by_need(self._ref, max_passes, total, max(caps), address_of(limits), values)
+        return values[:]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
         """By row, the nodes at which retrievers look up continuations.
@@ -391,6 +382,47 @@ class Candidates:
         self._native.graft_count(
             self._ref, address_of(came), address_of(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
         )
+
+
+class Ranking:
+    """The likeliest nodes of all rows in one order, likeliest first; of equally likely ones the first row's.
+
+    A path's probability falls along it, so any number of the first nodes is closed under ancestors: a tree. The
+    candidates must not change while it is used.
+    """
+
+    def __init__(self, candidates: Candidates, total: int, caps: Sequence[int]) -> None:
+        most = min(max(caps), total, candidates.width - 1)  # nodes that a row may get
+        total = min(total, most * candidates.num_rows)
+        self._candidates, self._stride = candidates, most
+        self._nodes, self._rows = _numbers(most * candidates.num_rows), _numbers(total)
+        limits, found = array("q", (min(cap, most) for cap in caps)), ctypes.c_int64()
+        gains = (ctypes.c_double * total)()
+        addresses = map(address_of, (limits, self._nodes, self._rows))
+        candidates._native.graft_rank(candidates._ref, total, most, *addresses, gains, byref(found))
+        self.gains: list[float] = gains[: found.value]  # expected accepted tokens of the first 1, 2, 3 ... nodes
+
+    def __len__(self) -> int:
+        return len(self.gains)
+
+    def tree(self, max_depth: int, count: int | None = None) -> tuple[DraftTree, Tensor]:
+        """The tree [B, W] of the roots and the first `count` nodes, all if None, each row's likeliest first and then
+        PADDING; and path probabilities [B, W]. max_depth: no candidate is deeper."""
+        num_rows, count = self._candidates.num_rows, len(self) if count is None else min(count, len(self))
+        room = 1 + min(self._stride, count)
+        numbers = torch.empty(4 * num_rows * room, dtype=torch.int64)
+        shares, width = torch.empty(2 * num_rows * room), ctypes.c_int64()
+        memory = (numbers.data_ptr(), shares.data_ptr(), byref(width))
+        ranked = (self._stride, address_of(self._nodes), address_of(self._rows))
+        self._candidates._native.graft_tree(self._candidates._ref, count, *ranked, room, *memory)
+        size = num_rows * width.value
+        tokens, parents, sources, score_bucket = numbers[: 4 * size].view(4, num_rows, -1).unbind()
+        probabilities, paths = shares[: 2 * size].view(2, num_rows, -1).unbind()
+        return DraftTree(max_depth, tokens, parents, probabilities, sources, score_bucket), paths
+
+
+def _numbers(count: int) -> array[int]:
+    return array("q", bytes(8 * count))
 
 
 def _room_for(num_rows: int) -> _Room:

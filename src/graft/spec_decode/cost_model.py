@@ -1,223 +1,239 @@
-"""Cost model: seconds of a verify by its width (tokens a row) and batch size, measured on this machine, and plans of
-rounds made from them."""
+"""Cost model: seconds of a step by its number of tokens, and of what grows with the rows; both learned from rounds.
+
+Before anything is known a step's cost has the shape that is usual for the device. A server measures it at start-up.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, TargetRunner
-from graft.spec_decode.native import native, plain
+from graft.model import TargetRunner
+from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import DraftTree
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_HOPELESS = 6.0  # a width that costs this many plain steps is the last that is timed
-_BLEND = 0.3  # weight of a new observation in a running mean
-HICCUP = 2.0  # an observation counts for at most this many times the known seconds
-_DOUBT = 0.999  # by which the estimate of an unused width shrinks every round, until it looks best and is tried
+BLEND = 0.05  # weight of a round in every running mean
+CLIP = 2.0  # an observation counts for at most this many times what was expected, or at least this part of it
+DOUBT = 0.003  # by which what was never tried looks better every round, until it is; what is well known, far less
+# Where nothing is padded, costs are kept for these sizes and lie on straight lines between them.
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then a plain step more for every _STEEP
+_WIDEST = 128  # tokens that one row may have in a step
+_SLOPE = 0.1  # plain steps that a token more costs on a CPU
 
 
-class Plan(NamedTuple):
-    """A width for the round's verify, with the expected tokens and seconds of all rows together."""
-
-    width: int  # tokens a row, the root included
-    tokens: float  # accepted ones, and one of the target's own a row
-    seconds: float
-
-    def worth(self, rate: float) -> float:
-        """Expected tokens beyond those that the same time brings at the usual `rate`, in tokens per second."""
-        return self.tokens - rate * self.seconds
+def usual_shape(device: str) -> Callable[[int], float]:
+    """A step's cost in plain steps by its number of tokens, before any was timed."""
+    if device == "cpu":
+        return lambda num_tokens: 1 + _SLOPE * (num_tokens - 1)
+    return lambda num_tokens: 1 + max(0, num_tokens - _FLAT) / _STEEP
 
 
-class MeansBySize:
-    """Running means by batch size; a size not seen yet is estimated from those that were."""
+class StepCost:
+    """Seconds of a step by its number of tokens.
 
-    def __init__(
-        self, blend: float = _BLEND, hiccup: float = HICCUP, growth: Callable[[int], float] | None = None
-    ) -> None:
-        """blend: weight of a new observation; hiccup: an observation counts for at most this many times the mean.
-
-        growth: a function of the number of rows that values are about proportional to; None if sizes tell nothing of
-        each other.
-        """
-        self._blend, self._hiccup, self._growth = blend, hiccup, growth
-        self._means: dict[int, float] = {}
-
-    def get(self, num_rows: int, estimate: float = 0.0) -> float:
-        """The mean of this batch size; `estimate` if nothing is known of it."""
-        size = size_of(num_rows)
-        if size in self._means or not self._means or self._growth is None:
-            return self._means.get(size, estimate)
-        nearest = min(max(size, min(self._means)), max(self._means))
-        grown = self._growth(1 << size) / self._growth(1 << nearest) if nearest != size else 1.0
-        return between(self._means, nearest) * grown
-
-    def observe(self, num_rows: int, value: float, estimate: float | None = None) -> None:
-        # A mean far above the new value was inflated by something that has passed, such as a first use.
-        known = min(self.get(num_rows, value if estimate is None else estimate), self._hiccup * value)
-        self._means[size_of(num_rows)] = known + self._blend * (min(value, self._hiccup * known) - known)
-
-    def restart(self, of_one_row: float = 0.0) -> None:
-        """Forgets all means; `of_one_row`, unless 0, becomes that of a batch of one."""
-        self._means = {0: of_one_row} if of_one_row else {}
-
-
-def between(seen: Mapping[int, float], size: int) -> float:
-    """The value of a size, interpolated linearly in the number of rows between sizes seen; constant beyond them."""
-    low = max((other for other in seen if other <= size), default=min(seen))
-    high = min((other for other in seen if other >= size), default=max(seen))
-    if low >= high:
-        return seen[high]
-    return seen[low] + (seen[high] - seen[low]) * ((1 << size) - (1 << low)) / ((1 << high) - (1 << low))
-
-
-def total_gains(paths: Tensor) -> list[float]:
-    """Expected accepted tokens, in all rows together, of each row's 1, 2, 3 ... best nodes.
-
-    paths [B, n]: path probabilities, each row's best first.
+    They are a shape (the usual one, or measured) times a correction of each size times one level for all: longer
+    contexts and a busy machine make all steps dearer alike, so that no size is judged by when it was tried. A size that
+    was not observed has the correction of its neighbours. What is not tried looks a little better from round to round,
+    so that a size that once was slow is tried again.
     """
-    paths, gains = plain(paths, torch.float32), array("d", bytes(8 * paths.shape[1]))
-    native().graft_gains(*paths.shape, paths.data_ptr(), gains.buffer_info()[0])
-    return gains.tolist()
 
-
-def plans_for(choices: Sequence[tuple[int, float]], gains: Sequence[float], num_rows: int = 1) -> list[Plan]:
-    """A plan for every choice (width, seconds). gains: as `total_gains` gives them."""
-    most = len(gains)
-    return [
-        Plan(width, num_rows + (gains[min(width - 1, most) - 1] if width > 1 and gains else 0.0), seconds)
-        for width, seconds in choices
-    ]
-
-
-class VerifyCost:
-    """Running means of the seconds of a verify, by width (tokens a row) and batch size, for a few widths."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # of one row
-        # Rows have KV caches of their own, so many rows cost more than one row of as many tokens: by this factor.
-        self._factors: dict[tuple[int, int], float] = {}  # by (batch size, width)
+    def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = float) -> None:
+        """sizes: those that steps are padded to; none: they are not padded. shape: see `usual_shape`."""
+        self._is_padded = bool(sizes)
+        self.sizes = tuple(sizes) or SIZES
+        self._shape = [shape(size) for size in self.sizes]
+        self._corrections: dict[int, float] = {}  # logarithms, by the number of a size that was observed
+        self._counts = [0] * len(self.sizes)
+        self._doubts = [0.0] * len(self.sizes)  # logarithms, at most 0
+        self._level: float | None = None  # logarithm; None: nothing was observed
+        self.largest = self.sizes[0]  # size that was timed
+        self._seconds, self._undoubted = list(self._shape), list(self._shape)
 
     @property
-    def measured(self) -> bool:
-        return bool(self._seconds)
+    def is_known(self) -> bool:
+        """Whether any step was timed: before, the seconds are in plain steps."""
+        return self._level is not None
 
-    def measure(self, target: TargetRunner, widths: Sequence[int] = WIDTHS, context: int = 64) -> None:
-        """Times a verify of every width on a scratch KV cache, twice, and keeps the lesser.
+    def seconds(self, num_tokens: int) -> float:
+        """Expected seconds of a step of so many tokens."""
+        return self._at(self._seconds, num_tokens)
 
-        Widths too slow to pay are not timed but extrapolated; `doubt` has them tried some time.
-        """
-        cache = target.open(1, context + max(widths))
-        for _ in target.prefill(cache, 0, [0] * context):
-            pass
-        self._time_once(target, cache, 1)  # warm-up
-        seconds: dict[int, float] = {}
-        for _ in range(2):
-            for width in widths:
-                seconds[width] = min(self._time_once(target, cache, width), seconds.get(width, math.inf))
-                if seconds[width] > _HOPELESS * seconds[widths[0]]:
-                    break
-        widest = max(seconds)
-        self._seconds = {width: seconds.get(width, seconds[widest] * width / widest) for width in widths}
+    def _at(self, values: Sequence[float], num_tokens: int) -> float:
+        sizes = self.sizes
+        at = bisect_left(sizes, num_tokens)
+        if at == len(sizes):  # larger than all: in proportion
+            return values[-1] * num_tokens / sizes[-1]
+        if self._is_padded or at == 0 or sizes[at] == num_tokens:
+            return values[at]
+        share = (num_tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return values[at - 1] + share * (values[at] - values[at - 1])
 
-    @classmethod
-    def fixed(cls, width: int) -> VerifyCost:
-        """The cost model of rounds that all have one width: a verify takes 1, as the unit of time."""
-        cost = cls()
-        cost._seconds = {width: 1.0}
-        return cost
+    def observe(self, num_tokens: int, seconds: float, least: int = 1) -> None:
+        """Takes in the seconds of a round's step; an outlier counts for little. least: the tokens of a plain step, so
+        that no smaller one could have been tried."""
+        if self._level is None:
+            self._level = math.log(seconds / self.seconds(num_tokens))
+            self._update()
+        sizes, limit = self.sizes, math.log(CLIP)
+        at = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
+        if not self._is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
+            at -= 1  # the nearest
+        for place, count in enumerate(self._counts):
+            if sizes[place] >= least:
+                self._doubts[place] = max(self._doubts[place] + math.log1p(-DOUBT / (1 + count)), -limit)
+        self._doubts[at] = 0.0
+        error = math.log(seconds / self._at(self._undoubted, num_tokens))
+        self._level += BLEND * _clipped(error, limit)
+        # The first observation of a size is all that is known of it; later ones are averaged, and the better a size is
+        # known the less counts what is far off.
+        weight = max(1 / (1 + self._counts[at]), BLEND)
+        own = weight * (1 - BLEND) * _clipped(error, limit * math.sqrt(weight))
+        self._corrections[at] = self._correction(at) + own
+        self._counts[at] = min(self._counts[at] + 1, round(1 / BLEND))
+        self.largest = max(self.largest, sizes[at])
+        self._update()
+
+    def measure(self, target: TargetRunner) -> None:
+        """Times a step of every size; the rest is extrapolated from where steps have become too slow to pay."""
+        seconds = [time_step(target, self.sizes[0])]
+        for size in self.sizes[1:]:
+            if seconds[-1] > CLIP * CLIP * seconds[0]:
+                break
+            seconds.append(time_step(target, size))
+        last = len(seconds) - 1
+        seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
+        self.restore({"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(seconds).double()})
 
     def state(self) -> dict[str, Tensor]:
-        widths, seconds = list(self._seconds), list(self._seconds.values())
-        return {"widths": torch.tensor(widths), "seconds": torch.tensor(seconds, dtype=torch.float64)}
+        """The seconds of each size; nothing if none is known."""
+        if not self.is_known:
+            return {}
+        return {"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(self._seconds).double()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._seconds = dict(zip(state["widths"].tolist(), state["seconds"].tolist(), strict=True))
+        """Takes on what `state` once gave, perhaps for other sizes."""
+        if "step_sizes" not in state or "step_seconds" not in state:
+            return
+        known = StepCost(state["step_sizes"].tolist())
+        known._is_padded, known._seconds = self._is_padded, state["step_seconds"].tolist()
+        self._shape = [known.seconds(size) for size in self.sizes]
+        self._corrections, self._level, self.largest = {}, 0.0, self.sizes[-1]
+        self._counts, self._doubts = [0] * len(self.sizes), [0.0] * len(self.sizes)
+        self._update()
+
+    def _update(self) -> None:
+        """Computes the seconds anew. No step takes longer than one of more tokens was seen to take."""
+        assert self._level is not None
+        least = math.inf
+        for place in reversed(range(len(self.sizes))):
+            own = self._shape[place] * math.exp(self._level + self._correction(place))
+            self._undoubted[place] = own
+            self._seconds[place] = min(own * math.exp(self._doubts[place]), least)
+            if place in self._corrections:
+                least = min(own, least)
+
+    def _correction(self, place: int) -> float:
+        """Logarithm: its own, or on the line between the nearest sizes that have one, or that of the nearest."""
+        known = self._corrections
+        if place in known or not known:
+            return known.get(place, 0.0)
+        low = max((other for other in known if other < place), default=min(known))
+        high = min((other for other in known if other > place), default=max(known))
+        if low >= high:
+            return known[high]
+        return known[low] + (known[high] - known[low]) * (place - low) / (high - low)
+
+
+def _clipped(value: float, limit: float) -> float:
+    return min(max(value, -limit), limit)
+
+
+class UnitCost(StepCost):
+    """Of steps that all count as the unit of time."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return 1.0
+
+    def observe(self, num_tokens: int, seconds: float, least: int = 1) -> None:
+        """Nothing is learned."""
+
+
+class Line:
+    """Seconds that grow with the rows, a + b * rows: running least squares.
+
+    Where all observations have about as many rows, half of the seconds are taken to grow with them.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of the weights, rows, seconds, squares of rows, rows times seconds
 
     @property
-    def widths(self) -> list[int]:
-        return list(self._seconds)
+    def is_known(self) -> bool:
+        return self._sums[0] > 0
 
-    def observe(self, width: int, seconds: float, num_rows: int = 1) -> None:
-        """Updates the running mean with the seconds of a round's verify; an outlier counts for little."""
-        if width not in self._seconds:
-            return
-        known, place = self.seconds(width, num_rows), (size_of(num_rows), width)
-        is_guess = num_rows > 1 and place not in self._factors
-        new = known + (1.0 if is_guess else _BLEND) * (min(seconds, HICCUP * known) - known)
-        if num_rows == 1:
-            self._seconds[width] = new
-        else:
-            self._factors[place] = new / self._predict(num_rows * width)
-            # Plain rounds may have become rare, but they take no longer than wider ones.
-            plain = next(iter(self._seconds))
-            if self.seconds(plain, num_rows) > new:
-                self._factors[size_of(num_rows), plain] = new / self._predict(num_rows * plain)
+    def at(self, num_rows: int) -> float:
+        weight, rows, seconds, squares, products = self._sums
+        if not weight:
+            return 0.0
+        mean_rows, mean_seconds = rows / weight, seconds / weight
+        prior = BLEND * mean_rows * mean_rows
+        spread, common = squares / weight - mean_rows * mean_rows, products / weight - mean_rows * mean_seconds
+        slope = (common + prior * mean_seconds / (2 * mean_rows)) / (spread + prior)
+        slope = min(max(slope, 0.0), mean_seconds / mean_rows)  # neither part is negative
+        return mean_seconds + slope * (num_rows - mean_rows)
 
-    def seconds(self, width: int, num_rows: int = 1) -> float:
-        """Expected seconds of a verify of `width` tokens in each of the rows."""
-        return self._predict(num_rows * width) * self._factor(size_of(num_rows), width)
+    def observe(self, num_rows: int, seconds: float, most: float = math.inf) -> None:
+        """most: the most that the very first observation counts for, which may include set-up."""
+        seconds = min(seconds, CLIP * self.at(num_rows) if self.is_known else most)
+        new = (1.0, num_rows, seconds, num_rows * num_rows, num_rows * seconds)
+        self._sums = [(1 - BLEND) * old + value for old, value in zip(self._sums, new, strict=True)]
 
-    def plain_seconds(self, num_rows: int) -> float:
-        """Expected seconds of a plain decoding step: a verify of the least width."""
-        return self.seconds(next(iter(self._seconds)), num_rows)
+    def state(self) -> Tensor:
+        return torch.tensor(self._sums).double()
 
-    def choices(self, num_rows: int = 1, overhead: float = 0.0) -> list[tuple[int, float]]:
-        """(width, seconds of a round) for every width. overhead: what a round with a tree takes beside its verify."""
-        return [(width, self.seconds(width, num_rows) + (overhead if width > 1 else 0.0)) for width in self._seconds]
-
-    def doubt(self, used: int, num_rows: int = 1) -> None:
-        """Lowers the estimates of unused widths a little, so that one that once was slow is tried again."""
-        for width in self._seconds:
-            if width in (1, used):
-                continue
-            if num_rows == 1:
-                self._seconds[width] *= _DOUBT
-            elif (size_of(num_rows), width) in self._factors:
-                self._factors[size_of(num_rows), width] *= _DOUBT
-
-    def _factor(self, size: int, width: int) -> float:
-        """A verify's seconds in a batch over those of one row of as many tokens: seen, or interpolated from others."""
-        own = self._factors.get((size, width)) if size else 1.0
-        if own is not None:
-            return own
-        seen = {other: factor for (other, its_width), factor in self._factors.items() if its_width == width}
-        plain = next(iter(self._seconds))
-        if not seen and width != plain:  # never tried: as for plain steps
-            return self._factor(size, plain)
-        return between({0: 1.0, **seen}, size)
-
-    def _predict(self, num_tokens: int) -> float:
-        """Seconds of a verify of one row of so many tokens, by linear interpolation, and extrapolation beyond."""
-        known = self._seconds.get(num_tokens)
-        if known is not None:
-            return known
-        widths = sorted(self._seconds)
-        if len(widths) == 1:  # the unit of time, however many rows there are
-            return self._seconds[widths[0]]
-        right = min(bisect_left(widths, num_tokens), len(widths) - 1)
-        low, high = widths[right - 1], widths[right]
-        slope = max(0.0, self._seconds[high] - self._seconds[low]) / (high - low)
-        return self._seconds[high] + slope * (num_tokens - high)
-
-    @staticmethod
-    def _time_once(target: TargetRunner, cache: KVCache, width: int) -> float:
-        chain = DraftTree.chain(torch.zeros(1, width, dtype=torch.int64))
-        target.verify(cache, chain)  # the first of a width may include set-up
-        target.synchronize()
-        start = time.perf_counter()
-        target.verify(cache, chain)
-        target.synchronize()
-        return time.perf_counter() - start
+    def restore(self, state: Tensor) -> None:
+        self._sums = state.double().tolist()
 
 
-def size_of(num_rows: int) -> int:
-    """The class of a batch size, its log2 rounded up: 1, 2, 3 to 4, 5 to 8 ... rows."""
-    return (num_rows - 1).bit_length()
+def time_pass(drafter: Drafter, target: TargetRunner) -> float:
+    """Seconds of a draft pass for one row, on a scratch state: the best of three, as the first pays for set-up."""
+    cache, best = target.open(1, num_slots=8), math.inf
+    try:
+        state = drafter.open(cache)
+        for _ in range(3):
+            state = state.keeping([0])  # what is drafted already is forgotten, and drafted again
+            passes = drafter.levels(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # none is made ahead
+            float(next(passes).probabilities[0, 0])  # waits for the device; the first runs no beams yet
+            start = time.perf_counter()
+            float(next(passes).probabilities[0, 0])
+            best = min(best, time.perf_counter() - start)
+    finally:
+        cache.release()
+    return best
+
+
+def time_step(target: TargetRunner, num_tokens: int) -> float:
+    """Seconds of a step of so many tokens below short texts, on a scratch cache: the best of two."""
+    context, best = 64, math.inf
+    num_rows = -(-num_tokens // _WIDEST)
+    width = -(-num_tokens // num_rows)
+    cache = target.open(num_rows, context + width)
+    try:
+        for row in range(num_rows):
+            for _ in target.prefill(cache, row, [0] * context):
+                pass
+        chains = DraftTree.chain(torch.zeros(num_rows, width, dtype=torch.int64))
+        for number in range(3):  # the first may include set-up
+            start = time.perf_counter()
+            target.verify(cache, chains)
+            target.synchronize()
+            best = min(best, time.perf_counter() - start) if number else best
+    finally:
+        cache.release()
+    return best

@@ -5,12 +5,20 @@
    none is followed by another operation that a compiler could contract with it, and nothing is asked of a machine's
    mathematical library: logarithms are comparisons, exponentials whole numbers.
 
+   Rows are independent of each other: where there are many, threads share them, and the results are the same however
+   many threads there are.
+
    Functions return OK, NO_MEMORY or OUT_OF_RANGE. Memory is the caller's, but for that of a `SuffixIndex`, which
    `graft_index_free` frees. */
 
+#define _POSIX_C_SOURCE 200809L
+
+#include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { OK, NO_MEMORY, OUT_OF_RANGE };
 enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
@@ -18,6 +26,8 @@ enum { ALONE, OPPOSED, AGREED };
 enum { ROOT = 0, PADDING = -1, INHERITED = -1 };
 
 static const float SURE = 0.999f, LEAST = 1e-30f;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Candidates */
 
@@ -31,6 +41,117 @@ typedef struct {
     const int64_t *factors; /* [num_factors] by depth, of the hash of a path, its key */
     int64_t num_factors;
 } Pool;
+
+/* Threads */
+
+enum { MOST_THREADS = 8, ROWS_A_THREAD = 4 };
+
+/* Some of the rows, for one thread: it works on a pool of its own, with the same memory. */
+typedef struct {
+    Pool pool;
+    int64_t start, stop; /* rows */
+    const void *arguments;
+    int64_t most; /* the most nodes that one of its rows got, where they differ */
+    int failed;
+} Part;
+
+typedef void Work(Part *part);
+
+/* Threads wait for work for ever; they are started when they are first needed, and again in a forked process, which
+   has none. One caller at a time: they hold Python's lock. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t begun, done;
+    pid_t process;
+    int64_t limit, num_started, num_parts, num_left;
+    int64_t round; /* grows with every work, so that a thread does each once */
+    Work *work;
+    Part *parts;
+} team = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER,
+          .limit = 1};
+
+/* How many threads may work, the caller's included. */
+int graft_use_threads(int64_t count) {
+    team.limit = count < 1 ? 1 : count < MOST_THREADS ? count : MOST_THREADS;
+    return OK;
+}
+
+static void *wait_for_work(void *number) {
+    int64_t place = (int64_t)(intptr_t)number, round = 0;
+    pthread_mutex_lock(&team.lock);
+    for (;;) {
+        while (team.round == round || place >= team.num_parts) {
+            round = team.round;
+            pthread_cond_wait(&team.begun, &team.lock);
+        }
+        round = team.round;
+        Work *work = team.work;
+        Part *part = team.parts + place;
+        pthread_mutex_unlock(&team.lock);
+        work(part);
+        pthread_mutex_lock(&team.lock);
+        if (--team.num_left == 0) pthread_cond_signal(&team.done);
+    }
+    return NULL;
+}
+
+/* Starts threads until there are `count`, the caller's included, and returns how many there are. */
+static int64_t start_threads(int64_t count) {
+    sigset_t all, before;
+    if (team.process != getpid()) {
+        pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+        pthread_cond_t waiting = PTHREAD_COND_INITIALIZER;
+        team.lock = lock;
+        team.begun = team.done = waiting;
+        team.process = getpid();
+        team.num_started = team.num_parts = team.round = 0;
+    }
+    if (team.num_started + 1 >= count) return count;
+    sigfillset(&all); /* signals are for the threads that Python knows */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (team.num_started + 1 < count) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, wait_for_work, (void *)(intptr_t)(team.num_started + 1))) break;
+        pthread_detach(thread);
+        team.num_started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return team.num_started + 1;
+}
+
+/* Does the work for all rows, in parts. The pool's deepest node is then that of all parts, and `most`, unless NULL, the
+   most of all. Of several failures the first row's counts. */
+static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *most) {
+    Part parts[MOST_THREADS];
+    int64_t count = least(team.limit, pool->num_rows / ROWS_A_THREAD);
+    count = count < 2 ? 1 : start_threads(count);
+    for (int64_t p = 0; p < count; p++)
+        parts[p] = (Part){*pool, pool->num_rows * p / count, pool->num_rows * (p + 1) / count, arguments, 0, OK};
+    if (count > 1) {
+        pthread_mutex_lock(&team.lock);
+        team.work = work;
+        team.parts = parts;
+        team.num_parts = count;
+        team.num_left = count - 1;
+        team.round++;
+        pthread_cond_broadcast(&team.begun);
+        pthread_mutex_unlock(&team.lock);
+    }
+    work(parts);
+    if (count > 1) {
+        pthread_mutex_lock(&team.lock);
+        while (team.num_left > 0) pthread_cond_wait(&team.done, &team.lock);
+        team.num_parts = 0;
+        pthread_mutex_unlock(&team.lock);
+    }
+    int failed = OK;
+    for (int64_t p = 0; p < count; p++) {
+        if (!failed) failed = parts[p].failed;
+        if (parts[p].pool.deepest > pool->deepest) pool->deepest = parts[p].pool.deepest;
+        if (most != NULL && parts[p].most > *most) *most = parts[p].most;
+    }
+    return failed;
+}
 
 /* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
 typedef struct {
@@ -51,8 +172,6 @@ static Row row_of(const Pool *pool, int64_t row) {
     found.paths = pool->paths + row * pool->capacity;
     return found;
 }
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t step_key(int64_t token, int64_t factor) {
     return (int64_t)(((uint64_t)token + 1) * (uint64_t)factor);
@@ -173,6 +292,42 @@ int graft_add_rows(
     return OK;
 }
 
+typedef struct {
+    int64_t count;
+    const int64_t *tokens, *parents;
+    const float *probabilities;
+    const Chances *chances;
+    int64_t source, needs, first;
+    const uint8_t *going;
+    int64_t num_beams;
+    double *reached;
+} DraftedLevel;
+
+static void add_level(Part *part) {
+    const DraftedLevel *level = part->arguments;
+    const Chances *chances = level->chances;
+    Pool *pool = &part->pool;
+    for (int64_t r = part->start; r < part->stop; r++) {
+        Row row = row_of(pool, r);
+        float sum = 0.0f;
+        for (int64_t i = 0; i < level->count; i++) {
+            int64_t at = r * level->count + i, node = pool->width + i;
+            int64_t parent = level->parents[at] > 0 ? level->parents[at] + level->first : 0;
+            float chance = level->probabilities[at];
+            int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(chance);
+            if (chances->values != NULL)
+                part->failed = chance_of(chances, ALONE, level->source, score_bucket, &chance);
+            if (!part->failed)
+                part->failed = add_node(
+                    pool, &row, node, level->tokens[at], parent, level->going[r] ? chance : 0.0f, level->source,
+                    score_bucket, level->needs);
+            if (part->failed) return;
+            if (i < level->num_beams) sum += row.paths[node];
+        }
+        level->reached[r] = sum < 1.0f ? sum : 1.0f;
+    }
+}
+
 /* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
    whose nodes but the root are `first` further on among the candidates. Without values in `chances` the drafter's q is
    the acceptance probability. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
@@ -180,35 +335,29 @@ int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
     double *reached) {
-    for (int64_t r = 0; r < pool->num_rows; r++) {
-        Row row = row_of(pool, r);
-        float sum = 0.0f;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t at = r * count + i, node = pool->width + i;
-            int64_t parent = parents[at] > 0 ? parents[at] + first : 0;
-            int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(probabilities[at]);
-            float chance = probabilities[at];
-            int failed = chances->values == NULL ? OK : chance_of(chances, ALONE, source, score_bucket, &chance);
-            if (!failed)
-                failed = add_node(
-                    pool, &row, node, tokens[at], parent, going[r] ? chance : 0.0f, source, score_bucket, needs);
-            if (failed) return failed;
-            if (i < num_beams) sum += row.paths[node];
-        }
-        reached[r] = sum < 1.0f ? sum : 1.0f;
-    }
-    pool->width += count;
-    return OK;
+    DraftedLevel level = {count, tokens, parents, probabilities, chances, source, needs, first, going, num_beams,
+                          reached};
+    int failed = share_work(pool, add_level, &level, NULL);
+    if (!failed) pool->width += count;
+    return failed;
 }
 
-/* Merges equal paths into the likeliest copy; the others become padding. Without values in `chances`, probabilities are
-   not computed again by agreement. */
-int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
-    int64_t width = pool->width, num_slots = 16;
-    int bits = 4, failed = OK;
+typedef struct {
+    int64_t drafted;
+    const Chances *chances;
+} Merging;
+
+static void merge(Part *part) {
+    const Pool *pool = &part->pool;
+    const Chances *chances = ((const Merging *)part->arguments)->chances;
+    int64_t width = pool->width, num_slots = 16, drafted = ((const Merging *)part->arguments)->drafted;
+    int bits = 4;
     for (; num_slots < 2 * width; num_slots *= 2) bits++;
     int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
-    if (memory == NULL) return NO_MEMORY;
+    if (memory == NULL) {
+        part->failed = NO_MEMORY;
+        return;
+    }
     int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
     int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
     int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all its copies */
@@ -217,7 +366,7 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
     int64_t *spoke = needs + width;          /* whether the drafter proposed a child */
     int64_t *order = spoke + width;          /* nodes sorted by depth */
     int64_t *starts = order + width;         /* where each depth starts in `order` */
-    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);
         const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
         int64_t *parents = row.fields[PARENT], *agreement = row.fields[AGREEMENT];
@@ -255,7 +404,7 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
         for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
         for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
         for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
-        for (int64_t o = 0; o < width && !failed; o++) {
+        for (int64_t o = 0; o < width && !part->failed; o++) {
             int64_t i = order[o];
             float chance;
             if (kept[i] == i && first_source[i] != last_source[i])
@@ -263,12 +412,18 @@ int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
             else if (spoke[parents[i]] && sources[i] != drafted)
                 agreement[i] = OPPOSED;
             if (i == 0 || !(paths[i] > 0)) continue;
-            failed = chance_of(chances, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &chance);
-            if (!failed) paths[i] = path_of(paths[parents[i]], chance);
+            part->failed = chance_of(chances, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &chance);
+            if (!part->failed) paths[i] = path_of(paths[parents[i]], chance);
         }
     }
     free(memory);
-    return failed;
+}
+
+/* Merges equal paths into the likeliest copy; the others become padding. Without values in `chances`, probabilities are
+   not computed again by agreement. */
+int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
+    Merging merging = {drafted, chances};
+    return share_work(pool, merge, &merging, NULL);
 }
 
 /* Makes padding of all but the root and the counts[row] likeliest nodes of each row; equal paths count separately. */
@@ -289,78 +444,167 @@ int graft_keep_best(Pool *pool, const int64_t *counts) {
     return OK;
 }
 
-/* The root and likeliest nodes, `count` in all, likeliest first. numbers: [4][num_rows][count] of tokens, parents,
-   sources and score buckets; shares: [2][num_rows][count] of P(accepted | parent accepted) and path probabilities. */
-int graft_best(const Pool *pool, int64_t count, int64_t *numbers, float *shares) {
-    int64_t size = pool->num_rows * count;
-    if (count > pool->width) return OUT_OF_RANGE;
-    int64_t *chosen = malloc((size_t)(count + pool->width) * sizeof(int64_t));
-    if (chosen == NULL) return NO_MEMORY;
-    int64_t *place = chosen + count; /* node -> its index among the chosen */
+/* The likeliest nodes of all rows together: of each row at most caps[row], the root not counted, and of all `total`. */
+typedef struct {
+    int64_t total, stride;
+    int64_t most_needs;  /* nodes that need more draft passes are left out; -1: none is */
+    const int64_t *caps; /* [num_rows] at most stride */
+    int64_t *nodes;      /* [num_rows][stride] each row's own likeliest first */
+    int64_t *counts;     /* [num_rows] how many of them there are */
+} Ranking;
+
+static void rank_rows(Part *part) {
+    const Ranking *ranking = part->arguments;
+    const Pool *pool = &part->pool;
+    float *had = NULL;
+    if (ranking->most_needs >= 0) {
+        had = malloc((size_t)pool->width * sizeof(float));
+        if (had == NULL) {
+            part->failed = NO_MEMORY;
+            return;
+        }
+    }
+    for (int64_t r = part->start; r < part->stop; r++) {
+        Row row = row_of(pool, r);
+        const float *paths = row.paths;
+        int64_t *nodes = ranking->nodes + r * ranking->stride, num_nodes = 0;
+        int64_t count = least(least(ranking->caps[r], ranking->total), pool->width - 1);
+        for (int64_t i = 0; had != NULL && i < pool->width; i++)
+            had[i] = row.fields[NEED][i] > ranking->most_needs ? 0.0f : paths[i];
+        if (had != NULL) paths = had;
+        highest(paths + 1, pool->width - 1, count, nodes);
+        while (num_nodes < count && paths[nodes[num_nodes] + 1] > 0) nodes[num_nodes++]++;
+        ranking->counts[r] = num_nodes;
+    }
+    free(had);
+}
+
+/* A heap of rows by the path probability of each one's next node; of equal ones the first row. */
+typedef struct {
+    const Pool *pool;
+    const Ranking *ranking;
+    int64_t *rows, *taken;
+    int64_t size;
+} Heap;
+
+static int comes_first(const Heap *heap, int64_t one, int64_t other) {
+    const Ranking *ranking = heap->ranking;
+    float a = heap->pool->paths[one * heap->pool->capacity + ranking->nodes[one * ranking->stride + heap->taken[one]]];
+    float b =
+        heap->pool->paths[other * heap->pool->capacity + ranking->nodes[other * ranking->stride + heap->taken[other]]];
+    return a > b || (a == b && one < other);
+}
+
+static void sink(Heap *heap, int64_t place) {
+    int64_t *rows = heap->rows, moved = rows[place];
+    for (int64_t child = 2 * place + 1; child < heap->size; child = 2 * place + 1) {
+        if (child + 1 < heap->size && comes_first(heap, rows[child + 1], rows[child])) child++;
+        if (!comes_first(heap, rows[child], moved)) break;
+        rows[place] = rows[child];
+        place = child;
+    }
+    rows[place] = moved;
+}
+
+/* Puts the rows' likeliest in one order: rows[i] is the row of the i-th node, gains[i] the sum of the path
+   probabilities of the first i + 1. The j-th node of a row in that order is its own j-th. memory: 2 * num_rows. */
+static int64_t rank_all(const Pool *pool, const Ranking *ranking, int64_t *rows, double *gains, int64_t *memory) {
+    Heap heap = {pool, ranking, memory, memory + pool->num_rows, 0};
+    int64_t num_ranked = 0;
+    double sum = 0.0;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        heap.taken[r] = 0;
+        if (ranking->counts[r] > 0) heap.rows[heap.size++] = r;
+    }
+    for (int64_t place = heap.size / 2 - 1; place >= 0; place--) sink(&heap, place);
+    while (num_ranked < ranking->total && heap.size > 0) {
+        int64_t r = heap.rows[0];
+        sum += pool->paths[r * pool->capacity + ranking->nodes[r * ranking->stride + heap.taken[r]++]];
+        if (rows != NULL) rows[num_ranked] = r;
+        gains[num_ranked++] = sum;
+        if (heap.taken[r] == ranking->counts[r]) heap.rows[0] = heap.rows[--heap.size];
+        sink(&heap, 0);
+    }
+    return num_ranked;
+}
+
+/* Ranks the likeliest nodes of all rows together: see `Ranking` and `rank_all`. rows, gains: room for `total`;
+   num_ranked: how many there are. */
+int graft_rank(
+    Pool *pool, int64_t total, int64_t stride, const int64_t *caps, int64_t *nodes, int64_t *rows, double *gains,
+    int64_t *num_ranked) {
+    int64_t *memory = malloc((size_t)(3 * pool->num_rows) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    Ranking ranking = {total, stride, -1, caps, nodes, memory + 2 * pool->num_rows};
+    for (int64_t r = 0; r < pool->num_rows; r++)
+        if (caps[r] > stride) {
+            free(memory);
+            return OUT_OF_RANGE;
+        }
+    int failed = share_work(pool, rank_rows, &ranking, NULL);
+    if (!failed) *num_ranked = rank_all(pool, &ranking, rows, gains, memory);
+    free(memory);
+    return failed;
+}
+
+/* The tree of the roots and the first `count` of what was ranked, each row's likeliest first, and how wide it is.
+   nodes, rows: as graft_rank gave them. numbers: room for [4][num_rows][width] of tokens, parents, sources and score
+   buckets; shares: for [2][num_rows][width] of P(accepted | parent accepted) and path probabilities. No row is wider
+   than `room`. */
+int graft_tree(
+    const Pool *pool, int64_t count, int64_t stride, const int64_t *nodes, const int64_t *rows, int64_t room,
+    int64_t *numbers, float *shares, int64_t *width) {
+    int64_t *memory = malloc((size_t)(pool->num_rows + pool->width) * sizeof(int64_t));
+    if (memory == NULL) return NO_MEMORY;
+    int64_t *counts = memory, *place = memory + pool->num_rows; /* node -> its index in the tree */
+    for (int64_t r = 0; r < pool->num_rows; r++) counts[r] = 1;
+    for (int64_t i = 0; i < count; i++) counts[rows[i]]++;
+    *width = 1;
+    for (int64_t r = 0; r < pool->num_rows; r++)
+        if (counts[r] > *width) *width = counts[r];
+    int64_t size = pool->num_rows * *width;
+    if (*width > room) {
+        free(memory);
+        return OUT_OF_RANGE;
+    }
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
-        memset(place, 0, (size_t)pool->width * sizeof(int64_t));
-        highest(row.paths, pool->width, count, chosen);
-        for (int64_t i = 0; i < count; i++) place[chosen[i]] = i;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t node = chosen[i], parent = row.fields[PARENT][node], at = r * count + i;
-            float path = row.paths[node], above = row.paths[chosen[place[parent]]];
-            numbers[at] = row.fields[TOKEN][node];
-            numbers[size + at] = path > 0 ? place[parent] : 0;
-            numbers[2 * size + at] = path > 0 ? row.fields[SOURCE][node] : PADDING;
-            numbers[3 * size + at] = row.fields[SCORE_BUCKET][node];
+        const int64_t *chosen = nodes + r * stride - 1;
+        place[0] = 0;
+        for (int64_t i = 1; i < counts[r]; i++) place[chosen[i]] = i; /* a parent is likelier, so it has its place */
+        for (int64_t i = 0; i < *width; i++) {
+            int64_t at = r * *width + i, node = i == 0 || i >= counts[r] ? 0 : chosen[i];
+            int64_t parent = row.fields[PARENT][node];
+            int is_node = i < counts[r];
+            float path = is_node ? row.paths[node] : 0.0f, above = row.paths[parent];
+            numbers[at] = row.fields[TOKEN][node]; /* padding has the root's */
+            numbers[size + at] = is_node ? place[parent] : 0;
+            numbers[2 * size + at] = is_node ? row.fields[SOURCE][node] : PADDING;
+            numbers[3 * size + at] = is_node ? row.fields[SCORE_BUCKET][node] : 0;
             shares[at] = path / (above > LEAST ? above : LEAST);
             shares[size + at] = path;
         }
     }
-    free(chosen);
+    free(memory);
     return OK;
 }
 
-/* Expected accepted tokens, in all rows together, of each row's 1, 2, 3 ... likeliest nodes. */
-int graft_best_gains(const Pool *pool, int64_t count, double *gains) {
-    if (count > pool->width - 1) return OUT_OF_RANGE;
-    int64_t *chosen = malloc((size_t)(count + 1) * sizeof(int64_t));
-    if (chosen == NULL) return NO_MEMORY;
-    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
-    for (int64_t r = 0; r < pool->num_rows; r++) {
-        const float *below = pool->paths + r * pool->capacity + 1;
-        highest(below, pool->width - 1, count, chosen);
-        for (int64_t i = 0; i < count; i++) gains[i] += below[chosen[i]];
+/* Expected accepted tokens, in all rows together, of the `total` likeliest nodes, had there been 0, 1, 2 ... max_passes
+   draft passes. values: [max_passes + 1] */
+int graft_values_by_need(
+    Pool *pool, int64_t max_passes, int64_t total, int64_t stride, const int64_t *caps, double *values) {
+    int64_t size = pool->num_rows * (stride + 3) + total;
+    int64_t *memory = malloc((size_t)size * sizeof(int64_t));
+    double *gains = malloc((size_t)(total + 1) * sizeof(double));
+    int failed = memory == NULL || gains == NULL ? NO_MEMORY : OK;
+    for (int64_t passes = 0; passes <= max_passes && !failed; passes++) {
+        Ranking ranking = {total, stride, passes, caps, memory + 3 * pool->num_rows, memory + 2 * pool->num_rows};
+        failed = share_work(pool, rank_rows, &ranking, NULL);
+        int64_t count = failed ? 0 : rank_all(pool, &ranking, NULL, gains, memory);
+        values[passes] = count ? gains[count - 1] : 0.0;
     }
-    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
-    free(chosen);
-    return OK;
-}
-
-/* The same of path probabilities [num_rows][count] that are sorted already. */
-int graft_gains(int64_t num_rows, int64_t count, const float *paths, double *gains) {
-    for (int64_t i = 0; i < count; i++) gains[i] = 0.0;
-    for (int64_t r = 0; r < num_rows; r++)
-        for (int64_t i = 0; i < count; i++) gains[i] += paths[r * count + i];
-    for (int64_t i = 1; i < count; i++) gains[i] += gains[i - 1];
-    return OK;
-}
-
-/* Expected accepted tokens of each row's `budget` likeliest nodes, had there been 0, 1, 2 ... max_passes draft passes.
-   values: [num_rows][max_passes + 1] */
-int graft_values_by_need(const Pool *pool, int64_t max_passes, int64_t budget, double *values) {
-    int64_t count = least(budget + 1, pool->width);
-    int64_t *chosen = malloc((size_t)count * sizeof(int64_t));
-    float *had = malloc((size_t)pool->width * sizeof(float));
-    int failed = chosen == NULL || had == NULL ? NO_MEMORY : OK;
-    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
-        Row row = row_of(pool, r);
-        for (int64_t passes = 0; passes <= max_passes; passes++) {
-            double sum = -1.0; /* without the root, which is among the likeliest with probability 1 */
-            for (int64_t i = 0; i < pool->width; i++) had[i] = row.fields[NEED][i] > passes ? 0.0f : row.paths[i];
-            highest(had, pool->width, count, chosen);
-            for (int64_t i = 0; i < count; i++) sum += had[chosen[i]];
-            values[r * (max_passes + 1) + passes] = sum;
-        }
-    }
-    free(chosen);
-    free(had);
+    free(memory);
+    free(gains);
     return failed;
 }
 
@@ -749,47 +993,64 @@ int graft_extend_leaves(
     return (int)failed;
 }
 
-/* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
-int graft_follow(
-    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
-    int64_t beam, int64_t max_depth) {
-    int64_t width = pool->width;
-    int64_t *best = malloc((size_t)(beam + 1) * sizeof(int64_t));
+typedef struct {
+    const Table *tables;
+    int64_t num_tables;
+    const Chances *chances;
+    int64_t first, num_waves, beam, max_depth;
+} Following;
+
+static void follow(Part *part) {
+    const Following *given = part->arguments;
+    Pool *pool = &part->pool;
+    int64_t width, num_successors = given->tables[0].num_successors;
+    int64_t *best = malloc((size_t)(given->beam + 1) * sizeof(int64_t));
     float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of nodes that may be looked up */
-    int failed = best == NULL || open == NULL ? NO_MEMORY : OK;
-    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
+    if (best == NULL || open == NULL) part->failed = NO_MEMORY;
+    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);
         int64_t num_open = 0;
         width = pool->width;
-        for (int64_t wave = 0; wave < num_waves && !failed; wave++) {
+        for (int64_t wave = 0; wave < given->num_waves && !part->failed; wave++) {
             for (; num_open < width; num_open++)
-                open[num_open] = row.fields[DEPTH][num_open] < max_depth ? row.paths[num_open] : 0.0f;
-            int64_t count = least(beam, width);
+                open[num_open] = row.fields[DEPTH][num_open] < given->max_depth ? row.paths[num_open] : 0.0f;
+            int64_t count = least(given->beam, width);
             highest(open, width, count, best);
-            for (int64_t b = 0; b < count && !failed; b++) {
+            for (int64_t b = 0; b < count && !part->failed; b++) {
                 int64_t number;
-                const int32_t *entries = longest_known(tables, num_tables, &row, best[b], pool->salts[r], &number);
+                const int32_t *entries =
+                    longest_known(given->tables, given->num_tables, &row, best[b], pool->salts[r], &number);
                 if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
-                for (int64_t s = 0; s < tables[0].num_successors && !failed; s++, width++) {
+                for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
                     int32_t entry = entries != NULL ? entries[s] : -1;
-                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1;
+                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
                     float chance = 0.0f;
                     if (entry >= 0) {
                         token = entry / NUM_BUCKETS;
                         score_bucket = entry % NUM_BUCKETS;
-                        failed = chance_of(chances, ALONE, number + first, score_bucket, &chance);
+                        part->failed = chance_of(given->chances, ALONE, source, score_bucket, &chance);
                     }
-                    if (!failed)
-                        failed = add_node(
-                            pool, &row, width, token, best[b], chance, number + first, score_bucket, INHERITED);
+                    if (!part->failed)
+                        part->failed =
+                            add_node(pool, &row, width, token, best[b], chance, source, score_bucket, INHERITED);
                 }
                 open[best[b]] = 0.0f;
             }
         }
+        part->most = width - pool->width; /* the same in all rows */
     }
     free(best);
     free(open);
-    if (!failed) pool->width = width;
+}
+
+/* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
+int graft_follow(
+    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    int64_t beam, int64_t max_depth) {
+    Following given = {tables, num_tables, chances, first, num_waves, beam, max_depth};
+    int64_t num_added = 0;
+    int failed = share_work(pool, follow, &given, &num_added);
+    if (!failed) pool->width += num_added;
     return failed;
 }
 
@@ -1083,40 +1344,64 @@ static int attach_copies(
     return failed;
 }
 
+typedef struct {
+    const SuffixIndex *const *own, *const *past;
+    int64_t first;
+    const Chances *chances;
+    int64_t num_places, max_depth, length, num_nodes;
+    const Scale *scale;
+    int drafted;
+    int64_t *counts; /* [num_rows] nodes that each row gets */
+} Copying;
+
+static void copy_rows(Part *part) {
+    const Copying *given = part->arguments;
+    Pool *pool = &part->pool;
+    int64_t room = 2 * given->num_nodes, end = given->scale->max_match, max_depth = given->max_depth;
+    int64_t *memory = malloc((size_t)(given->num_places + 1 + 4 * room) * sizeof(int64_t));
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, and a node's path */
+    if (memory == NULL || text == NULL) part->failed = NO_MEMORY;
+    int64_t *places = memory, *columns = places + given->num_places + 1;
+    Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    Occurrences found[2];
+    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
+        Row row = row_of(pool, r);
+        const SuffixIndex *own = given->own[r];
+        int64_t count = places_of(pool, &row, given->drafted, given->num_places, max_depth, places), num_added = 0;
+        int64_t known = least(end, own->num_tokens);
+        if (known) memcpy(text, own->tokens + own->num_tokens - known, (size_t)known * sizeof(int32_t));
+        for (int64_t i = 0; i < count && !part->failed; i++) {
+            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
+            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
+                text[--d] = (int32_t)row.fields[TOKEN][at];
+            if (size < 2) continue;
+            find_occurrences(own, text[size - 2], text[size - 1], found);
+            find_occurrences(given->past[r], text[size - 2], text[size - 1], found + 1);
+            part->failed = attach_copies(
+                pool, &row, places[i], pool->width + num_added, found, text, size,
+                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->chances,
+                &subtree);
+            num_added += subtree.count;
+        }
+        given->counts[r] = num_added;
+        if (num_added > part->most) part->most = num_added;
+    }
+    free(memory);
+    free(text);
+}
+
 /* Attaches continuations from each row's own text, own[row], whose last token is the root, and from finished texts,
    past[row], at up to num_places nodes of every row. width: the most nodes that a row gets; they are candidates only if
    there was room for as many, so the caller makes room and calls again. */
 int graft_attach_copies(
     Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
     int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
-    int64_t room = 2 * num_nodes, end = scale->max_match;
-    int64_t *memory = malloc((size_t)(num_places + 1 + pool->num_rows + 4 * room) * sizeof(int64_t));
-    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, and a node's path */
-    int failed = memory == NULL || text == NULL ? NO_MEMORY : OK, drafted = is_drafted(pool);
-    int64_t *places = memory, *counts = places + num_places + 1, *columns = counts + pool->num_rows;
-    Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
-    Occurrences found[2];
+    int64_t *counts = malloc((size_t)pool->num_rows * sizeof(int64_t));
+    if (counts == NULL) return NO_MEMORY;
+    Copying given = {own, past, first, chances, num_places, max_depth, length, num_nodes, scale, is_drafted(pool),
+                     counts};
     *width = 0;
-    for (int64_t r = 0; r < pool->num_rows && !failed; r++) {
-        Row row = row_of(pool, r);
-        int64_t count = places_of(pool, &row, drafted, num_places, max_depth, places);
-        int64_t known = least(end, own[r]->num_tokens);
-        counts[r] = 0;
-        if (known) memcpy(text, own[r]->tokens + own[r]->num_tokens - known, (size_t)known * sizeof(int32_t));
-        for (int64_t i = 0; i < count && !failed; i++) {
-            int64_t depth = row.fields[DEPTH][places[i]], size = known + depth;
-            for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
-                text[--d] = (int32_t)row.fields[TOKEN][at];
-            if (size < 2) continue;
-            find_occurrences(own[r], text[size - 2], text[size - 1], found);
-            find_occurrences(past[r], text[size - 2], text[size - 1], found + 1);
-            failed = attach_copies(
-                pool, &row, places[i], pool->width + counts[r], found, text, size, least(length, max_depth - depth),
-                num_nodes, scale, first, chances, &subtree);
-            counts[r] += subtree.count;
-        }
-        if (!failed && counts[r] > *width) *width = counts[r];
-    }
+    int failed = share_work(pool, copy_rows, &given, width);
     int has_room = !failed && pool->width + *width <= pool->capacity;
     for (int64_t r = 0; r < pool->num_rows && has_room && !failed; r++) {
         Row row = row_of(pool, r);
@@ -1124,7 +1409,6 @@ int graft_attach_copies(
             failed = add_node(pool, &row, pool->width + i, 0, 0, 0.0f, ROOT, 0, INHERITED);
     }
     if (has_room && !failed) pool->width += *width;
-    free(memory);
-    free(text);
+    free(counts);
     return failed;
 }

@@ -1,12 +1,13 @@
 """ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
 
 The C code is compiled when the package is installed, into a shared library beside this file. Calls hold the GIL: they
-take microseconds, and read Python memory that must not move meanwhile.
+take microseconds, read Python memory that must not move meanwhile, and share one team of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -106,10 +107,10 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "graft_merge": [c_void_p, c_int64, c_void_p],
     "graft_keep_best": [c_void_p] * 2,
-    "graft_best": [c_void_p, c_int64, c_void_p, c_void_p],
-    "graft_best_gains": [c_void_p, c_int64, c_void_p],
-    "graft_gains": [*[c_int64] * 2, *[c_void_p] * 2],
-    "graft_values_by_need": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_use_threads": [c_int64],
+    "graft_rank": [c_void_p, *[c_int64] * 2, *[c_void_p] * 5],
+    "graft_tree": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
+    "graft_values_by_need": [c_void_p, *[c_int64] * 3, *[c_void_p] * 2],
     "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
     "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
     "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
@@ -137,7 +138,13 @@ def native() -> Any:
         except AttributeError as error:  # built from an older source
             raise _unusable("_native", error) from error
         function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
+    library.graft_use_threads(_num_cores())
     return library
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:

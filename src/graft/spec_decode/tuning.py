@@ -132,10 +132,10 @@ def watch_gates(
 
 
 def _measured(engine: Engine) -> dict[str, Tensor]:
-    """Costs as a new policy measures them in this warm process, with the host's overhead of the rounds so far."""
+    """Costs as a new policy measures them in this warm process; what only rounds can tell, from the rounds so far."""
     policy = make_policy("graft", engine.target, engine.drafter)
-    policy.prepare()
-    return policy.costs() | {"host": engine.policy.costs()["host"]}
+    policy.measure()
+    return engine.policy.costs() | policy.costs()
 
 
 def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:

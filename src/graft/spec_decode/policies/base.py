@@ -78,7 +78,10 @@ class Policy(ABC):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Measures the costs it needs on this machine. Called before every run; measures once."""
+        """Called before every run: measures, once, what it cannot begin without."""
+
+    def measure(self) -> None:  # noqa: B027 - optional
+        """Measures the costs that it would else learn from rounds, once: a server does so at start-up."""
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:

@@ -1,12 +1,11 @@
 """graft: candidates of all proposers, ranked by acceptance probability, and the budget that pays best.
 
 Draft while another pass is worth its time (prune), attach what was retrieved at the nodes likeliest to be accepted
-(graft), and verify as many of the best nodes as are worth their cost.
+(graft), and verify as many of the best nodes of all rows together as are worth their cost (`budget`).
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -19,38 +18,33 @@ from graft.core.batch import Batch
 from graft.model import TargetRunner, VerifyOutput
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
+from graft.spec_decode.budget import Budget, Plan
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.candidates import Candidates
-from graft.spec_decode.cost_model import HICCUP, WIDTHS, MeansBySize, Plan, VerifyCost, plans_for, total_gains
-from graft.spec_decode.credit import Credit, Hopes
-from graft.spec_decode.policies.base import DraftResult, Policy, PolicySettings
+from graft.spec_decode.candidates import Candidates, Ranking
+from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, time_step, usual_shape
+from graft.spec_decode.policies.base import MAX_BUDGET, USUAL_PASS_COST, DraftResult, Policy, PolicySettings
 from graft.spec_decode.policies.gates import DRAFTED
 from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
-from graft.spec_decode.prospect import Prospect
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 
-_MAX_WIDTH = 64
-_FREE = 3  # prefetched levels that are taken without asking whether they pay: they are ready when the host needs them
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
 _OBSERVE_EVERY = 4  # rounds between two updates of what passes bring: it changes slowly, and computing it takes time
-_BLEND = 0.05  # weight of a round in the usual rate
-_MOST_OVERHEAD = 0.25  # of a plain step: the most that the first round with a tree counts as overhead
-_MARGIN = 0.03  # tokens by which another plan must beat plain decoding: estimates are not that good
-_BATCH_MARGIN = 0.1  # of each of several rows: what they take together is less certain, and there is less to gain
 
 
-class _ProposalResult(NamedTuple):
-    """A round's candidates, how they were drafted, and the plans made from them."""
+class _Look(NamedTuple):
+    """A round's candidates, how they were drafted, and what was chosen of them."""
 
     candidates: Candidates
+    caps: list[int]  # by row: the most nodes that it may get
     passes: list[int]  # by row
-    reaches: list[list[float]]  # by row and pass: P(one of the beams that it expanded is accepted)
-    plans: list[Plan]
-    plan: Plan  # the chosen one
+    reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
+    plan: Plan
+    host_seconds: float  # of retrieving, merging and ranking
+    draft_seconds: float
 
 
 class Graft(Policy):
@@ -67,8 +61,7 @@ class Graft(Policy):
         self._copies = [retriever for retriever in self.retrievers if retriever not in self._tables]
         self._target, self._settings = target, settings
         self.isolated = settings.isolated
-        self._cost = VerifyCost()
-        self._prospect = Prospect(drafter.settings.depth + 1 if drafter is not None else 0)
+        self.budget = self._make_budget()
         # By source number, the drafter first.
         names, priors = ["root"], []
         if drafter is not None:
@@ -79,22 +72,20 @@ class Graft(Policy):
             priors.extend(retriever.prior)
         self.sources = tuple(names)
         self._calibration = Calibration(priors)
-        self._candidates: Candidates | None = None  # this round's, for calibration when it is over; None if plain
+        self._look: _Look | None = None  # this round's; None if plain
         self._uncounted: tuple[Candidates, Accepted] | None = None  # the last round's, not yet in the calibration
-        self._found: _ProposalResult | None = None  # this round's, not yet learned from
-        self._choices: list[tuple[int, float]] = []  # this round's widths and their seconds
-        self._current_rate = 0.0  # tokens per second of the usual round: what time is worth
-        self._planned_seconds = 0.0
+        self._unjudged: _Look | None = None  # the last round's, whose passes are not yet judged
+        self._num_others = 0  # tokens of this round's step that are no rows'
         self._setups_before = 0
-        self._tokens = MeansBySize(_BLEND, math.inf)  # new tokens of a row in a round
-        self._seconds = MeansBySize(_BLEND, math.inf)  # planned ones of a round
-        self._retrieve_seconds = 0.0  # of this round's retrieving and merging
-        self._draft_seconds = 0.0  # of this round's drafting
-        self._overheads = MeansBySize(growth=float)  # seconds of a round with a tree beside drafting and verifying
-        self._pass_seconds = MeansBySize(growth=self._plain_seconds)  # of a draft pass
-        self._num_proposed = 0  # rounds with candidates
-        self._credit, self._hopes = Credit(), Hopes()
-        self._expected = 0.0  # tokens that a row is expected to accept of this round's tree
+        self._num_looks = 0
+
+    def _make_budget(self) -> Budget:
+        settings, num_passes = self._settings, self.drafter.settings.depth + 1 if self.drafter is not None else 0
+        if settings.budget is not None:  # a step is the unit of time
+            return Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget)
+        shape = usual_shape(getattr(getattr(self._target, "device", None), "type", "cpu"))
+        step = StepCost(getattr(self._target, "step_sizes", ()), shape)
+        return Budget(step, num_passes, USUAL_PASS_COST)
 
     # What ablations override
 
@@ -110,116 +101,108 @@ class Graft(Policy):
         """Updates the acceptance probabilities with a round's outcome."""
         self._calibration.observe(candidates, accepted.tokens)
 
-    def best_of(self, candidates: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
-        """The tree of the likeliest candidates and their path probabilities."""
+    def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
+        """The likeliest candidates of all rows together, of each row at most `caps[row]`."""
         candidates.merge(DRAFTED, self._calibration.chances)
-        return candidates.best(budget, max_depth)
+        return candidates.ranked(total, caps)
 
     # The round
 
     def prepare(self) -> None:
-        if self._cost.measured:
-            return
-        budget, pass_cost = self._settings.budget, self._settings.pass_cost
-        if budget is not None and (pass_cost is not None or self.drafter is None):
-            self._cost = VerifyCost.fixed(budget + 1)
-            self._prospect.seconds = pass_cost or 0.0
-        else:
-            self._cost.measure(self._target, WIDTHS if budget is None else (budget + 1,))
+        budget = self.budget
+        if budget.fixed is not None and budget.pass_cost is None:
+            seconds = time_pass(self.drafter, self._target) if self.drafter is not None else 0.0
+            budget.pass_cost = seconds / time_step(self._target, budget.fixed + 1)
+
+    def measure(self) -> None:
+        if self.adapts and not self.budget.step.is_known:
+            self.budget.step.measure(self._target)
             if self.drafter is not None:
-                self._prospect.measure(self.drafter, self._target)
-        self._pass_seconds.restart(self._prospect.seconds)
+                self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         num_rows = len(batch.sequences)
-        self._candidates = None
+        self._look = None
+        self._num_others = getattr(batch, "num_other_tokens", 0)
         self._setups_before = num_setups_of(self._target, self.drafter)
-        self._planned_seconds = self._plain_seconds(num_rows)
-        if not self._may_propose(num_rows) or batch.max_depth < 1:
+        caps = self._caps(batch)
+        most = min(self.budget.max_nodes(num_rows, self._num_others), sum(caps))
+        if most < 1 or batch.max_depth < 1 or not self.budget.may_look(num_rows):
             return DraftResult.without_drafts(DraftTree.roots(roots))
-        self._choices = self._cost.choices(num_rows, self._overheads.get(num_rows))
-        self._current_rate = self._rate(num_rows)
         candidates = self.new_candidates(batch, roots)
+        if self.adapts:  # what no row can get need not be looked for
+            candidates.most_nodes = max(2 * most // num_rows, 1)
         with clock("graft") as copying_time:
             self._retrieve(candidates, batch, self._copies)
         passes: list[int] = [0] * num_rows
-        reaches: list[list[float]] = []
-        self._draft_seconds = 0.0
+        reaches: list[float] = []
+        start = time.perf_counter()
         if self.drafter is not None:
-            start = time.perf_counter()
-            passes, reaches = self._draft(candidates, batch, roots, clock)
-            self._draft_seconds = time.perf_counter() - start
+            passes, reaches = self._draft(candidates, batch, roots, caps, clock)
+        draft_seconds = time.perf_counter() - start
         with clock("graft") as grafting_time:
             self._retrieve(candidates, batch, self._copies + self._tables if any(passes) else self._tables)
-            widest = max(self._cost.widths)
-            num_shown = _SHOWN if any(sequence.is_recorded for sequence in batch.sequences) else 0
-            tree, paths = self.best_of(candidates, widest - 1 + num_shown, batch.max_depth)
-            plans = plans_for(self._choices, total_gains(paths[:, 1:widest]), num_rows)
-            plan = self._best_of(plans, num_rows)
-            width = min(plan.width, paths.shape[1])
-        self._candidates, self._found = candidates, _ProposalResult(candidates, passes, reaches, plans, plan)
-        self._retrieve_seconds = copying_time() + grafting_time()
-        if self._is_time_usual and any(passes):
-            self._pass_seconds.observe(num_rows, self._draft_seconds / max(passes))
-        self._planned_seconds = plan.seconds + sum(passes) / num_rows * self._seconds_of_pass(num_rows)
-        if self.adapts:
-            self._cost.doubt(width, num_rows)
-        return DraftResult(tree.first(width), passes, considered=tree)
+            ranking = self.best_of(candidates, most, caps)
+            plan = self.budget.best(self.budget.plans(ranking.gains, num_rows, self._num_others))
+            tree, _ = ranking.tree(batch.max_depth, plan.num_nodes)
+        considered = tree
+        if any(sequence.is_recorded for sequence in batch.sequences):
+            more = [sum(counts[1:]) + _SHOWN for counts in tree.counts_by_source]
+            considered, _ = candidates.ranked(sum(more), more).tree(batch.max_depth)
+        host_seconds = copying_time() + grafting_time()
+        self._look = _Look(candidates, caps, passes, reaches, plan, host_seconds, draft_seconds)
+        return DraftResult(tree, passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
-        start, num_rows = time.perf_counter(), len(accepted)
+        start, num_rows, look = time.perf_counter(), len(accepted), self._look
         super().learn(batch, tree, verified, accepted, seconds)
-        if not self.adapts:
-            return
-        if self._candidates is None or not self._is_time_usual:
-            self._credit.book(num_rows, 0.0, is_plain=tree.width == 1)
-            return
-        took = self._retrieve_seconds + time.perf_counter() - start
-        self._book(num_rows, tree.width, accepted, self._draft_seconds + took, seconds)
-        # The first round may include set-up.
-        self._overheads.observe(num_rows, took, min(took, _MOST_OVERHEAD * self._plain_seconds(num_rows)))
+        took = time.perf_counter() - start
+        if self.adapts and self._is_time_usual:
+            self._learn_costs(tree, num_rows, look, seconds, took)
+        passes = sum(look.passes) / num_rows if look is not None else 0.0
+        plan = look.plan if look is not None else None
+        self.budget.observe(num_rows, sum(map(len, accepted.tokens)), plan, passes, self._num_others)
+
+    def _learn_costs(self, tree: DraftTree, num_rows: int, look: _Look | None, seconds: float, took: float) -> None:
+        """seconds: of the step; took: of the host's learning."""
+        budget, base = self.budget, num_rows + self._num_others
+        num_nodes = sum(sum(counts[1:]) for counts in tree.counts_by_source)
+        budget.step.observe(base + num_nodes, seconds, least=base)
+        host = budget.host if look is not None else budget.plain_host
+        host.observe(num_rows, took + (look.host_seconds if look is not None else 0.0), most=seconds)
+        if look is not None and any(look.passes):
+            budget.drafting.observe(num_rows, look.draft_seconds / max(look.passes), most=seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        if self._may_propose(len(batch.sequences)) and not self._credit.is_plain_next(len(batch.sequences)):
+        if self.budget.may_look(len(batch.sequences)):
             super().draft_ahead(batch, verified, choices)
-
-    def reconsider(self, num_rows: int) -> None:
-        self._credit.close(num_rows)
 
     def catch_up(self) -> None:
         # Cleared first, so that what fails is not tried again in every round.
-        uncounted, found, self._uncounted, self._found = self._uncounted, self._found, None, None
+        uncounted, unjudged, self._uncounted, self._unjudged = self._uncounted, self._unjudged, None, None
         if uncounted is not None:
             self.calibrate(*uncounted)
-        if found is not None:
-            self._prospect_from(found)
-            self._hope_from(found)
+        if unjudged is not None:
+            self._judge_passes(unjudged)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         self.catch_up()
-        if self._candidates is not None:
-            self._uncounted = (self._candidates, accepted)
-        if self._is_time_usual:
-            self._cost.observe(tree.width, seconds, len(accepted))
-        num_tokens = sum(map(len, accepted.tokens)) / len(accepted)
-        # The first estimate is plain decoding: one token in a plain step.
-        self._tokens.observe(len(accepted), num_tokens, estimate=1.0)
-        self._seconds.observe(len(accepted), self._planned_seconds, self._plain_seconds(len(accepted)))
+        if self._look is not None:
+            self._uncounted, self._unjudged = (self._look.candidates, accepted), self._look
 
     def state(self) -> dict[str, Tensor]:
         self.catch_up()
         counts = self._calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
-        return super().state() | named("calibration", by_source) | named("prospect", self._prospect.state())
+        return super().state() | named("calibration", by_source) | named("prospect", self.budget.passes.state())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._uncounted = self._found = None
+        self._uncounted = self._unjudged = None
         self._restore_calibration(part_of(state, "calibration"))
-        self._prospect.restore(part_of(state, "prospect"))
-        self._tokens.restart()
-        self._seconds.restart()
-        self._num_proposed = 0
+        self.budget.passes.restore(part_of(state, "prospect"))
+        self.budget.restart()
+        self._num_looks = 0
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restores counts source by source: the policy that learned them may have had other sources and buckets."""
@@ -233,35 +216,31 @@ class Graft(Policy):
         self._calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
-        seconds = {"pass": self._prospect.seconds, "host": self._overheads.get(1)}
-        return {**self._cost.state(), **{name: torch.tensor(value).double() for name, value in seconds.items()}}
+        return self.budget.costs()
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         if self._settings.budget is None and self._settings.pass_cost is None:  # else the user has given the costs
-            self._cost.restore(costs)
-            self._prospect.seconds = float(costs["pass"])
-            self._pass_seconds.restart(self._prospect.seconds)
-            self._overheads.restart(float(costs.get("host", 0.0)))
+            self.budget.restore_costs(costs)
 
     # Draft and prune
 
     def _draft(
-        self, candidates: Candidates, batch: Batch, roots: Tensor, clock: Clock
-    ) -> tuple[list[int], list[list[float]]]:
-        """Adds drafted levels to the candidates for as long as another pass is worth its time, row by row.
+        self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], clock: Clock
+    ) -> tuple[list[int], list[float]]:
+        """Adds drafted levels to the candidates for as long as another pass is worth its time.
 
-        Returns the passes of each row, and by row and pass the probability that one of the beams it expanded is
-        accepted.
+        Returns the passes of each row, and by pass the probability that one of the beams it expanded is accepted,
+        summed over the rows that it was for.
         """
         assert self.drafter is not None
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
-        reaches: list[list[float]] = [[] for _ in range(num_rows)]
+        reaches: list[float] = []
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
-        num_free = min(self.drafter.num_prefetched(batch.draft), _FREE) if self.adapts else 0
+        num_free = self.drafter.num_prefetched(batch.draft) if self.adapts else 0
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
-            going = [count == number for count in passes]
+            going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]
             if number == 0 or number >= num_free:  # before the first pass: whether to draft at all
                 going = self.goes_on(candidates, number, reach, going)
             if not any(going):
@@ -271,12 +250,12 @@ class Graft(Policy):
                 reached = candidates.add_level(
                     level, self._calibration.chances, DRAFTED, number + 1, first, going, self.drafter.settings.topk
                 )
-            for row in (row for row in range(num_rows) if going[row]):
+            reaches.append(sum(compress(reach, going)))
+            for row in compress(range(num_rows), going):
                 passes[row] += 1
-                reaches[row].append(reach[row])
                 reach[row] = reached[row]
         if not any(passes):
-            self._prospect.hope()
+            self.budget.passes.doubt()
         return passes, reaches
 
     def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
@@ -284,34 +263,27 @@ class Graft(Policy):
 
         num_done: passes so far. reach: by row, the probability that one of its beams is accepted.
         """
-        num_rows, rate = len(going), self._current_rate
-        pass_price = rate * self._seconds_of_pass(num_rows)
-        if len(self._cost.widths) == 1:  # the verify costs the same whatever is drafted: rows decide separately
-            gains = (self._prospect.gains(num_done, own) for own in reach)
+        num_rows = len(going)
+        if not self.adapts:  # the step costs the same whatever is drafted: rows decide separately
             return [
-                is_going and any(num_rows * gain >= count * pass_price for count, gain in enumerate(own, start=1))
-                for own, is_going in zip(gains, going, strict=True)
+                is_going and self.budget.pays_to_draft_row(num_rows, num_done, own)
+                for own, is_going in zip(reach, going, strict=True)
             ]
-        # Rows share a width and wait for each other's passes: a pass is worth what it brings all of them together.
-        plans = plans_for(self._choices, candidates.best_gains(_MAX_WIDTH), num_rows)
-        further = self._prospect.gains(num_done, sum(compress(reach, going)))
-        now = self._least_worth(plans, num_rows)
-        priced = [(plan.tokens - rate * plan.seconds, num_rows * plan.width - plan.tokens) for plan in plans]
-        pays = any(
-            worth + min(gain, room) - count * pass_price > now
-            for count, gain in enumerate(further, start=1)
-            for worth, room in priced
-        )
+        # Rows share the nodes and wait for each other's passes: a pass is worth what it brings all of them together.
+        caps = [MAX_BUDGET if is_going else 0 for is_going in going]
+        ranking = candidates.ranked(self.budget.max_nodes(num_rows, self._num_others), caps)
+        plans = self.budget.plans(ranking.gains, num_rows, self._num_others)
+        pays = self.budget.pays_to_draft(plans, self._num_others, num_done, sum(compress(reach, going)))
         return [is_going and pays for is_going in going]
 
-    def _prospect_from(self, found: _ProposalResult) -> None:
-        """Tells the prospect what the round's candidates would have been worth with fewer passes."""
-        self._num_proposed += 1
-        if not any(found.passes) or self._num_proposed % _OBSERVE_EVERY:
+    def _judge_passes(self, look: _Look) -> None:
+        """Learns what the round's candidates would have been worth with fewer passes."""
+        self._num_looks += 1
+        if not look.reaches or self._num_looks % _OBSERVE_EVERY:
             return
-        values = found.candidates.values_by_need(max(found.passes), found.plan.width - 1 or _MAX_WIDTH)
-        for row, count in enumerate(found.passes):
-            self._prospect.observe(found.reaches[row], values[row][: count + 1])
+        most = look.plan.num_nodes or self.budget.max_nodes(len(look.passes))
+        values = look.candidates.values_by_need(len(look.reaches), most, look.caps)
+        self.budget.passes.observe(look.reaches, values)
 
     # Graft
 
@@ -320,28 +292,12 @@ class Graft(Policy):
             first = self.sources.index(retriever.names[0])
             retriever.propose(candidates, batch.sequences, first, self._calibration.chances, batch.max_depth)
 
-    # The budget
+    # Small parts
 
-    def _best_of(self, plans: list[Plan], num_rows: int) -> Plan:
-        """The plan worth most; plain decoding unless it is clearly better than that."""
-        best = max(plans, key=lambda plan: plan.worth(self._current_rate))
-        return best if best.worth(self._current_rate) >= self._least_worth(plans, num_rows) else plans[0]
-
-    def _least_worth(self, plans: list[Plan], num_rows: int) -> float:
-        """What a plan must be worth to be chosen: as much as any other, and more than plain decoding by a margin."""
-        worths = [plan.worth(self._current_rate) for plan in plans]
-        margin = _MARGIN if num_rows == 1 else _BATCH_MARGIN * num_rows
-        return max([worths[0] + margin, *worths[1:]])
-
-    def _rate(self, num_rows: int) -> float:
-        """Tokens per second of the usual round of so many rows; at least those of plain decoding."""
-        plain_seconds = self._plain_seconds(num_rows)
-        usual = self._tokens.get(num_rows, 1.0) / self._seconds.get(num_rows, plain_seconds)
-        return num_rows * max(usual, 1 / plain_seconds)
-
-    def _seconds_of_pass(self, num_rows: int) -> float:
-        """Expected seconds of a draft pass for so many rows."""
-        return self._pass_seconds.get(num_rows)
+    def _caps(self, batch: Batch) -> list[int]:
+        """By row, the most nodes that it may get: none where it is to be decoded plainly."""
+        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
+        return [most if getattr(sequence, "speculates", True) else 0 for sequence in batch.sequences]
 
     @property
     def adapts(self) -> bool:
@@ -351,50 +307,4 @@ class Graft(Policy):
     @property
     def _is_time_usual(self) -> bool:
         """Whether the round's time may be learned from: not if it included one-time work such as a graph capture."""
-        return self.adapts and num_setups_of(self._target, self.drafter) == self._setups_before
-
-    # Whether to propose at all
-
-    def _may_propose(self, num_rows: int) -> bool:
-        """Whether the round may have candidates: proposing must not have cost much more than it brought."""
-        if not self.adapts:
-            return True
-        if not self._credit.knows(num_rows):
-            self._credit.open(num_rows, self._gain_of_proposing(num_rows))
-        return self._credit.allows(num_rows)
-
-    def _gain_of_proposing(self, num_rows: int) -> float:
-        """The plain rounds that a round with candidates should save in a batch of this size, known from others."""
-        num_passes = self._hopes.num_passes if self.drafter is not None else 0.0
-        proposing = self._overheads.get(num_rows) + num_passes * self._seconds_of_pass(num_rows)
-        plain = self._plain_seconds(num_rows)
-        return max(
-            1 + self._hopes.accepted(width) - (proposing + seconds) / plain
-            for width, seconds in self._cost.choices(num_rows)
-        )
-
-    def _hope_from(self, found: _ProposalResult) -> None:
-        """Tells the hopes how many tokens the round's plans expect a row to accept."""
-        if self.adapts:
-            num_rows = len(found.passes)
-            expected = {plan.width: plan.tokens / num_rows - 1 for plan in found.plans}
-            self._hopes.observe(expected, max(found.passes))
-            self._expected = expected[found.plan.width]
-
-    def _book(self, num_rows: int, width: int, accepted: Accepted, proposing: float, verifying: float) -> None:
-        """Books the seconds of a round's proposing and verifying against the tokens it was expected to bring.
-
-        What it really brought counts through the running mean of how much of the expected is accepted.
-        """
-        plain = took = self._plain_seconds(num_rows)
-        if width > 1:
-            took = verifying
-            self._hopes.judge(num_rows * self._expected, sum(map(len, accepted.nodes)))
-        planned = self._planned_seconds
-        if width == 1:  # the plan of a tree includes the overhead
-            planned += self._overheads.get(num_rows, proposing)
-        gain = 1 + self._hopes.true_of(self._expected) - min(proposing + took, HICCUP * planned) / plain
-        self._credit.book(num_rows, gain, is_plain=width == 1)
-
-    def _plain_seconds(self, num_rows: int) -> float:
-        return self._cost.plain_seconds(num_rows)
+        return num_setups_of(self._target, self.drafter) == self._setups_before

@@ -51,7 +51,8 @@ class NgramTables:
     def propose(
         self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
     ) -> None:
-        candidates.follow(self._tables.structs, chances, first, self._waves, self._beam, max_depth)
+        beam = min(self._beam, max(candidates.most_nodes // 4, 1))
+        candidates.follow(self._tables.structs, chances, first, self._waves, beam, max_depth)
 
     def learn(self, top_k: TargetTopK) -> None:
         self._tables.learn(top_k)

@@ -109,7 +109,9 @@ class SuffixLookup:
     ) -> None:
         own = [self._index(history) for history in histories]
         extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
-        limits = (self._num_drafted, max_depth, self._depth, self._num_nodes)
+        most = candidates.most_nodes
+        num_places, num_nodes = min(self._num_drafted, max(most // 4, 1)), min(self._num_nodes, most)
+        limits = (num_places, max_depth, self._depth, num_nodes)
         past = [self._past_for(history).address for history in histories]
         candidates.attach_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
 

@@ -1,0 +1,242 @@
+"""The budget: how many nodes a round verifies, in all rows together, and whether another draft pass is worth its time.
+
+All proposals have one currency, the probability that the target accepts them, and all time another, the tokens that it
+usually brings. A round takes the number of nodes that brings most beyond what its time is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, Line, StepCost
+
+_SHARE = 0.01  # of the time that may be lost by looking for trees where none pays
+_GAIN, _FADING = 0.6, 0.8  # of a pass, before any was observed
+
+
+class Plan(NamedTuple):
+    """How many nodes a round verifies, and what is expected of it, all rows together."""
+
+    num_nodes: int
+    num_rows: int
+    gain: float  # accepted tokens, beside one of the target's own a row
+    seconds: float  # of the step
+
+    def worth(self, rate: float) -> float:
+        """Tokens beyond those that the same time brings at the usual `rate`, in tokens per second."""
+        return self.num_rows + self.gain - rate * self.seconds
+
+
+class PassGains:
+    """What draft passes bring: expected tokens that each adds per chance that its beams are reached, and how reach
+    fades from pass to pass; running means."""
+
+    def __init__(self, num_passes: int) -> None:
+        self._gain = [_GAIN] * num_passes
+        self._fading = [_FADING] * num_passes
+
+    def of_further(self, num_done: int, reach: float) -> list[float]:
+        """Expected tokens that one, two, three ... more passes add, when the beams so far are reached with `reach`."""
+        total, totals = 0.0, []
+        for gain, fading in zip(self._gain[num_done:], self._fading[num_done:], strict=True):
+            total += gain * reach
+            totals.append(total)
+            reach *= fading
+        return totals
+
+    def observe(self, reaches: Sequence[float], values: Sequence[float]) -> None:
+        """Takes in a round: the reach before each pass, all rows that made it together, and what the candidates were
+        worth with 0, 1, 2 ... of them."""
+        for number, reach in enumerate(reaches[: len(values) - 1]):
+            if reach > 1e-3:
+                gain = (values[number + 1] - values[number]) / reach
+                self._gain[number] += BLEND * (gain - self._gain[number])
+            if number and reaches[number - 1] > 1e-3:
+                self._fading[number - 1] += BLEND * (reach / reaches[number - 1] - self._fading[number - 1])
+
+    def doubt(self) -> None:
+        """A round went by without a pass: what is not tried should not be given up for ever."""
+        self._gain = [gain + DOUBT * max(_GAIN - gain, 0.0) for gain in self._gain]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"gain": torch.tensor(self._gain), "fading": torch.tensor(self._fading)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes on what `state` once gave, perhaps for trees of another depth; what is missing starts anew."""
+        self._gain = _filled(state.get("gain"), len(self._gain), _GAIN)
+        self._fading = _filled(state.get("fading"), len(self._fading), _FADING)
+
+
+def _filled(values: Tensor | None, count: int, missing: float) -> list[float]:
+    known = values.tolist() if values is not None else []
+    return (known + [missing] * count)[:count]
+
+
+class Budget:
+    """Chooses the number of nodes of each round, and says when there is to be a round without a look for any.
+
+    A look takes time, and may find nothing that pays. Its cost beyond what it brings is booked as a debt, in plain
+    rounds, of which every round pays off a small share; no look is made in debt.
+    """
+
+    def __init__(self, step: StepCost, num_passes: int, pass_cost: float | None, fixed: int | None = None) -> None:
+        """pass_cost: of a draft pass before any was timed, in plain steps; None: not known. fixed: nodes that every row
+        gets in every round; then all that is to be decided is how far to draft."""
+        self.step = step
+        self.drafting = Line()  # seconds of a draft pass
+        self.host, self.plain_host = Line(), Line()  # of the host's part of a round, with a look and without
+        self.passes = PassGains(num_passes)
+        self.fixed, self.pass_cost = fixed, pass_cost
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets how rounds have gone, but not what anything costs."""
+        self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
+        self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
+        self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
+
+    # What things cost
+
+    def plain_seconds(self, num_rows: int) -> float:
+        """Expected seconds of a round that does not look."""
+        if self.fixed is not None:
+            return self.step.seconds(num_rows * (1 + self.fixed))
+        return self.step.seconds(num_rows) + self.plain_host.at(num_rows)
+
+    def pass_seconds(self, num_rows: int) -> float:
+        """Expected seconds of a draft pass for so many rows."""
+        if self.drafting.is_known:
+            return self.drafting.at(num_rows)
+        return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
+
+    def look_seconds(self, num_rows: int, num_passes: float) -> float:
+        """Expected seconds that a look adds to a round, beside the nodes that it verifies."""
+        more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0)
+        return (more if self.fixed is None else 0.0) + num_passes * self.pass_seconds(num_rows)
+
+    def rate(self, num_rows: int) -> float:
+        """Tokens per second of the usual round of so many rows; at least those of plain decoding."""
+        return num_rows * max(self._tokens / self._time, 1.0) / self.plain_seconds(num_rows)
+
+    # What a round should do
+
+    def may_look(self, num_rows: int) -> bool:
+        """Whether a round may look for nodes: not in debt, and not before a step was timed."""
+        if self.fixed is not None:
+            return True
+        return self.step.is_known and (self._balance >= 0 or self._is_other(num_rows))
+
+    def max_nodes(self, num_rows: int, num_others: int = 0) -> int:
+        """The most nodes that a round may verify. num_others: tokens of the step that are no rows'."""
+        if self.fixed is not None:
+            return self.fixed * num_rows
+        return max(self.step.sizes[-1] - num_rows - num_others, 0)
+
+    def plans(self, gains: Sequence[float], num_rows: int, num_others: int = 0) -> list[Plan]:
+        """What a round might verify: nothing, or as many nodes as fit a size of step. gains: expected accepted tokens
+        of the 1, 2, 3 ... likeliest nodes.
+
+        No step is far larger than any that was timed: what it costs is a guess.
+        """
+        base = num_rows + num_others
+        most = len(gains)
+        if self.fixed is not None:
+            return [Plan(most, num_rows, gains[-1] if most else 0.0, self.plain_seconds(num_rows))]
+        most = min(most, int(CLIP * CLIP * max(self.step.largest, base)) - base)
+        counts = {min(size - base, most): None for size in self.step.sizes if size > base and most}
+        return [Plan(0, num_rows, 0.0, self.step.seconds(base))] + [
+            Plan(count, num_rows, self._truth * gains[count - 1], self.step.seconds(base + count)) for count in counts
+        ]
+
+    def best(self, plans: Sequence[Plan]) -> Plan:
+        """The plan that brings most beyond what its time is worth."""
+        rate = self.rate(plans[0].num_rows)
+        return max(plans, key=lambda plan: plan.worth(rate))
+
+    def pays_to_draft(self, plans: Sequence[Plan], num_others: int, num_done: int, reach: float) -> bool:
+        """Whether some number of further draft passes is worth more than stopping here.
+
+        plans: with the candidates so far. num_done: passes so far. reach: P(one of a row's beams is accepted), summed
+        over the rows.
+        """
+        last, num_rows = plans[-1], plans[0].num_rows
+        base = num_rows + num_others
+        larger = [size - base for size in self.step.sizes if size - base > last.num_nodes]
+        there = [*plans, *(last._replace(num_nodes=more, seconds=self.step.seconds(base + more)) for more in larger)]
+        rate, truth = self.rate(num_rows), self._truth
+        price, now = rate * self.pass_seconds(num_rows), max(plan.worth(rate) for plan in plans)
+        priced = [(plan.worth(rate), plan.num_nodes - plan.gain) for plan in there]  # and what it has room for
+        return any(
+            worth + min(truth * gain, room) - count * price > now
+            for count, gain in enumerate(self.passes.of_further(num_done, reach), start=1)
+            for worth, room in priced
+        )
+
+    def pays_to_draft_row(self, num_rows: int, num_done: int, reach: float) -> bool:
+        """Likewise for one of the rows, where each has its own nodes and the step costs the same whatever they are."""
+        price = self.rate(num_rows) * self.pass_seconds(num_rows)
+        gains = self.passes.of_further(num_done, reach)
+        return any(num_rows * gain >= count * price for count, gain in enumerate(gains, start=1))
+
+    # What came of it
+
+    def observe(
+        self, num_rows: int, num_tokens: int, plan: Plan | None, num_passes: float, num_others: int = 0
+    ) -> None:
+        """Takes in a round. num_tokens: what it brought, all rows together; plan: what it verified, None if it did not
+        look; num_passes: draft passes."""
+        time, gain = 1.0, 0.0
+        if plan is not None:
+            plain, look, more = self.plain_seconds(num_rows), self.look_seconds(num_rows, num_passes), 0.0
+            if self.fixed is None:  # as is known now, with the round itself
+                base = num_rows + num_others
+                more = self.step.seconds(base + plan.num_nodes) - self.step.seconds(base)
+            time += (look + more) / plain
+            # What the next look may bring: nodes that have turned out too dear will not be chosen again.
+            gain = max(plan.gain / num_rows - more / plain, 0.0) - look / plain
+            self._judge(plan, num_tokens - num_rows)
+            if self._is_other(num_rows):
+                self._balance = 0.0
+            self._num_rows = num_rows
+        self._balance = min(self._balance + _SHARE + gain, 1.0)  # what trees have saved is not kept for long
+        self._tokens += BLEND * (num_tokens / num_rows - self._tokens)
+        self._time += BLEND * (time - self._time)
+
+    def _judge(self, plan: Plan, num_accepted: int) -> None:
+        """Takes in how many of the chosen nodes were accepted."""
+        if plan.num_nodes:
+            hoped = plan.gain / self._truth
+            self._hoped += hoped - BLEND * self._hoped
+            self._came += num_accepted - BLEND * self._came
+            self._came = max(self._came, self._hoped / (CLIP * CLIP))
+        else:  # what is not tried should not be given up for ever
+            self._came += DOUBT * max(self._hoped - self._came, 0.0)
+
+    @property
+    def _truth(self) -> float:
+        """What part of the tokens that are expected comes true, as of late."""
+        return self._came / self._hoped if self.fixed is None else 1.0
+
+    def _is_other(self, num_rows: int) -> bool:
+        """Whether there are so many more or fewer rows than at the last look that it tells little."""
+        return not self._num_rows / CLIP < num_rows < self._num_rows * CLIP
+
+    # Kept in a profile
+
+    def costs(self) -> dict[str, Tensor]:
+        return self.step.state() | {name: line.state() for name, line in self._lines.items() if line.is_known}
+
+    def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
+        """Takes on what `costs` once gave; what is missing starts anew."""
+        self.step.restore(costs)
+        for name, line in self._lines.items():
+            if name in costs:
+                line.restore(costs[name])
+
+    @property
+    def _lines(self) -> dict[str, Line]:
+        return {"pass_line": self.drafting, "host_line": self.host, "plain_host_line": self.plain_host}

@@ -1,0 +1,348 @@
+"""The budget finds what pays: simulated rounds whose costs and acceptance are known; and what it is made of."""
+
+import math
+import random
+from bisect import bisect_left
+from itertools import pairwise
+
+import pytest
+import torch
+
+from graft import Engine
+from graft.model import TargetRunner
+from graft.spec_decode.budget import Budget, PassGains
+from graft.spec_decode.cost_model import Line, StepCost, UnitCost, usual_shape
+from graft.spec_decode.policies import make_policy
+from tiny import tiny_model
+
+GRID = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FIXED = (0, 1, 3, 7, 15, 31, 60)  # nodes a row
+GOOD, FAIR, POOR, HOPELESS = (0.8, 0.15), (0.5, 0.3), (0.3, 0.2), (0.03, 0.03)  # P(a first choice is accepted), spread
+
+
+def on_a_line(points, at):
+    for (low, start), (high, end) in pairwise(points):
+        if at <= high:
+            return start + (end - start) * (at - low) / (high - low)
+    return points[-1][1] * at / points[-1][0]
+
+
+def gpu(num_tokens):
+    size = GRID[bisect_left(GRID, num_tokens)] if num_tokens <= GRID[-1] else num_tokens
+    return 1e-3 * on_a_line([(1, 5.0), (64, 5.0), (256, 7.5), (512, 12.0)], size)
+
+
+def cpu(num_tokens):
+    return 1e-3 * (40 + 8 * num_tokens)
+
+
+class Simulation:
+    """Rounds of a target whose steps take `seconds(num_tokens)`, and of texts whose candidates are accepted as often as
+    they say. Times are noisy, and some are hiccups."""
+
+    def __init__(self, seconds, kind, num_rows, sizes=GRID, device="cuda", seed=0):
+        self.seconds, self.kind, self.num_rows = seconds, kind, num_rows
+        self.budget = Budget(StepCost(sizes, usual_shape(device)), num_passes=0, pass_cost=0.0)
+        self.rng = random.Random(seed)
+        self.num_tokens, self.took = 0.0, 0.0
+        self.num_nodes = []
+
+    def candidates(self):
+        """Path probabilities of all rows together, likeliest first: chains with side branches."""
+        paths = []
+        for _ in range(self.num_rows):
+            right, path = self.kind[0] + self.kind[1] * self.rng.uniform(-1, 1), 1.0
+            for _ in range(12):
+                paths += [path * right, 0.3 * path * right * (1 - right), 0.15 * path * right * (1 - right)]
+                path *= right
+        return sorted((path for path in paths if path > 1e-5), reverse=True)
+
+    def host(self, looks):
+        return 3e-4 + 2e-5 * self.num_rows if looks else 1e-4
+
+    def run(self, num_rounds, fixed=None):
+        """Tokens a second of so many rounds, by what was expected, so that luck does not count. fixed: nodes a row."""
+        self.num_tokens, self.took, self.num_nodes = 0.0, 0.0, []
+        for _ in range(num_rounds):
+            if fixed is None:
+                self.round()
+            else:
+                self.book(self.candidates()[: fixed * self.num_rows] if fixed else [], looks=fixed > 0)
+        return self.num_tokens / self.took
+
+    def book(self, chosen, looks):
+        self.num_nodes.append(len(chosen))
+        self.num_tokens += self.num_rows + sum(chosen)
+        self.took += self.seconds(self.num_rows + len(chosen)) + self.host(looks)
+
+    def round(self):
+        budget, num_rows, plan, chosen = self.budget, self.num_rows, None, []
+        looks = budget.may_look(num_rows)
+        if looks:
+            paths = self.candidates()[: budget.max_nodes(num_rows)]
+            gains = torch.tensor(paths).double().cumsum(0).tolist()
+            plan = budget.best(budget.plans(gains, num_rows))
+            chosen = paths[: plan.num_nodes]
+        noise = math.exp(self.rng.gauss(0, 0.03)) * (2.5 if self.rng.random() < 0.005 else 1)
+        size = num_rows + len(chosen)
+        budget.step.observe(size, noise * self.seconds(size), least=num_rows)
+        (budget.host if looks else budget.plain_host).observe(
+            num_rows, noise * self.host(looks), most=self.seconds(size)
+        )
+        accepted = sum(self.rng.random() < path for path in chosen)
+        budget.observe(num_rows, num_rows + accepted, plan, num_passes=0)
+        self.book(chosen, looks)
+
+
+MACHINES = {"gpu": (gpu, GRID, "cuda"), "cpu": (cpu, (), "cpu")}
+
+
+def best_fixed(seconds, kind, num_rows):
+    return max(Simulation(seconds, kind, num_rows, seed=1).run(100, fixed) for fixed in FIXED)
+
+
+@pytest.mark.parametrize("kind", [GOOD, FAIR, POOR, HOPELESS], ids=["good", "fair", "poor", "hopeless"])
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_fixed_budget_is_better_by_more_than_3_percent(machine, num_rows, kind):
+    """From nothing known: the first rounds, in which costs are learned, are left out."""
+    seconds, sizes, device = MACHINES[machine]
+    simulation = Simulation(seconds, kind, num_rows, sizes, device)
+    simulation.run(200)
+    assert simulation.run(300) >= 0.97 * best_fixed(seconds, kind, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_hopeless_text_costs_2_percent_from_the_first_round_on(machine, num_rows):
+    seconds, sizes, device = MACHINES[machine]
+    simulation = Simulation(seconds, HOPELESS, num_rows, sizes, device)
+    assert simulation.run(400) >= 0.98 * Simulation(seconds, HOPELESS, num_rows).run(10, fixed=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(HOPELESS, GOOD), (GOOD, HOPELESS)], ids=["to good", "to hopeless"])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_when_texts_change_the_budget_follows_within_100_rounds(num_rows, before, after):
+    simulation = Simulation(gpu, before, num_rows)
+    simulation.run(300)
+    simulation.kind = after
+    simulation.run(100)
+    assert simulation.run(100) >= 0.95 * best_fixed(gpu, after, num_rows)
+
+
+def test_when_the_number_of_rows_changes_the_budget_follows_at_once():
+    simulation = Simulation(gpu, GOOD, 64)
+    simulation.run(200)
+    simulation.num_rows = 1
+    assert simulation.run(100) >= 0.95 * best_fixed(gpu, GOOD, 1)
+
+
+def test_a_busy_machine_is_forgotten_within_seconds():
+    """All steps took three times as long for a while; soon after, the same nodes are chosen as before."""
+    simulation = Simulation(gpu, FAIR, 16)
+    simulation.run(200)
+    simulation.seconds = lambda num_tokens: 3 * gpu(num_tokens)
+    simulation.run(100)
+    simulation.seconds = gpu
+    simulation.run(200)  # 1.2 seconds
+    assert simulation.run(200) >= 0.97 * best_fixed(gpu, FAIR, 16)
+    assert simulation.budget.step.seconds(64) == pytest.approx(gpu(64), rel=0.1)
+
+
+def test_rows_with_better_candidates_get_more_nodes():
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), 0, 0.0)
+    budget.step.observe(64, 1.0)
+    gains = torch.tensor([0.9] * 60 + [0.01] * 300).cumsum(0).tolist()
+    assert budget.best(budget.plans(gains, 64)).num_nodes == 64, "as many as are good, to the next size of step"
+
+
+def test_places_that_are_padded_anyway_cost_nothing():
+    """With 40 tokens of a prompt in the step, 20 rows leave 4 places up to the next size."""
+    budget = Budget(StepCost(GRID, lambda size: size**2), 0, 0.0)
+    budget.step.observe(20, 1.0)
+    gains = torch.tensor([0.01] * 100).cumsum(0).tolist()
+    assert budget.best(budget.plans(gains, 20, num_others=40)).num_nodes == 4
+    assert budget.best(budget.plans(gains, 16, num_others=0)).num_nodes == 0
+    assert budget.max_nodes(20, num_others=40) == 512 - 60
+
+
+# Seconds of steps
+
+
+def test_before_anything_is_known_steps_have_the_usual_shape_of_their_device():
+    fast, slow = StepCost(GRID, usual_shape("cuda")), StepCost((), usual_shape("cpu"))
+    assert not fast.is_known and fast.seconds(1) == fast.seconds(64) < fast.seconds(65) == fast.seconds(96)
+    assert slow.seconds(2) < slow.seconds(3) < slow.seconds(20)
+    fast.observe(4, 0.005)
+    assert fast.is_known and fast.seconds(64) == pytest.approx(0.005, rel=0.05)
+    assert fast.seconds(1024) == pytest.approx(2 * fast.seconds(512)), "beyond all sizes in proportion"
+
+
+def test_a_size_that_was_not_tried_is_as_far_off_as_its_neighbours():
+    step = StepCost(GRID, lambda size: float(size))
+    for _ in range(50):
+        for size, factor in ((1, 1.0), (16, 2.0)):
+            step.observe(size, factor * size)
+    assert step.seconds(1) == pytest.approx(1.0, rel=0.05) and step.seconds(16) == pytest.approx(32.0, rel=0.05)
+    undoubted = [seconds / size for seconds, size in zip(step._undoubted, GRID, strict=True)]
+    assert undoubted[:5] == sorted(undoubted[:5]) and undoubted[5:] == pytest.approx([undoubted[4]] * 10)
+
+
+def test_no_step_takes_longer_than_a_larger_one_was_seen_to_take():
+    step = StepCost(GRID, usual_shape("cuda"))
+    step.observe(1, 3.0)  # the first includes set-up
+    for _ in range(20):
+        step.observe(32, 1.0)
+    assert step.seconds(1) <= step.seconds(32) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_size_that_once_was_slow_is_tried_again():
+    step = StepCost(GRID, usual_shape("cuda"))
+    step.observe(1, 1.0)
+    step.observe(64, 9.0)
+    dear, rounds = step.seconds(64), 0
+    assert dear > 1.5
+    while step.seconds(64) > 1.05:
+        step.observe(1, 1.0)
+        rounds += 1
+        assert rounds < 600
+    assert rounds > 50, "but not at once"
+
+
+def test_a_hiccup_counts_for_little():
+    step = StepCost(GRID, usual_shape("cuda"))
+    for _ in range(50):
+        step.observe(32, 1.0)
+    step.observe(32, 100.0)
+    assert step.seconds(32) < 1.1
+
+
+def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
+    budget = Budget(StepCost((), usual_shape("cuda")), 0, 0.0)
+    budget.step.observe(2, 1.0)
+    gains = [0.5 * n for n in range(1, 300)]
+    assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 6, "four times"
+
+
+def test_costs_are_kept_and_come_back():
+    budget, other = (Budget(StepCost(GRID, usual_shape("cuda")), 3, 0.1) for _ in range(2))
+    assert budget.costs() == {}
+    budget.step.observe(8, 0.25)
+    for line in (budget.drafting, budget.host, budget.plain_host):
+        line.observe(4, 0.125)
+    other.restore_costs(budget.costs() | {"widths": torch.tensor([1, 2]), "pass": torch.tensor(0.5)})
+    assert other.step.seconds(100) == pytest.approx(budget.step.seconds(100))
+    assert other.pass_seconds(9) == pytest.approx(budget.pass_seconds(9)) and other.plain_seconds(2) > 0.25
+    fresh = Budget(StepCost(GRID), 3, 0.1)
+    fresh.restore_costs({"widths": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 2.0])})
+    assert not fresh.step.is_known, "what an older profile has is passed over"
+
+
+def test_a_machine_is_measured_once():
+    policy = make_policy("graft", TargetRunner(tiny_model()))
+    assert not policy.budget.step.is_known
+    policy.prepare()
+    assert not policy.budget.step.is_known, "a library's first call does not wait for that"
+    policy.measure()
+    measured = policy.costs()
+    policy.measure()
+    assert torch.equal(policy.costs()["step_seconds"], measured["step_seconds"]) and policy.budget.may_look(1)
+
+
+def test_without_measuring_the_machine_the_first_round_is_plain_and_the_text_the_same():
+    model = tiny_model()
+    plain = Engine(model, policy="off").generate([3, 4, 5], max_new_tokens=60).ids
+    engine = Engine(model)
+    assert engine.generate([3, 4, 5], max_new_tokens=60).ids == plain
+    assert engine.policy.budget.step.is_known
+
+
+# Seconds by rows
+
+
+def test_a_line_is_found():
+    line = Line()
+    assert line.at(5) == 0.0 and not line.is_known
+    for num_rows in (1, 64, 16, 4) * 20:
+        line.observe(num_rows, 2.0 + 0.5 * num_rows)
+    assert [line.at(rows) for rows in (1, 16, 64)] == pytest.approx([2.5, 10.0, 34.0], rel=0.1)
+    before = line.at(16)
+    line.observe(16, 1000.0)
+    assert line.at(16) < 1.2 * before, "a hiccup"
+
+
+def test_where_all_have_as_many_rows_half_the_seconds_grow_with_them():
+    line = Line()
+    line.observe(8, 100.0, most=4.0)
+    for _ in range(50):
+        line.observe(8, 4.0)
+    assert [line.at(rows) for rows in (4, 8, 16)] == pytest.approx([3.0, 4.0, 6.0])
+
+
+# Draft passes
+
+
+def test_gains_of_passes_add_up_and_fade_with_the_reach_of_the_beams():
+    passes = PassGains(4)
+    passes._gain, passes._fading = [0.8, 0.5, 0.4, 0.2], [0.5, 0.5, 0.5, 0.5]
+    assert passes.of_further(0, 1.0) == pytest.approx([0.8, 1.05, 1.15, 1.175])
+    assert passes.of_further(2, 0.5) == pytest.approx([0.2, 0.25])
+    assert passes.of_further(4, 0.5) == [], "no further pass"
+    assert PassGains(0).of_further(0, 1.0) == []
+
+
+def test_what_passes_bring_is_learned():
+    passes = PassGains(3)
+    for _ in range(300):
+        passes.observe(reaches=[1.0, 0.5], values=[0.1, 0.8, 0.9])
+    assert passes._gain[:2] == pytest.approx([0.7, 0.2], rel=0.01)
+    assert passes._fading[0] == pytest.approx(0.5, rel=0.01)
+    assert (passes._gain[2], passes._fading[1:]) == (0.6, [0.8, 0.8]), "of what was not done nothing is learned"
+
+
+def test_beams_that_are_hardly_reached_teach_nothing():
+    passes = PassGains(2)
+    passes.observe(reaches=[1.0, 0.0], values=[0.0, 0.5, 0.5])
+    assert passes._gain[1] == 0.6
+    passes.observe(reaches=[], values=[0.3])
+    assert passes._fading[1] == 0.8
+
+
+def test_passes_given_up_are_tried_again_in_time():
+    passes = PassGains(2)
+    for _ in range(300):
+        passes.observe([1.0, 0.8], [0.5, 0.5001, 0.5002])
+    assert passes.of_further(0, 1.0)[-1] < 0.01
+    rounds = 0
+    while passes.of_further(0, 1.0)[-1] < 0.5:
+        passes.doubt()
+        rounds += 1
+        assert rounds < 2000
+    assert rounds > 100, "but not at once"
+
+
+def test_what_passes_bring_is_restored_from_its_state_and_from_nothing():
+    passes, other = PassGains(2), PassGains(2)
+    passes.observe([1.0, 0.4], [0.0, 0.2, 0.3])
+    other.restore(passes.state())
+    assert other.of_further(0, 1.0) == pytest.approx(passes.of_further(0, 1.0))
+    other.restore({})
+    assert other.of_further(0, 1.0) == PassGains(2).of_further(0, 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.7, False)])
+def test_a_pass_is_made_if_what_it_brings_all_rows_is_worth_its_time(seconds, pays):
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), 1, 0.0)
+    budget.step.observe(8, 1.0)
+    budget.drafting.observe(8, seconds)
+    plans = budget.plans([], 8)
+    assert budget.pays_to_draft(plans, 0, 0, reach=8.0) == pays, "0.6 tokens a row for its seconds"
+    assert not budget.pays_to_draft(plans, 0, 1, reach=8.0), "there is no further one"
+
+
+def test_with_a_fixed_budget_rows_decide_separately_and_the_step_is_the_unit():
+    budget = Budget(UnitCost(), 1, 0.5, fixed=20)
+    assert budget.may_look(3) and budget.max_nodes(3) == 60 and budget.pass_seconds(3) == 0.5
+    assert budget.pays_to_draft_row(3, 0, reach=1.0) and not budget.pays_to_draft_row(3, 0, reach=0.5)
+    (plan,) = budget.plans([0.5, 0.9], 3)
+    assert (plan.num_nodes, plan.gain, plan.seconds) == (2, 0.9, 1.0)
