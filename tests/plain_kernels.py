@@ -7,18 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graft.model.attention import Paths
+from graft.model.attention import Layout
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.sampler import gumbel_noise
-from graft.spec_decode.tree import DraftTree
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (tree_attention, commit):
+    for function in (plan, tree_attention, commit):
         monkeypatch.setattr(attention_kernels, function.__name__, function)
     for function in (lay_out, add_norm, rotate_and_store, silu_mul):
         monkeypatch.setattr(layer_kernels, function.__name__, function)
@@ -29,14 +28,14 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
 
-def lay_out(tokens: Tensor, parents: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    is_real = torch.arange(tokens.shape[1]) < width
-    tokens, parents = (
-        torch.where(is_real, tokens, tokens[:, :1]).long(),
-        torch.where(is_real, parents.clamp(min=0), 0).long(),
-    )
-    tree = DraftTree(tokens.shape[1] - 1, tokens, parents, *[torch.zeros_like(tokens)] * 3)
-    return tokens, (tree.depths() * is_real).int(), (tree.paths() * is_real[:, None]).int()
+def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, rows: Tensor, max_path: int) -> Tensor:
+    paths = parents.new_full((len(parents), max_path), -(2**30))  # nobody may read what is not written
+    for token in (depths != places).nonzero().flatten().tolist():
+        path = [int(places[token])]
+        while path[0] > 0:
+            path.insert(0, int(parents[starts[rows[token]] + path[0]]))
+        paths[token, : len(path)] = torch.tensor(path)
+    return paths
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -48,28 +47,26 @@ def rotate_and_store(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
-    seen: Paths,
+    layout: Layout,
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
-    before: Tensor | None = None,
 ) -> None:
-    kv_heads, head_dim = keys.shape[2:]
-    rows, width = seen.depths.shape
-    vectors = qkv.view(rows, width, -1, head_dim)
-    heads = vectors.shape[2] - 2 * kv_heads
-    query, key, value = vectors.split((heads, kv_heads, kv_heads), dim=2)
+    kv_heads, head_dim = keys.shape[1:]
+    vectors = qkv.view(len(qkv), -1, head_dim)
+    heads = vectors.shape[1] - 2 * kv_heads
+    query, key, value = vectors.split((heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
         query, key = _norm(query, norms[0], norms[2]), _norm(key, norms[1], norms[2])
-    positions = (seen.lengths[:, None] + seen.depths).clamp(max=len(cos) - 1).long()
-    c, s = (table[positions].repeat(1, 1, 2)[:, :, None] for table in (cos, sin))
+    lengths = layout.lengths[layout.rows.long()]
+    positions = (lengths + layout.depths).clamp(max=len(cos) - 1).long()
+    c, s = (table[positions].repeat(1, 2)[:, None] for table in (cos, sin))
     query, key = (
         x * c + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * s for x in (query, key)
     )
-    vectors[:, :, :heads] = query
-    slots = (seen.lengths + (0 if before is None else before))[:, None].long() + torch.arange(width)
-    row = torch.arange(rows)[:, None]
-    keys[row, slots], values[row, slots] = key, value
+    vectors[:, :heads] = query
+    slots = slots_of(layout.tables, layout.lines[layout.rows.long()], lengths + layout.places)
+    keys[slots], values[slots] = key, value
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -81,43 +78,61 @@ def multiply(products: matmul_kernels.Products, x: Tensor, weight: Tensor, bias:
     return nn.functional.linear(x, weight, bias)
 
 
+def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:
+    """Slots of positions in the caches of some lines. Padding may be behind the table's end."""
+    pages = tables[lines.long(), (index.long() // attention_kernels.PAGE).clamp(max=tables.shape[1] - 1)]
+    return pages.long() * attention_kernels.PAGE + index.long() % attention_kernels.PAGE
+
+
+def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
+    items = []
+    for row, (count, length) in enumerate(zip(layout.counts.tolist(), layout.lengths.tolist(), strict=True)):
+        num_splits = tiles.count_splits(length // tiles.keys * tiles.keys)
+        num_tiles = -(-count * group // tiles.rows)
+        items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
+    numbers = torch.tensor(items, dtype=torch.int32, device=layout.rows.device).view(-1, 3)
+    return attention_kernels.Plan(numbers, layout.rows.new_tensor([len(items)]))
+
+
 def tree_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    lengths: Tensor,
-    paths: Tensor,
-    depths: Tensor,
+    layout: Layout,
+    plan: attention_kernels.Plan,
     *,
-    max_context: int,
     scale: float | None = None,
     window: int | None = None,
+    tiles: attention_kernels.Tiles | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    batch, heads, width, head_dim = query.shape
-    assert int(lengths.max()) <= max_context
-    steps = torch.arange(int(lengths.max()) + paths.shape[2])  # positions
-    step = (steps - lengths[:, None])[:, None]  # [B, 1, S] of the path
-    place = paths.long().gather(2, step.clamp(0, paths.shape[2] - 1).expand(-1, width, -1))
-    slots = torch.where(step < 0, steps, lengths[:, None, None] + place)  # [B, W, S]
-    position = (lengths[:, None] + depths)[:, :, None]
+    _, heads, head_dim = query.shape
+    rows = layout.rows.long()
+    lengths, depths = layout.lengths[rows].long()[:, None], layout.depths.long()[:, None]
+    assert int(lengths.max()) <= layout.max_context
+    position = lengths + depths
+    steps = torch.arange(int(position.max()) + 1, device=query.device)  # positions
     is_seen = (steps <= position) & (steps > position - (window or len(steps) + 1))
-    slots = torch.where(is_seen, slots, 0)
-    row = torch.arange(batch)[:, None, None]
-    group = heads // keys.shape[2]
-    key, value = (
-        stored[row, slots].repeat_interleave(group, dim=3) for stored in (keys, values)
-    )  # [B, W, S, heads, D]
-    scores = torch.einsum("bhwd,bwshd->bhws", query, key) * (head_dim**-0.5 if scale is None else scale)
+    step = (steps - lengths).clamp(min=0)  # of the path
+    stored = layout.paths.long().gather(1, step.clamp(max=layout.paths.shape[1] - 1))
+    place = torch.where(depths == layout.places[:, None], step, stored)
+    index = torch.where(is_seen, torch.where(steps < lengths, steps, lengths + place), 0)
+    slots = slots_of(layout.tables, layout.lines[rows][:, None], index)  # [T, S]
+    group = heads // keys.shape[1]
+    key, value = (part[slots].repeat_interleave(group, dim=2) for part in (keys, values))  # [T, S, heads, D]
+    scores = torch.einsum("thd,tshd->ths", query, key) * (head_dim**-0.5 if scale is None else scale)
     weights = scores.masked_fill(~is_seen[:, None], -torch.inf).softmax(dim=-1)
-    return torch.einsum("bhws,bwshd->bwhd", weights, value).flatten(2)
+    return torch.einsum("ths,tshd->thd", weights, value).flatten(1)
 
 
-def commit(keys: Tensor, values: Tensor, lengths: Tensor, places: Tensor, counts: Tensor) -> None:
-    for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-        for step, place in enumerate(places[row, :count].tolist(), start=1):
-            for stored in (keys, values):
-                stored[:, row, length + step] = stored[:, row, length + place]
+def commit(
+    keys: Tensor, values: Tensor, tables: Tensor, lines: Tensor, lengths: Tensor, places: Tensor, counts: Tensor
+) -> None:
+    for row, count in enumerate(counts.tolist()):
+        old = slots_of(tables, lines[row], lengths[row] + places[row, :count])
+        new = slots_of(tables, lines[row], lengths[row] + 1 + torch.arange(count, device=lengths.device))
+        for stored in (keys, values):
+            stored[:, new] = stored[:, old]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,10 +146,9 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    keyed = (seeds[:, None].expand_as(positions).flatten(), positions.flatten())
-    noise = gumbel_noise(*keyed, logits.shape[2]).view_as(logits)
-    warm = temperatures[:, None, None]
-    return torch.where(warm > 0, logits / warm.clamp(min=1e-6) + noise, logits.double()).argmax(dim=2)
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    warm = temperatures[:, None]
+    return torch.where(warm > 0, logits / warm.clamp(min=1e-6) + noise, logits.double()).argmax(dim=1)
 
 
 def enter(
@@ -146,11 +160,10 @@ def enter(
     eps: float,
     keeps_normed: bool,
 ) -> tuple[Tensor, Tensor]:
-    if origins is not None:
-        hidden = hidden[torch.arange(len(hidden))[:, None], origins.long()]
+    hidden = hidden[: len(tokens)] if origins is None else hidden[origins.long()]
     normed = _norm(hidden, norms[1], eps)
     both = torch.cat([_norm(embedding[tokens.long()], norms[0], eps), normed], dim=-1)
-    return both.flatten(0, 1), (normed if keeps_normed else hidden).flatten(0, 1)
+    return both, normed if keeps_normed else hidden
 
 
 def follow(
@@ -158,23 +171,28 @@ def follow(
     parents: Tensor,
     chosen: Tensor,
     starts: Tensor,
+    sizes: Tensor,
+    entries: Tensor,
     counts: Tensor,
     lengths: Tensor,
     following: Tensor,
     nodes: Tensor,
+    most: int,
 ) -> None:
-    width, room = chosen.shape[1], following.shape[1]
-    for row, choices in enumerate(chosen.tolist()):
-        path = [0]
-        while True:
-            fits = (tokens[row, 1:width] == choices[path[-1]]) & (parents[row, 1:width] == path[-1])
+    num_rows, room = following.shape
+    for row, (start, size) in enumerate(zip(starts[:num_rows].tolist(), sizes[:num_rows].tolist(), strict=True)):
+        assert size <= most
+        path = [0][:size]
+        while path:
+            own = slice(start + 1, start + size)
+            fits = (tokens[own] == chosen[start + path[-1]]) & (parents[own] == path[-1])
             if not fits.any():
                 break
             path.append(1 + int(fits.int().argmax()))
-        path = path[:room]
-        following[row, : len(path)] = torch.tensor([choices[node] for node in path])
+        path = [start + place for place in path[:room]]
+        following[row, : len(path)] = chosen[path]
         nodes[row, : len(path)] = torch.tensor(path)
-        counts[row], lengths[row] = len(path), starts[row] + len(path)
+        counts[row], lengths[row] = len(path), entries[row] + len(path)
 
 
 def spread(
@@ -212,7 +230,8 @@ def spread(
         start = 1 if is_first else 1 + topk + (number - 1) * later
         for rank, i in enumerate(order[:topk]):
             path, token, beam, _, _ = children[i]
-            beams.tokens[row, rank], beams.origins[row, rank], beams.paths[row, rank] = token, beam, path
+            beams.tokens[row, rank], beams.paths[row, rank] = token, path
+            beams.origins[row, rank], beams.cache_places[row, rank] = row * topk + beam, number * topk + rank
             beams.places[row, rank], beams.depths[row, rank] = start + listed.index(i), number
             beams.entries[row, rank, : number + 1] = torch.tensor([*above[beam][2], number * topk + rank])
-        beams.before[row], beams.num_passes[row] = number * topk, number + 1
+        beams.num_passes[row] = number + 1

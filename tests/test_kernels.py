@@ -1,5 +1,5 @@
 """The Triton kernels, on a GPU or in Triton's interpreter: attention against a plain softmax, and bit for bit
-between a tree and plain decoding; the commit against the cache's own."""
+between a tree and plain decoding; the commit, the walk and the head's beams against plain PyTorch."""
 
 import random
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from graft.model import TreeCache
-from graft.spec_decode.tree import DraftTree
-from proposers import random_tree
+from graft.model import attention as model_attention
+from graft.model.attention import KernelStep, Layout
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
-from graft.model.kernels.attention import Tiles, scratch_size, tree_attention
+from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
 from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,82 +28,157 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2)
 
 
+NOBODY = -(2**20)  # in place of numbers that may not be read
+
+
 @dataclass
 class Problem:
-    """A forward's queries, and the cache they meet. What lies behind a row's nodes is NaN: nobody may look there."""
+    """A flat step's queries, and the store they meet, in pages of any order. What belongs to no token is NaN."""
 
     lengths: list[int]
-    tree: DraftTree
-    nodes: list[int]  # those of the tree whose queries are in the forward
-    query: Tensor  # [B, heads, W, head_dim]
-    keys: Tensor  # [B, slots, kv_heads, head_dim]
+    trees: list[list[int]]  # of each row the parents of its nodes, by place
+    nodes: list[list[int]]  # of each row the places whose queries are in the step
+    tables: list[list[int]]  # pages of each row; line 0 and page 0 are nobody's
+    query: Tensor  # [T, heads, head_dim]
+    keys: Tensor  # [num_slots, kv_heads, head_dim]
     values: Tensor
+    padding: int = 0  # tokens of line 0 at the end
 
     @classmethod
-    def make(cls, lengths, tree, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32) -> "Problem":
-        torch.manual_seed(0)
-        nodes = list(range(tree.width)) if nodes is None else nodes
-        query = torch.randn(len(lengths), kv_heads * group, len(nodes), head_dim).to(DEVICE, dtype)
-        shape = (len(lengths), max(lengths) + tree.width + 3, kv_heads, head_dim)
-        keys, values = torch.randn(2, *shape).to(DEVICE, dtype)
-        for row, length in enumerate(lengths):
-            keys[row, length + tree.width :] = values[row, length + tree.width :] = torch.nan
-        return cls(lengths, tree, nodes, query, keys, values)
+    def make(
+        cls, lengths, trees, nodes=None, kv_heads=1, group=2, head_dim=8, dtype=torch.float32, padding=0, seed=0
+    ) -> "Problem":
+        nodes = nodes or [list(range(len(tree))) for tree in trees]
+        sizes = [length + len(tree) for length, tree in zip(lengths, trees, strict=True)]
+        num_pages = [-(-size // PAGE) for size in sizes]
+        pages = list(range(1, sum(num_pages) + 2))
+        random.Random(seed).shuffle(pages)
+        tables = [[pages.pop() for _ in range(count)] for count in num_pages]
+        generator = torch.Generator().manual_seed(0)
+        num_tokens = sum(map(len, nodes)) + padding
+        query = torch.randn(num_tokens, kv_heads * group, head_dim, generator=generator)
+        keys = torch.full((2, (sum(num_pages) + 2) * PAGE, kv_heads, head_dim), torch.nan)
+        problem = cls(lengths, trees, nodes, tables, query.to(DEVICE, dtype), *keys.to(DEVICE, dtype), padding)
+        for row, size in enumerate(sizes):
+            slots = [problem.slot(row, index) for index in range(size)]
+            for stored in (problem.keys, problem.values):
+                stored[slots] = torch.randn(size, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+        return problem
 
     @classmethod
     def random(cls, lengths, width=5, **shape) -> "Problem":
-        return cls.make(lengths, random_tree(random.Random(3), [1] * len(lengths), width - 1, vocab_size=4), **shape)
+        return cls.make(lengths, [some_tree(width, seed) for seed, _ in enumerate(lengths)], **shape)
 
-    def slots(self, row: int, node: int) -> list[int]:
-        """Where the node's text is, in order."""
-        length, depth = self.lengths[row], int(self.tree.depths()[row, node])
-        return [*range(length), *(length + place for place in self.tree.paths()[row, node, : depth + 1].tolist())]
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
 
-    def attend(self, tiles: Tiles = SMALL, max_context: int | None = None, **options) -> Tensor:
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
-        paths, depths = (index[:, self.nodes].int().to(DEVICE) for index in (self.tree.paths(), self.tree.depths()))
-        limit = max(self.lengths) if max_context is None else max_context
-        return tree_attention(
-            self.query, self.keys, self.values, lengths, paths, depths, max_context=limit, tiles=tiles, **options
+    def slot(self, row: int, index: int) -> int:
+        return self.tables[row][index // PAGE] * PAGE + index % PAGE
+
+    def path(self, row: int, node: int) -> list[int]:
+        path = [node]
+        while path[0]:
+            path.insert(0, self.trees[row][path[0]])
+        return path
+
+    def texts(self) -> list[tuple[int, list[int]]]:
+        """Of every token of the step, its row and where its text is, in order."""
+        return [
+            (row, [self.slot(row, i) for i in (*range(length), *(length + place for place in self.path(row, node)))])
+            for row, length in enumerate(self.lengths)
+            for node in self.nodes[row]
+        ]
+
+    def layout(self, max_context: int | None = None) -> Layout:
+        """Rows stand in the block tables in another order than in the step, and there is one that is not in use."""
+        paths = [self.path(row, node) for row in range(self.num_rows) for node in self.nodes[row]]
+        places = [*(path[-1] for path in paths), *[0] * self.padding]
+        depths = [*(len(path) - 1 for path in paths), *[0] * self.padding]
+        stored = [path if len(path) - 1 < path[-1] else [] for path in paths] + [[]] * self.padding
+        max_path = max(map(len, stored), default=1) or 1
+        counts = [*map(len, self.nodes), 0, self.padding]
+        max_pages = max(map(len, self.tables))
+        tables = [[0] * max_pages] * 3 + [table + [0] * (max_pages - len(table)) for table in reversed(self.tables)]
+        return Layout(
+            rows=ints([row for row, count in enumerate(counts) for _ in range(count)]),
+            places=ints(places),
+            depths=ints(depths),
+            paths=ints([path + [NOBODY] * (max_path - len(path)) for path in stored]),
+            starts=ints([sum(counts[:row]) for row in range(len(counts))]),
+            counts=ints(counts),
+            lengths=ints([*self.lengths, 0, 0]),
+            lines=ints([*(2 + self.num_rows - row for row in range(self.num_rows)), 0, 0]),
+            tables=ints(tables),
+            max_context=max(self.lengths) if max_context is None else max_context,
         )
 
+    def attend(self, tiles: Tiles = SMALL, max_context: int | None = None, **options) -> Tensor:
+        """[T, heads * head_dim], of the tokens that are no padding."""
+        layout = self.layout(max_context)
+        plan = attention_kernels.plan(layout, self.query.shape[1] // self.keys.shape[1], tiles)
+        out = tree_attention(self.query, self.keys, self.values, layout, plan, tiles=tiles, **options)
+        return out[: len(out) - self.padding]
+
     def expected(self, window: int | None = None) -> Tensor:
-        """Softmax over each node's own text, in double precision."""
-        batch, heads, width, head_dim = self.query.shape
-        group = heads // self.keys.shape[2]
-        out = torch.empty(batch, width, heads, head_dim, dtype=torch.float64, device=DEVICE)
-        for row in range(batch):
-            for place, node in enumerate(self.nodes):
-                slots = self.slots(row, node)[-(window or 0) :]
-                key, value = (
-                    stored[row, slots].double().repeat_interleave(group, dim=1) for stored in (self.keys, self.values)
-                )
-                scores = torch.einsum("hd,shd->hs", self.query[row, :, place].double(), key) * head_dim**-0.5
-                out[row, place] = torch.einsum("hs,shd->hd", scores.softmax(dim=1), value)
-        return out.flatten(2)
+        """Softmax over each token's own text, in double precision."""
+        _, heads, head_dim = self.query.shape
+        group = heads // self.keys.shape[1]
+        out = torch.empty(len(self.query) - self.padding, heads, head_dim, dtype=torch.float64, device=DEVICE)
+        for token, (_, slots) in enumerate(self.texts()):
+            slots = slots[-(window or 0) :]
+            key, value = (stored[slots].double().repeat_interleave(group, dim=1) for stored in (self.keys, self.values))
+            scores = torch.einsum("hd,shd->hs", self.query[token].double(), key) * head_dim**-0.5
+            out[token] = torch.einsum("hs,shd->hd", scores.softmax(dim=1), value)
+        return out.flatten(1)
+
+    def holding(self, texts: list[list[int]], query: Tensor, source: "Problem") -> "Problem":
+        """With the keys and values of these slots of the other, in the rows' order, and these queries."""
+        self.query[: len(query)] = query
+        for row, slots in enumerate(texts):
+            own = [self.slot(row, index) for index in range(len(slots))]
+            self.keys[own], self.values[own] = source.keys[slots], source.values[slots]
+        return self
+
+    @property
+    def shape(self) -> dict:
+        (_, heads, head_dim), kv_heads = self.query.shape, self.keys.shape[1]
+        return {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
 
     def decoded_plainly(self) -> "Problem":
-        """Every node as a row of its own, in which its path is committed."""
-        batch, heads, width, head_dim = self.query.shape
-        kv_heads = self.keys.shape[2]
-        texts = [(row, self.slots(row, node)) for row in range(batch) for node in self.nodes]
-        roots = DraftTree.roots(torch.ones(len(texts), dtype=torch.int64))
-        shape = {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
-        plain = Problem.make([len(slots) - 1 for _, slots in texts], roots, **shape)
-        plain.query[:] = self.query.transpose(1, 2).reshape(batch * width, heads, 1, head_dim)
-        for place, (row, slots) in enumerate(texts):
-            plain.keys[place, : len(slots)] = self.keys[row, slots]
-            plain.values[place, : len(slots)] = self.values[row, slots]
-        return plain
+        """Every token as a row of its own, in which its path is committed."""
+        texts = [slots for _, slots in self.texts()]
+        plain = Problem.make([len(slots) - 1 for slots in texts], [[0]] * len(texts), seed=1, **self.shape)
+        return plain.holding(texts, self.query[: len(texts)], self)
+
+    def only(self, row: int, seed: int = 2) -> "Problem":
+        """One row without the others, in other pages."""
+        length, tree, first = self.lengths[row], self.trees[row], sum(map(len, self.nodes[:row]))
+        alone = Problem.make([length], [tree], [self.nodes[row]], seed=seed, **self.shape)
+        text = [self.slot(row, index) for index in range(length + len(tree))]
+        return alone.holding([text], self.query[first : first + len(self.nodes[row])], self)
+
+
+def ints(numbers: list) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def some_tree(width: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [0, *(rng.randrange(node) for node in range(1, width))]
+
+
+def chain(width: int) -> list[int]:
+    """A part of a prompt, or a tree of one path."""
+    return [max(place - 1, 0) for place in range(width)]
 
 
 def check(problem: Problem, window: int | None = None, tiles: Tiles = SMALL) -> None:
-    """Attention is what it should be, and for every node has the very bits of plain decoding."""
+    """Attention is what it should be, and for every token has the very bits of plain decoding."""
     out = problem.attend(tiles, window=window)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     torch.testing.assert_close(out.double(), problem.expected(window), atol=tolerance, rtol=tolerance)
-    plain = problem.decoded_plainly().attend(tiles, window=window)
-    assert torch.equal(out.flatten(0, 1), plain.flatten(0, 1))
+    assert torch.equal(out, problem.decoded_plainly().attend(tiles, window=window))
 
 
 # No text at all, then lengths around the borders of blocks (16), of short splits (32) and of long ones (64, 112).
@@ -114,27 +189,82 @@ def test_a_node_sees_its_text_alone_and_gets_what_plain_decoding_gives_it(length
 
 
 def test_a_path_may_cross_several_splits_and_most_of_it_be_of_earlier_forwards():
-    chain = DraftTree.chain(torch.ones(1, 90, dtype=torch.int64))
-    check(Problem.make([27], chain, nodes=[4, 5, 36, 37, 84, 85, 89]))
+    branching = [0, 0, 0, *range(2, 91)]  # a chain below the second child
+    check(Problem.make([27, 27], [chain(90), branching], nodes=[[4, 5, 36, 37, 84, 85, 89]] * 2))
 
 
 def test_a_wide_tree_fills_several_tiles():
     check(Problem.random([40], width=20))
 
 
-@pytest.mark.parametrize("stacked", [2, 4])
-def test_tiles_of_a_program_do_not_touch_each_others_bits(stacked):
-    problem = Problem.random([100], width=20, group=8, dtype=torch.float16)
-    one = replace(SMALL, rows=64, warps=4)
-    check(problem, tiles=replace(one, stacked=stacked))
-    assert torch.equal(problem.attend(one), problem.attend(replace(one, stacked=stacked)))
+def mixed(width: int) -> Problem:
+    """Parts of prompts, one of them as wide as this, trees and padding in one step."""
+    return Problem.make([70, 130, 0, 33], [some_tree(6), chain(width), chain(5), some_tree(3)], padding=2)
 
 
-def test_tiles_whose_warps_share_rows_are_not_stacked():
-    with pytest.raises(ValueError, match="warps share rows"):
-        Tiles(rows=32, warps=4, stacked=2)
-    with pytest.raises(ValueError, match="sum otherwise"):
-        Tiles(rows=32, warps=2, stacked=2)
+@pytest.mark.parametrize(("width", "window"), [(70, None), (20, 40)])
+def test_prompts_trees_and_padding_stand_in_one_step(width, window):
+    check(mixed(width), window)
+
+
+def test_a_row_gets_the_same_bits_alone_in_other_pages():
+    problem = mixed(20)
+    parts = torch.cat([problem.only(row).attend() for row in range(problem.num_rows)])
+    assert torch.equal(problem.attend(), parts)
+
+
+def test_a_path_gets_the_same_bits_as_part_of_a_prompt_and_as_a_branch():
+    """The same text twice: once as it stands in the step, once below a root that has another child first."""
+    width = 30
+    as_chunk = Problem.make([50], [chain(width)])
+    as_branch = Problem.make([50], [[0, 0, 0, *range(2, width)]], seed=5)
+    text = [as_chunk.slot(0, index) for index in range(50 + width)]
+    text.insert(51, text[0])  # what the other child is, nobody sees
+    query = torch.cat([as_chunk.query[:1], as_chunk.query])
+    query[1] = 7.0
+    as_branch.holding([text], query, as_chunk)
+    out, branch = as_chunk.attend(), as_branch.attend()
+    assert torch.equal(out[0], branch[0]) and torch.equal(out[1:], branch[2:])
+
+
+def test_few_programs_do_all_items_of_a_plan(monkeypatch):
+    problem = mixed(20)
+    expected = problem.attend()
+    monkeypatch.setattr(attention_kernels, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(attention_kernels, "_LEAST_PROGRAMS", 1)
+    assert torch.equal(problem.attend(), expected)
+
+
+def test_a_plan_holds_every_split_of_whole_committed_blocks_for_every_tile():
+    rng = random.Random(0)
+    for group in (1, 3, 20):
+        for _ in range(6):
+            num_rows = rng.choice([1, 5, 9])
+            counts, lengths = (
+                [rng.choice(few) for _ in range(num_rows)] for few in ([0, 1, 5, 40], [0, 15, 16, 33, 300])
+            )
+            layout = replace(
+                Problem.random([3]).layout(max(lengths)),
+                rows=ints([row for row, count in enumerate(counts) for _ in range(count)]),
+                counts=ints(counts),
+                lengths=ints(lengths),
+            )
+            ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
+            number = int(ours.num_items)
+            assert number == int(expected.num_items) <= len(ours.items)
+            assert torch.equal(ours.items[:number], expected.items)
+
+
+def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_PLANNED_AT_ONCE", 4)
+    layout = Problem.random([3, 16, 300, 0, 31, 32, 64, 5]).layout()
+    ours, expected = (module.plan(layout, 4, SMALL) for module in (attention_kernels, plain_kernels))
+    assert ours.items[: int(ours.num_items)].tolist() == expected.items.tolist() and len(expected.items) > 8
+
+
+def test_blocks_that_cross_pages_are_refused():
+    with pytest.raises(ValueError, match="one page"):
+        Tiles(keys=128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,9 +292,8 @@ def test_the_tiles_of_real_use(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_long_path_in_the_tiles_of_large_models(dtype):
     """Most of what a deep node sees is of its own forward, while plain decoding has it behind it, in whole blocks."""
-    chain = DraftTree.chain(torch.ones(1, 64, dtype=torch.int64))
     nodes = [4, 27, 28, 29, 63] if DEVICE == "cpu" else list(range(64))
-    problem = Problem.make([100], chain, nodes=nodes, group=4, head_dim=128, dtype=dtype)
+    problem = Problem.make([100], [chain(64)], nodes=[nodes], group=4, head_dim=128, dtype=dtype)
     check(problem, tiles=attention_kernels.tiles_for(128, dtype))
 
 
@@ -175,23 +304,39 @@ def test_room_for_a_longer_context_changes_nothing():
 
 def test_what_is_left_in_the_scratch_changes_nothing():
     problem = Problem.random([3, 70])
-    batch, heads, width, head_dim = problem.query.shape
-    size = scratch_size(batch, heads, width, head_dim, problem.tree.max_depth, 70, SMALL)
+    size = scratch_size(problem.layout(), *problem.query.shape[1:], SMALL)
     first, second = (
         problem.attend(scratch=torch.full((size,), rubbish, device=DEVICE)) for rubbish in (torch.nan, 1e30)
     )
     assert torch.equal(first, second)
 
 
-def test_any_layout_of_queries_and_cache():
-    """As they come: heads and nodes transposed, one layer and some rows of a cache."""
+def test_any_strides_of_queries_and_store():
+    """As they come: queries beside keys and values in one product, and one layer of a store."""
     problem = Problem.random([3, 40])
     expected = problem.attend()
-    problem.query = problem.query.transpose(1, 2).contiguous().transpose(1, 2)
-    stored = torch.full((2, 2, 5, *problem.keys.shape[1:]), torch.nan, device=DEVICE)  # [kind, layers, rows, ...]
-    stored[0, 1, 2:4], stored[1, 1, 2:4] = problem.keys, problem.values
-    problem.keys, problem.values = stored[0, 1, 2:4], stored[1, 1, 2:4]
+    product = torch.full((len(problem.query), 2 * problem.query.shape[1], 8), torch.nan, device=DEVICE)
+    product[:, : problem.query.shape[1]] = problem.query
+    problem.query = product[:, : problem.query.shape[1]]
+    stored = torch.full((2, 2, *problem.keys.shape), torch.nan, device=DEVICE)  # [kind, layers, ...]
+    stored[0, 1], stored[1, 1] = problem.keys, problem.values
+    problem.keys, problem.values = stored[0, 1], stored[1, 1]
     assert torch.equal(problem.attend(), expected)
+
+
+def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_plan(monkeypatch):
+    problem = Problem.random([30, 70], head_dim=16)
+    tiles = attention_kernels.tiles_for(16, torch.float32)
+    expected = problem.attend(tiles, window=40)
+    made = []
+    make = attention_kernels.plan
+    monkeypatch.setattr(attention_kernels, "plan", lambda *args: made.append(args) or make(*args))
+    step = KernelStep(problem.layout())
+    query = problem.query.transpose(0, 1)[None].contiguous()  # [1, heads, T, D]
+    for _ in range(2):
+        out = model_attention._by_kernels(query, problem.keys, problem.values, step, None, 40)
+    assert torch.equal(out.flatten(2)[0], expected) and out.shape == (1, len(problem.query), 2, 16)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("borders", [(30, 64, 64), (32, 64, 40), (48, 64, 64)])
@@ -207,26 +352,75 @@ def test_splits_are_counted_as_the_kernels_count_them(num_positions):
     assert SMALL.count_splits(num_positions) == sum(start < num_positions for start in starts)
 
 
-@pytest.mark.parametrize("paths", [[[2, 3, 5], [1, 2]], [[7], []], [[1, 3, 4, 5, 6, 7], [4]], [[], []]], ids=str)
-def test_committing_moves_what_the_cache_moves(paths):
+@pytest.mark.parametrize("places", [[[2, 3, 5], [1, 2]], [[7], []], [[1, 3, 4, 5, 6, 7], [4]], [[], []]], ids=str)
+def test_committing_moves_accepted_tokens_behind_their_root_and_nothing_else(places):
     torch.manual_seed(0)
-    layers, width, kv_heads, head_dim = 2, 8, 3, 8
-    cache = TreeCache(layers, num_rows=3, num_slots=20)
-    cache.lengths = [5, 0, 9]
-    cache.aim(slice(0, 3), width, torch.device(DEVICE))
-    for layer in range(layers):
-        cache.update(*torch.randn(2, 3, kv_heads, width, head_dim, device=DEVICE), layer)
-    cache.aim(slice(1, 3), width, torch.device(DEVICE))  # the other row stays as it is
-    keys, values = cache._keys.clone(), cache._values.clone()
+    keys, values = torch.randn(2, 2, 6 * PAGE, 3, 8)
+    tables, lines, lengths = ints([[0, 0], [3, 1], [5, 2], [4, 0]]), ints([2, 1]), ints([61, 5])  # one crosses a page
+    table = ints([row + [NOBODY] * (8 - len(row)) for row in places])
+    numbers = (tables, lines, lengths, table, ints([len(row) for row in places]))
+    ours = keys.clone().to(DEVICE), values.clone().to(DEVICE)
+    attention_kernels.commit(*ours, *numbers)
 
-    places = [path + [0] * (width - len(path)) for path in paths]
-    lengths, places, counts = (
-        torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-        for numbers in (cache.lengths[1:], places, [len(path) for path in paths])
-    )
-    attention_kernels.commit(keys[:, 1:], values[:, 1:], lengths, places, counts)
-    cache.commit(paths)
-    assert torch.equal(keys, cache._keys) and torch.equal(values, cache._values)
+    def slot(row, index):
+        return int(tables[lines[row], index // PAGE]) * PAGE + index % PAGE
+
+    for stored in (keys, values):
+        old = stored.clone()
+        for row, length in enumerate(lengths.tolist()):
+            for step, place in enumerate(places[row], start=1):
+                stored[:, slot(row, length + step)] = old[:, slot(row, length + place)]
+    assert torch.equal(ours[0].cpu(), keys) and torch.equal(ours[1].cpu(), values)
+
+
+# What a step's tokens are
+
+
+def test_paths_are_laid_out_where_trees_branch_and_nowhere_else():
+    problem = Problem.make([5, 3, 9], [some_tree(7, 1), chain(12), some_tree(5, 2)], padding=3)
+    layout = problem.layout()
+    parents = ints([*(parent for tree in problem.trees for parent in tree), -1, -1, -1])
+    inputs = (parents, layout.places, layout.depths, layout.starts, layout.rows)
+    paths = layer_kernels.lay_out(*inputs, 6)
+    branches = (layout.depths != layout.places).tolist()
+    assert 2 < sum(branches) < 11, "there are both kinds"
+    for token, depth in enumerate(layout.depths.tolist()):
+        if branches[token]:
+            assert torch.equal(paths[token, : depth + 1], layout.paths[token, : depth + 1])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_turning_and_storing(normed):
+    """Ragged rows, a head dimension that is no power of two, and a position past the tables."""
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim = 5, 3, 12
+    problem = Problem.make([62, 3], [some_tree(6, 1), chain(2)], padding=1, kv_heads=kv_heads, head_dim=head_dim)
+    layout = problem.layout()
+    qkv = torch.randn(len(problem.query), (heads + 2 * kv_heads) * head_dim)
+    keys, values = torch.randn(2, *problem.keys.shape)
+    cos, sin = torch.randn(2, 64, head_dim // 2)
+    norms = (torch.randn(head_dim), torch.randn(head_dim)) if normed else None
+    results = []
+    for module in (plain_kernels, layer_kernels):
+        mine = [t.clone().to(DEVICE) for t in (qkv, keys, values)]
+        weights = (*(t.to(DEVICE) for t in norms), 1e-5) if norms else None
+        module.rotate_and_store(*mine, layout, cos.to(DEVICE), sin.to(DEVICE), weights)
+        mine[0][:, heads * head_dim :] = 0  # keys and values are of no use there any more
+        results.append([t.cpu() for t in mine])
+    torch.testing.assert_close(results[1], results[0])
+    assert int((results[1][1] != keys).any(dim=2).any(dim=1).sum()) == len(qkv), "each token has a slot of its own"
+
+
+def test_padding_that_stands_behind_the_block_table_is_written_to_no_page_of_a_request():
+    problem = Problem.make([3], [chain(2)], padding=2)
+    layout = problem.layout()
+    far = replace(layout, places=ints([0, 1, 2 * PAGE, 5 * PAGE]), depths=ints([0, 1, 2 * PAGE, 5 * PAGE]))
+    assert far.tables.shape[1] == 1
+    keys, values = torch.zeros_like(problem.keys), torch.zeros_like(problem.values)
+    qkv, cos, sin = torch.ones(4, 4 * 8, device=DEVICE), *torch.ones(2, 9, 4, device=DEVICE)
+    layer_kernels.rotate_and_store(qkv, keys, values, far, cos, sin)
+    written = values.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    assert written == sorted({0, problem.slot(0, 3), problem.slot(0, 4)})
 
 
 # Products
@@ -351,11 +545,11 @@ def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size):
     assert torch.equal(tokens[finite], expected[0][finite])
 
 
-def test_draws_are_those_of_the_keyed_noise_at_every_node():
+def test_draws_are_those_of_the_keyed_noise_at_every_token():
     torch.manual_seed(0)
-    logits = torch.randn(2, 4, 1500)[:, :3].to(DEVICE)  # a part of a wider step
-    seeds, positions = torch.tensor([7, -(2**61)]), torch.tensor([[5, 6, 6], [900, 901, 902]])
-    for temperatures in ([1.0, 0.3], [0.0, 2.5]):
+    logits = torch.randn(5, 1600)[:, :1500].to(DEVICE)  # of a wider product
+    seeds, positions = torch.tensor([7, 7, -(2**61), 7, 9]), torch.tensor([5, 6, 900, 6, 901])
+    for temperatures in ([1.0, 1.0, 0.3, 0.3, 0.3], [0.0, 2.5, 0.0, 2.5, 2.5]):
         inputs = (seeds.to(DEVICE), positions.to(DEVICE), torch.tensor(temperatures, device=DEVICE))
         assert torch.equal(topk_kernels.draw(logits, *inputs), plain_kernels.draw(logits, *inputs))
 
@@ -366,9 +560,9 @@ def test_draws_are_those_of_the_keyed_noise_at_every_node():
 @pytest.mark.parametrize("keeps_normed", [False, True])
 def test_entries_of_the_head(keeps_normed):
     torch.manual_seed(0)
-    embedding, hidden, norms = torch.randn(9, 12), torch.randn(2, 3, 12), torch.randn(2, 12)
-    tokens, origins = torch.tensor([[1, 8], [0, 3]]), torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
-    for inputs in ((tokens, embedding, hidden, origins), (tokens, embedding, hidden[:, :2].contiguous(), None)):
+    embedding, hidden, norms = torch.randn(9, 12), torch.randn(6, 12), torch.randn(2, 12)
+    tokens, origins = torch.tensor([1, 8, 0, 3]), torch.tensor([2, 0, 4, 4], dtype=torch.int32)
+    for inputs in ((tokens, embedding, hidden, origins), (tokens, embedding, hidden, None)):
         options = (tuple(norms.to(DEVICE)), 1e-5, keeps_normed)
         there = [None if part is None else part.to(DEVICE) for part in inputs]
         expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
@@ -378,22 +572,41 @@ def test_entries_of_the_head(keeps_normed):
 
 @pytest.mark.parametrize("room", [2, 8])
 def test_a_device_goes_down_trees_as_the_walk_does(room):
+    """Rows of several sizes, one of no tokens, and behind them a part of a prompt, which is no tree."""
     rng = random.Random(0)
-    tokens = [[rng.randrange(2) for _ in range(12)] for _ in range(4)]
-    parents = [[0, *(rng.choice([-1, 0, node - 1, rng.randrange(node)]) for node in range(1, 12))] for _ in tokens]
-    chosen = torch.tensor([[rng.randrange(2) for _ in range(12)] for _ in tokens])[:, :10]  # the rest are no nodes
-    trees = [torch.tensor(part, dtype=torch.int32) for part in (tokens, parents)]
-    starts = torch.tensor([5, 0, 7, 9], dtype=torch.int32)
+    sizes = [12, 1, 12, 0, 9, 12, 30]
+    starts = [sum(sizes[:row]) for row in range(len(sizes))]
+    tokens, parents, chosen = [], [], []
+    for size in sizes:
+        tokens += [rng.randrange(2) for _ in range(size)]
+        parents += [0, *(rng.choice([-1, 0, node - 1, rng.randrange(node)]) for node in range(1, size))][:size]
+        chosen += [rng.randrange(2) for _ in range(size)]
+    step = (ints(tokens), ints(parents), torch.tensor(chosen), ints(starts), ints(sizes), ints([5, 0, 7, 9, 2, 4]))
     results = []
     for function, device in ((eagle3_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
-        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (4, 4, (4, room), (4, room))]
-        function(*(part.to(device) for part in (*trees, chosen, starts)), *written)
+        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (6, 6, (6, room), (6, room))]
+        function(*(part.to(device) for part in step), *written, 12)
         results.append([part.tolist() for part in written])
-    assert (
-        results[0] == results[1]
-        and min(results[0][0]) < 2 <= max(results[0][0])
-        and (room == 2 or max(results[0][0]) > 2)
-    )
+    counts = results[0][0]
+    assert results[0] == results[1]
+    assert counts[1] == 1 and counts[3] == 0 and (max(counts) == 2 if room == 2 else max(counts) > 2)
+
+
+def test_a_tree_of_128_tokens_is_gone_down_to_its_end():
+    tokens, parents, chosen = ints(list(range(128))), ints(chain(128)), torch.arange(1, 129, device=DEVICE)
+    counts, lengths, following, nodes = ints([0]), ints([0]), ints([[0] * 128]), ints([[0] * 128])
+    written = (counts, lengths, following, nodes)
+    eagle3_kernels.follow(tokens, parents, chosen, ints([0]), ints([128]), ints([3]), *written, 128)
+    assert counts.tolist() == [128] and lengths.tolist() == [131]
+    assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
+
+
+def test_fewer_beams_lie_together_in_the_memory_of_more():
+    beams = eagle3_kernels.Beams.make(4, 5, 3, torch.device(DEVICE))
+    few = beams.first(3, 2)
+    assert few.tokens.shape == few.cache_places.shape == (3, 2) and few.entries.shape == (3, 2, 3)
+    assert few.num_passes.shape == (3,) and all(part.is_contiguous() for part in vars(few).values())
+    assert few.tokens.data_ptr() == beams.tokens.data_ptr() and beams.first(3).entries.shape == (3, 5, 3)
 
 
 @pytest.mark.parametrize(("topk", "keep"), [(3, None), (3, 5), (1, None), (1, 5)])

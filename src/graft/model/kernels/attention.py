@@ -32,6 +32,7 @@ _LOG2_E = 1.4426950408889634
 _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel is compiled for
 # Programs of the prefix, over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
+_PLANNED_AT_ONCE = 512  # rows and items of a plan
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.keys,
         SPLITS=tiles.splits,
-        BLOCK=512,
+        BLOCK=_PLANNED_AT_ONCE,
     )
     return Plan(items, num_items)
 
@@ -511,7 +512,8 @@ def _prefix_kernel(
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
                 seen = (start + place)[None, :] > position[:, None] - window
-                slot = tl.load(table + start // _PAGE).to(tl.int64) * _PAGE + start % _PAGE
+                index = tl.cast(start, tl.int32)  # the interpreter's loops count in plain numbers
+                slot = tl.load(table + index // _PAGE).to(tl.int64) * _PAGE + index % _PAGE
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 acc, maximum, total = _add_block(
