@@ -35,7 +35,7 @@ _UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", 
 class Layout:
     """A flat step on the device: T tokens of R rows, which keys each sees, and where its own go.
 
-    A row's tokens stand together, each after its parent, and none is deeper than the greater of T and P. Padding belongs
+    A row's tokens stand together, each after its parent; depths are less than the greater of T and P. Padding belongs
     to a row of line 0, whose pages are all 0, with depth == place.
     """
 

@@ -509,11 +509,15 @@ def _prefix_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
+            # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
+            # for would be a stage of the pipeline.
+            page = tl.load(table + begin // _PAGE)
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
                 seen = (start + place)[None, :] > position[:, None] - window
                 index = tl.cast(start, tl.int32)  # the interpreter's loops count in plain numbers
-                slot = tl.load(table + index // _PAGE).to(tl.int64) * _PAGE + index % _PAGE
+                slot = page.to(tl.int64) * _PAGE + index % _PAGE
+                page = tl.load(table + (index + BLOCK_N) // _PAGE, mask=index + BLOCK_N < end, other=0)
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 acc, maximum, total = _add_block(
