@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from graft.model.attention import Paths
+from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products, can_multiply
@@ -74,7 +74,7 @@ class _Layer:
 
 
 class FastLayers:
-    """The model's fused forward over the tensors of a KV cache."""
+    """The model's fused forward over the tensors of a KV store."""
 
     def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
         """model: one for which `why_not` is None. exact: a token's bits do not depend on the batch, however large."""
@@ -115,33 +115,33 @@ class FastLayers:
     @torch.no_grad()
     def __call__(
         self,
-        tokens: Tensor,  # [B, W]
-        seen: Paths,
-        keys: Tensor,  # [layers, B, slots, kv_heads, head_dim]
+        tokens: Tensor,  # [T]
+        step: KernelStep,
+        keys: Tensor,  # [layers, slots, kv_heads, head_dim]
         values: Tensor,
         rotary: Rotary,
         hidden_layers: Sequence[int] = (),
-        num_logits: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, W, V] in the model's dtype, and the inputs [B, W, H] of `hidden_layers`.
+        """Logits [T, V] in the model's dtype, and the inputs [T, H] of `hidden_layers`.
 
-        Keys and values are written after the committed ones. num_logits: only of so many last tokens; 0 of all.
+        Keys and values are written behind the committed ones.
         """
-        batch, width = tokens.shape
-        scratch = self._scratch(batch, width, seen)
+        tiles = attention_kernels.tiles_for(self.head_dim, self._embedding.dtype)
+        size = attention_kernels.scratch_size(step.layout, self.heads, self.head_dim, tiles)
+        scratch = torch.empty(size, dtype=torch.float32, device=tokens.device)  # shared by all layers
         multiply = self._multiply
-        stream = embedding(tokens, self._embedding).flatten(0, 1)  # [B * W, H]
+        stream = embedding(tokens, self._embedding)  # [T, H]
         delta: Tensor | None = None  # what is still to be added to it
         inputs: dict[int, Tensor] = {}
         for number, layer in enumerate(self._layers):
             stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
             inputs[number] = stream
             qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-            attended = attend_in_cache(
+            attended = attend_in_store(
                 qkv,
                 keys[number],
                 values[number],
-                seen,
+                step,
                 rotary,
                 self.heads,
                 norms=layer.head_norms,
@@ -154,53 +154,40 @@ class FastLayers:
             delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
         inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
-        last = normed.unflatten(0, (batch, width))[:, -num_logits:].flatten(0, 1).contiguous()
-        logits = multiply(last, self._head).unflatten(0, (batch, -1))
-        return logits, [inputs[layer].unflatten(0, (batch, width)) for layer in hidden_layers]
-
-    def _scratch(self, batch: int, width: int, seen: Paths) -> Tensor:
-        """Scratch memory for attention, shared by all layers."""
-        tiles = attention_kernels.tiles_for(self.head_dim, self._embedding.dtype)
-        max_depth = seen.paths.shape[2] - 1
-        size = attention_kernels.scratch_size(
-            batch, self.heads, width, self.head_dim, max_depth, seen.max_context, tiles
-        )
-        return torch.empty(size, dtype=torch.float32, device=seen.lengths.device)
+        return multiply(normed, self._head), [inputs[layer] for layer in hidden_layers]
 
 
-def attend_in_cache(
-    qkv: Tensor,  # [B * W, (heads + 2 * kv_heads) * head_dim]
-    keys: Tensor,  # [B, slots, kv_heads, head_dim], one layer of a cache
+def attend_in_store(
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    keys: Tensor,  # [slots, kv_heads, head_dim], one layer of a store
     values: Tensor,
-    seen: Paths,
+    step: KernelStep,
     rotary: Rotary,
     heads: int,
     *,
     norms: tuple[Tensor, Tensor, float] | None = None,
-    before: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Rotates queries and keys, writes keys and values to the KV cache, and attends: [B * W, heads * head_dim].
+    """Rotates queries and keys, writes keys and values to the store, and attends: [T, heads * head_dim].
 
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
-    layer_kernels.rotate_and_store(qkv, keys, values, seen, rotary.cos, rotary.sin, norms, before)
-    query = qkv.view(*seen.depths.shape, -1, keys.shape[3])[:, :, :heads].transpose(1, 2)
-    attended = attention_kernels.tree_attention(
-        query,
+    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
+    kv_heads, head_dim = keys.shape[1:]
+    tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
+    return attention_kernels.tree_attention(
+        qkv.view(len(qkv), -1, head_dim)[:, :heads],
         keys,
         values,
-        seen.lengths,
-        seen.paths,
-        seen.depths,
-        max_context=seen.max_context,
+        step.layout,
+        step.plan(heads // kv_heads, tiles),
         scale=scale,
         window=window,
+        tiles=tiles,
         scratch=scratch,
     )
-    return attended.flatten(0, 1)
 
 
 def why_not(model: PreTrainedModel) -> str | None:

@@ -51,10 +51,9 @@ class Eagle3State:
     def keeping(self, rows: Sequence[int]) -> Eagle3State:
         return Eagle3State(self.pool, [self.rows[row] for row in rows])
 
-    def copy_row(self, source: int, target: int) -> None:
-        own, there = self.rows[source], self.rows[target]
-        there.hidden, there.length = own.hidden, own.length
-        there.waiting, there.following = list(own.waiting), list(own.following)
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        own = self.rows[source]
+        self.rows[target] = DraftRow(row, own.hidden, own.length, list(own.waiting), list(own.following))
 
     def joining(self, other: Eagle3State) -> Eagle3State:
         return Eagle3State(self.pool, self.rows + other.rows)
@@ -132,7 +131,9 @@ class Eagle3Drafter:
         batch, topk, device = len(roots), self.settings.topk, self.device
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
-        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of the beams, first the root alone
+        hidden = torch.stack([row.hidden for row in state.rows])[
+            :, None
+        ]  # [B, F, H] of the beams, first the root alone
         parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, F] their places in the tree
         path = torch.ones(batch, 1, device=device)  # [B, F]
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
@@ -231,4 +232,3 @@ class Eagle3Drafter:
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     """values [B, F, n] at `index` [B, G] of its second dimension, [B, G, n]."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
-
