@@ -178,4 +178,4 @@ def test_who_joins_others_that_wait_for_a_draft_drafts_as_alone(model):
     among = next(drafter.levels(running.draft, running.roots()))
     new = next(drafter.levels(alone.draft, alone.roots()))
     torch.testing.assert_close(among.probabilities[1:], new.probabilities, atol=1e-4, rtol=1e-3)
-    assert running.draft.cache.lengths[1] == alone.draft.cache.lengths[0]
+    assert running.draft.lengths[1] == alone.draft.lengths[0]

@@ -100,11 +100,11 @@ class Numbers:
         loaded.record()
 
     def _rows_of(self, numbers: Any) -> Any:
-        return numbers[: len(ByRow._fields) * self._num_by_row].reshape(-1, self._num_by_row)
+        return numbers[: len(ByRow._fields) * self._num_by_row].reshape(len(ByRow._fields), self._num_by_row)
 
     def _entries_of(self, numbers: Any, size: int) -> Any:
         start = len(ByRow._fields) * self._num_by_row
-        return numbers[start : start + len(ByEntry._fields) * whole(size)].reshape(-1, whole(size))
+        return numbers[start : start + len(ByEntry._fields) * whole(size)].reshape(len(ByEntry._fields), whole(size))
 
 
 class DraftBuffers:
