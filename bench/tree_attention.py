@@ -1,13 +1,14 @@
 """Benchmark of tree attention on a GPU: our kernels, SDPA with a mask and, with --flex, FlexAttention.
 
     python bench/tree_attention.py
-    python bench/tree_attention.py --shape 8b --width 64 --tiles keys=128,prefix_stages=2 --parts
+    python bench/tree_attention.py --shape 8b --width 64 --tiles keys=32,prefix_stages=4 --parts
     python bench/tree_attention.py --shape 8b --search
 
 Times are of one layer in microseconds, from a CUDA graph that runs through many layers, so that keys do not wait in
-the L2 cache. `read` is the time to read keys and values once, at the bandwidth of a copy measured in the same run.
-Every line also says whether nodes got the bits of plain decoding, and how far the result is from SDPA's. Ends with an
-error if bits differ. `--dry-run` goes through all of it with small shapes, without a GPU in Triton's interpreter.
+the L2 cache. Our keys lie in pages of any order, those of SDPA and FlexAttention together. `read` is the time to read
+keys and values once, at the bandwidth of a copy measured in the same run. Every line also says whether nodes got the
+bits of plain decoding, and how far the result is from SDPA's. Ends with an error if bits differ. `--dry-run` goes
+through all of it with small shapes, without a GPU in Triton's interpreter.
 
 `--search` times many tiles instead, those of `--tiles` or a list of its own: pieces first, then splits for the best of
 them. The best have the smallest mean over contexts and widths of their time relative to that of the tiles in use.
@@ -25,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if "--dry-run" in sys.argv:  # before Triton is imported
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -33,9 +34,8 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from graft.model.attention import Visibility, attend
-from graft.model.kernels.attention import Tiles, scratch_size, tiles_for, tree_attention
-from graft.model.kv_cache import WritePosition
+from graft.model.attention import Layout, attend
+from graft.model.kernels.attention import PAGE, Tiles, plan, scratch_size, tiles_for, tree_attention
 from graft.spec_decode.tree import DraftTree
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
@@ -44,15 +44,13 @@ FAR_FROM_CACHED = 512e6  # bytes of keys and values that a graph runs through
 NUM_CHECKED = 8  # nodes decoded plainly
 # What --search tries: pieces, and then splits for the best of them.
 PIECES = (
-    "stacked=2",
-    "stacked=4",
     "tail_registers=128",
-    "stacked=2,tail_registers=128",
-    "stacked=2,prefix_stages=2",
-    "stacked=2,tail_stages=2",
-    "stacked=2,keys=128,prefix_stages=2",
+    "prefix_stages=2",
+    "prefix_stages=4",
+    "tail_stages=2",
+    "tail_stages=2,tail_registers=128",
     "rows=128,warps=8",
-    "stacked=2,keys=32,prefix_stages=4",
+    "keys=32,prefix_stages=4",
 )
 SPLITS = (
     "short_split=512",
@@ -80,90 +78,109 @@ class Case:
         layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
         num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
         num_layers = 1 if is_chain else num_layers
-        shape = (num_layers, 1, context + width, kv_heads, head_dim)
+        num_pages = -(-(context + width) // PAGE)
+        shape = (num_layers, (num_pages + 1) * PAGE, kv_heads, head_dim)
         self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
-        self.query = torch.randn(1, heads, width, head_dim, dtype=DTYPE, device=DEVICE)
-        self.lengths = torch.tensor([context], dtype=torch.int32, device=DEVICE)
-        self.paths, self.depths = self.tree.paths().int(), self.tree.depths().int()
-        self.make_scratch()
-        aim = WritePosition(self.lengths, exact_end=True)
-        visibility = Visibility(aim, self.tree.positions(self.lengths), self.tree.ancestors(), DTYPE)
-        self.mask = visibility.mask(context + width, None, heads // kv_heads)
+        self.query = torch.randn(width, heads, head_dim, dtype=DTYPE, device=DEVICE)
+        pages = 1 + torch.randperm(num_pages, device=DEVICE)
+        index = torch.arange(context + width, device=DEVICE)
+        self.slots = pages[index // PAGE] * PAGE + index % PAGE
+        self.layout = layout_of(self.tree, context, pages)
+        self.prepare()
+        seen = torch.cat([self.tree.ancestors().new_ones(1, width, context), self.tree.ancestors()], dim=2)
+        mask = torch.zeros(seen.shape, dtype=DTYPE, device=DEVICE).masked_fill_(~seen, -torch.inf)
+        self.mask = mask[:, None].repeat(1, 1, heads // kv_heads, 1)
         self.read_bytes = layer_bytes
 
     @property
     def num_layers(self) -> int:
         return len(self.keys)
 
-    def make_scratch(self) -> None:
-        _, heads, width, head_dim = self.query.shape
-        size = scratch_size(1, heads, width, head_dim, self.tree.max_depth, self.context, self.tiles)
-        self.scratch = torch.empty(size, device=DEVICE)
+    def prepare(self) -> None:
+        """What a step has once for all layers."""
+        _, heads, head_dim = self.query.shape
+        self.plan = plan(self.layout, heads // self.keys.shape[2], self.tiles)
+        self.scratch = torch.empty(scratch_size(self.layout, heads, head_dim, self.tiles), device=DEVICE)
 
     def by_kernels(self, layer: int) -> Tensor:
-        return tree_attention(
-            self.query,
-            self.keys[layer],
-            self.values[layer],
-            self.lengths,
-            self.paths,
-            self.depths,
-            max_context=self.context,
-            tiles=self.tiles,
-            scratch=self.scratch,
-        )
+        keys, values = self.keys[layer], self.values[layer]
+        return tree_attention(self.query, keys, values, self.layout, self.plan, tiles=self.tiles, scratch=self.scratch)
 
     def by_sdpa(self, layer: int) -> Tensor:
-        out = attend(self.query, self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2), self.mask)
-        return out.transpose(1, 2).flatten(2)
+        """Over the first slots, whatever text that is: it takes the same time."""
+        num_keys = self.mask.shape[3]
+        return self._attended(self.keys[layer, :num_keys], self.values[layer, :num_keys])
+
+    def error(self) -> float:
+        """How far we are from SDPA at most."""
+        expected = self._attended(self.keys[0, self.slots], self.values[0, self.slots])
+        return (self.by_kernels(0).float() - expected.float()).abs().max().item()
+
+    def _attended(self, keys: Tensor, values: Tensor) -> Tensor:
+        query, key, value = (part.transpose(0, 1)[None] for part in (self.query, keys, values))
+        return attend(query, key, value, self.mask)[0].transpose(0, 1).flatten(1)
 
     def flex(self) -> Callable[[int], Tensor]:
         """FlexAttention with the tree's mask, compiled for this case."""
         ancestors, length = self.tree.ancestors()[0], self.context
-        num_slots = self.keys.shape[2]
+        num_keys, query = self.mask.shape[3], self.query.transpose(0, 1)[None]
 
         def seen(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
             return (slot < length) | ancestors[node, (slot - length).clamp(min=0)]
 
-        mask = create_block_mask(seen, None, None, self.tree.width, num_slots, device=DEVICE.type)
+        mask = create_block_mask(seen, None, None, self.tree.width, num_keys, device=DEVICE.type)
         compiled = torch.compile(flex_attention, dynamic=False) if DEVICE.type == "cuda" else flex_attention
 
         def run(layer: int) -> Tensor:
-            key, value = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
-            out = compiled(self.query, key, value, block_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2).flatten(2)
+            key, value = (stored[layer, :num_keys].transpose(0, 1)[None] for stored in (self.keys, self.values))
+            out: Tensor = compiled(query, key, value, block_mask=mask, enable_gqa=True)
+            return out[0].transpose(0, 1).flatten(1)
 
         return run
 
     def nodes_that_differ(self) -> int:
         """Of a few nodes, and of a chain that ends a block and a split later, how many get other bits than the same
         token decoded plainly."""
-        _, heads, width, head_dim = self.query.shape
-        kv_heads, end_of_split = self.keys.shape[3], self.context // 1024 * 1024
+        width, heads, head_dim = self.query.shape
+        kv_heads, end_of_split = self.keys.shape[2], self.context // 1024 * 1024
         chain = Case(heads, kv_heads, head_dim, width, max(end_of_split - 8, 56), self.tiles, is_chain=True)
         return sum(case.count_differences() for case in (self, chain))
 
     def count_differences(self) -> int:
         out = self.by_kernels(0)
         nodes = random.Random(1).sample(range(self.tree.width), min(NUM_CHECKED, self.tree.width))
-        return sum(not torch.equal(out[:, node], self.decoded_plainly(node)) for node in nodes)
+        return sum(not torch.equal(out[node], self.decoded_plainly(node)) for node in nodes)
 
     def decoded_plainly(self, node: int) -> Tensor:
-        depth = int(self.depths[0, node])
-        path = self.context + self.paths[0, node, : depth + 1].long()
-        slots = torch.cat([torch.arange(self.context, device=DEVICE), path])
-        nothing = self.depths.new_zeros(1, 1)
-        out = tree_attention(
-            self.query[:, :, node : node + 1],
-            self.keys[0][:, slots],
-            self.values[0][:, slots],
-            self.lengths + depth,
-            nothing[:, :, None],
-            nothing,
-            max_context=self.context + depth,
-            tiles=self.tiles,
+        path = self.tree.paths()[0, node, : int(self.layout.depths[node]) + 1]
+        slots = torch.cat([self.slots[: self.context], self.slots[self.context + path]])
+        num_pages = -(-len(slots) // PAGE)
+        root = DraftTree.roots(torch.zeros(1, dtype=torch.int64)).to(DEVICE)
+        layout = layout_of(root, len(slots) - 1, torch.arange(num_pages, device=DEVICE))
+        keys, values = (
+            nn.functional.pad(stored[0, slots], (0, 0, 0, 0, 0, -len(slots) % PAGE))
+            for stored in (self.keys, self.values)
         )
-        return out[:, 0]
+        own = plan(layout, self.query.shape[1] // keys.shape[1], self.tiles)
+        return tree_attention(self.query[node : node + 1], keys, values, layout, own, tiles=self.tiles)[0]
+
+
+def layout_of(tree: DraftTree, context: int, pages: Tensor) -> Layout:
+    """A step of one row."""
+    width = tree.width
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return Layout(
+        rows=one.repeat(width),
+        places=torch.arange(width, dtype=torch.int32, device=DEVICE),
+        depths=tree.depths()[0].int(),
+        paths=tree.paths()[0].int().contiguous(),
+        starts=one,
+        counts=one + width,
+        lengths=one + context,
+        lines=one + 1,
+        tables=torch.stack([torch.zeros_like(pages), pages]).int(),
+        max_context=context,
+    )
 
 
 def random_tree(width: int) -> DraftTree:
@@ -258,8 +275,8 @@ def time_tiles(cases: list[Case], changes: Changes, usual: list[float] | None = 
     why = ""
     try:
         for case in cases:
-            case.tiles = replace(tiles_for(case.query.shape[3], DTYPE), **changes)
-            case.make_scratch()
+            case.tiles = replace(tiles_for(case.query.shape[2], DTYPE), **changes)
+            case.prepare()
             times.append(microseconds(case.by_kernels, case.num_layers, replays=5)[0])
         if cases[-1].nodes_that_differ():
             why = "other bits than plain decoding"
@@ -283,7 +300,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--context", action="append", type=int)
-    parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=128,warps=8")
+    parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=32,warps=8")
     parser.add_argument("--search", action="store_true", help="many tiles, and which are the best")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled anew for every line")
     parser.add_argument("--parts", action="store_true", help="the time of each kernel too")
@@ -318,7 +335,7 @@ def main() -> None:
                     flex = time_flex(case) if options.flex else f"{'':9s}"
                     read = case.read_bytes / bandwidth * 1e6
                     differ = case.nodes_that_differ()
-                    error = (case.by_kernels(0).float() - case.by_sdpa(0).float()).abs().max().item()
+                    error = case.error()
                     wrong += differ > 0 or error > 0.02
                     print(
                         f"{shape:14s}{context:8d}{width:6d}{ours:9.1f}{sdpa:9.1f}{flex}{read:9.1f}  "
