@@ -1,122 +1,149 @@
-"""CUDA graphs of the target model: `CapturedTarget` runs a verify as one graph per bucket of rows, width and context.
+"""CUDA graphs of the target model: `CapturedTarget` runs a flat step as one graph per number of tokens and context.
 
-A tree is padded to the next of a few widths, and its context length is rounded up to the next of a few contexts, so
-that few graphs serve all rounds. A graph is bound to addresses: KV caches are leased from an arena that outlives
-generations. Without a GPU the same code runs, and calls what would be replayed.
+A step is padded to the next of a few sizes, and its longest context rounded up to the next of a few contexts, so that
+few graphs serve all rounds. Inputs and outputs are static buffers that all graphs share, and the KV store is one pool
+of pages. Without a GPU the same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.errors import GraftError
-from graft.model.arena import (
-    ALIGNED,
+from graft.model.attention import KernelStep, Layout
+from graft.model.captures import (
     CONTEXTS,
-    Arena,
-    ArenaCache,
-    Arenas,
+    Captures,
     Event,
     Run,
+    context_for,
     first_line,
     is_shortage,
-    new_pool,
-    next_power,
     num_bytes,
     on_host,
     whole,
 )
-from graft.model.attention import Paths
+from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import FEW
-from graft.model.kv_cache import CacheLimit, TreeCache, WritePosition
-from graft.model.llama import FastLayers, touched_module, why_not
-from graft.model.runner import TargetRunner, side_by_side
+from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
+from graft.model.llama import FastLayers, Rotary, touched_module, why_not
+from graft.model.runner import TargetRunner, outputs_of, side_by_side
+from graft.model.step import COLUMNS, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
 from graft.progress import Report
 from graft.spec_decode.tree import PADDING, DraftTree
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
-PROMPT_WIDTHS = (64, 128, 256)  # of chunks of a prompt
-_MAX_LOGITS = 2**31  # bytes of logits that an arena's steps may keep, if there are several
+# Small steps are often one row's tree, large ones many rows' or a prompt's.
+STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_USUAL_ROOM = 512  # tokens that the buffers hold at first
+_MAX_PATH = 128  # tokens of a tree's path, the root included
+_FIRST_TOKENS = 16384  # that the pool of a library's engine holds at first
+_MOVED = (1, 4, 16, 64, 256)  # rows of a commit
 
 
-class Inputs:
-    """Inputs of a step (tree and lengths) in one int32 tensor, so that one transfer takes all of them to the device."""
+class StepBuffers:
+    """Static inputs and outputs of the graphs, with room for so many tokens."""
 
-    def __init__(self, numbers: Tensor, rows: int, width: int) -> None:
-        self.numbers = numbers
-        self._head, tokens, parents = numbers.split((ALIGNED + whole(rows), *[whole(rows * width)] * 2))
-        self.width, self.lengths = self._head[:1], self._head[ALIGNED : ALIGNED + rows]
-        self.tokens, self.parents = (part[: rows * width].view(rows, width) for part in (tokens, parents))
+    def __init__(self, room: int, vocab_size: int, num_hidden: int, like: Tensor) -> None:
+        device = like.device
+        self.room = room
+        num_rows = whole(room + 1)  # one more than there can be: what a step is padded with is a row too
+        size = COLUMNS * whole(room) + 4 * num_rows
+        self.numbers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._here = on_host((size,), torch.int32, device)
+        self._loaded = Event(device)
+        self.columns, self.by_row = self._parts(self.numbers, num_rows)
+        self.here_columns, self.here_by_row = (part.numpy() for part in self._parts(self._here, num_rows))
+        num_highest = min(NUM_SUCCESSORS, vocab_size)
+        self.logits = torch.empty(room, vocab_size, device=device)  # float32
+        self.hidden = like.new_zeros(room, num_hidden)
+        # The likeliest tokens after each token and their logits, [room, k]: on the device, then on the host.
+        self.best_tokens = on_host((room, num_highest), torch.int32, device)
+        self.best_logits = on_host((room, num_highest), torch.float32, device)
+        self.step = Step(
+            tokens=self.columns[0],
+            parents=self.columns[1],
+            rows=self.columns[4],
+            depths=self.columns[3],
+            starts=self.by_row[0],
+            counts=self.by_row[1],
+            best=torch.zeros(room, dtype=torch.int32, device=device),
+            chosen=on_host((room,), torch.int64, device),
+            judged=Event(device),
+        )
 
     @staticmethod
-    def num_numbers(rows: int, width: int) -> int:
-        return ALIGNED + whole(rows) + 2 * whole(rows * width)
+    def _parts(numbers: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        by_row, columns = numbers.split((4 * num_rows, len(numbers) - 4 * num_rows))
+        return columns.view(COLUMNS, -1), by_row.view(4, num_rows)
 
-    def fill(self, tree: DraftTree, lengths: Sequence[int]) -> None:
-        """Writes the trees of the first rows. Other rows get length 0 and keep whatever tree they had before.
-
-        Padding nodes get the parent -1, so that no walk down the tree reaches them.
-        """
-        rows, width = tree.tokens.shape
-        head = self._head.numpy()
-        head[0], head[ALIGNED : ALIGNED + rows], head[ALIGNED + rows :] = width, lengths, 0
-        self.tokens.numpy()[:rows, :width] = tree.tokens.numpy()
-        self.parents.numpy()[:rows, :width] = np.where(tree.sources.numpy() == PADDING, -1, tree.parents.numpy())
-
-
-class GraphBuffers:
-    """Static inputs and outputs of the CUDA graphs of one number of rows and one width."""
-
-    def __init__(self, rows: int, width: int, vocab_size: int, device: torch.device) -> None:
-        size, num_highest = Inputs.num_numbers(rows, width), min(NUM_SUCCESSORS, vocab_size)
-        self.inputs = Inputs(torch.zeros(size, dtype=torch.int32, device=device), rows, width)
-        self._staged = Inputs(on_host((size,), torch.int32, device), rows, width)
-        self._loaded = Event(device)
-        best = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        chosen = on_host((rows * width,), torch.int64, device)
-        self.step = Step(self.inputs.tokens, self.inputs.parents, best, chosen, Event(device))
-        self.logits = torch.empty(rows, width, vocab_size, device=device)  # float32
-        # On the host: the likeliest tokens after each node and their logits, [rows, width, k].
-        self.best_tokens = on_host((rows, width, num_highest), torch.int32, device)
-        self.best_logits = on_host((rows, width, num_highest), torch.float32, device)
-
-    def load(self, tree: DraftTree, lengths: Sequence[int]) -> None:
+    def lay_out(self, rows: Sequence[Row], tree: DraftTree | None, chunks: Sequence[Chunk]) -> FlatStep:
+        """The step in the host's buffer."""
         self._loaded.wait()
-        self._staged.fill(tree, lengths)
-        self.inputs.numbers.copy_(self._staged.numbers, non_blocking=True)
+        return FlatStep(rows, tree, chunks, self.here_columns, self.here_by_row)
+
+    def load(self, step: FlatStep, size: int) -> None:
+        """Sends the step to the device, padded with tokens of a row that is nobody's."""
+        num_tokens, num_rows = step.num_tokens, len(step.rows)
+        self.here_columns[:, num_tokens:size] = 0
+        self.here_columns[4, num_tokens:size] = num_rows
+        self.here_by_row[:, num_rows : size + 1] = 0
+        self.numbers.copy_(self._here, non_blocking=True)
         self._loaded.record()
 
-    def take_logits(self, logits: Tensor) -> None:
-        """Stores a forward's logits, and sends the top-k tokens of each node to the host."""
-        self.logits.copy_(logits)
-        num_highest = self.best_tokens.shape[2]
-        tokens, values, _ = topk_kernels.highest(self.logits.flatten(0, 1), num_highest)
-        self.step.best.copy_(tokens[:, 0].view_as(self.step.best))
-        self.best_tokens.copy_(tokens.view_as(self.best_tokens), non_blocking=True)
-        self.best_logits.copy_(values.view_as(self.best_logits), non_blocking=True)
+    def take(self, logits: Tensor, hidden: Tensor) -> None:
+        """Stores a forward's output, and sends the top-k tokens after each token to the host."""
+        size = len(logits)
+        self.logits[:size].copy_(logits)
+        self.hidden[:size].copy_(hidden)
+        tokens, values, _ = topk_kernels.highest(self.logits[:size], self.best_tokens.shape[1])
+        self.step.best[:size].copy_(tokens[:, 0])
+        self.best_tokens[:size].copy_(tokens, non_blocking=True)
+        self.best_logits[:size].copy_(values, non_blocking=True)
 
 
-@dataclass(eq=False, kw_only=True)
-class StepArena(Arena):
-    """An arena of the target model."""
+class Moves:
+    """Static inputs of the graphs that commit accepted paths."""
 
-    hidden: Tensor  # [rows, width, layers * H] of the last step, where the drafter's own graphs find them
+    def __init__(self, rows: int, device: torch.device) -> None:
+        size = 3 * whole(rows) + rows * _MAX_PATH
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        self._here = on_host((size,), torch.int32, device)
+        self._loaded = Event(device)
+        (self.lines, self.lengths, self.counts), self.places = self._parts(self._there, rows)
+        self._by_row, self._places = (
+            [part.numpy() for part in group] if isinstance(group, list) else group.numpy()
+            for group in self._parts(self._here, rows)
+        )
+
+    @staticmethod
+    def _parts(numbers: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
+        by_row, places = numbers[: 3 * whole(rows)].view(3, -1), numbers[3 * whole(rows) :].view(rows, _MAX_PATH)
+        return [part[:rows] for part in by_row], places
+
+    def load(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Rows and the places of their accepted tokens below the root."""
+        self._loaded.wait()
+        for part in self._by_row:
+            part[:] = 0
+        for number, (row, path) in enumerate(moves):
+            for part, value in zip(self._by_row, (row.line, row.length, len(path)), strict=True):
+                part[number] = value
+            self._places[number, : len(path)] = path
+        self._there.copy_(self._here, non_blocking=True)
+        self._loaded.record()
 
 
-class Graphs(Arenas):
-    """Fused weights, arenas and CUDA graphs of one model, shared by all runners that ask for the same hidden states."""
+class Graphs(Captures):
+    """Fused weights, KV store and CUDA graphs of one model, shared by all runners that ask for the same hidden states."""
 
     def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool) -> None:
         """num_hidden: how many layers' inputs a step returns. exact: see `CapturedTarget`."""
@@ -124,38 +151,65 @@ class Graphs(Arenas):
         self.model = model
         self._exact = exact
         self._num_hidden = num_hidden
+        config = model.config.get_text_config()
+        self.store = KVStore(config.num_hidden_layers)
+        self.pool: PagePool | None = None
         self.layers: FastLayers | None = None
         self._given_up: FastLayers | None = None
-        self.cache_shape: tuple[int, int] | None = None  # key/value heads and head_dim
+        self.buffers: StepBuffers | None = None
+        self.moves: dict[int, Moves] = {}
+        self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
+        self._num_resized = -1
 
-    def make_room(self, arena: Arena, num_logits: int) -> None:
-        """Drops the least recently used graphs of an arena until its logits and `num_logits` more fit in memory."""
-        while (kept := _graph_buffers(arena)) and 4 * num_logits + num_bytes(b.logits for b in kept) > _MAX_LOGITS:
-            oldest = next(key for key, buffers in arena.buffers.items() if buffers is kept[0])
-            del arena.buffers[oldest]
-            arena.steps = {key: run for key, run in arena.steps.items() if key[:2] != oldest}
+    @property
+    def is_in_use(self) -> bool:
+        return self.pool is not None and self.pool.num_free < self.pool.num_pages
 
     def refresh(self) -> None:
         """Drops all graphs if the model's weights have moved, or somebody has added a hook to the model.
 
         Not while it decodes: the check takes milliseconds.
         """
-        if not all(arena.is_free for arena in self.arenas):
+        if self.is_in_use:
             return
         weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
         if weights == self._weights:
             return
-        self.arenas.clear()
+        self.forget()
         reason = self.failure or why_not(self.model)
         self.layers = FastLayers(self.model, self._exact) if reason is None else None
         if self.layers is not None:
-            self.cache_shape = (self.layers.kv_heads, self.layers.head_dim)
             reason = None if self.layers.can_be_exact else "its weights' sizes are not multiples of 64"
+            if self.store.keys is None:
+                like = next(self.model.parameters())
+                self.store.shape(like, (self.layers.kv_heads, self.layers.head_dim))
         if self._exact and reason is not None:
             self._weights = ()  # to look again: the owner may take a hook away
             raise self._not_exact(reason)
         self._weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
+
+    def settle(self) -> Tensor:
+        """The block tables on the device; graphs over memory that has moved since are dropped."""
+        assert self.pool is not None
+        if self.pool.num_resized != self._num_resized:
+            self.forget()
+            self._num_resized = self.pool.num_resized
+            positions = self.pool.tables.shape[1] * PAGE
+            self.rotary = self.layers.rotary(positions) if self.layers is not None else None
+        return self.pool.sync()
+
+    def buffers_for(self, num_tokens: int, vocab_size: int) -> StepBuffers:
+        if self.buffers is None or self.buffers.room < num_tokens:
+            room = _USUAL_ROOM
+            while room < num_tokens:
+                room *= 2
+            self.forget()
+            self.buffers = None
+            like = next(self.model.parameters())
+            hidden_size = self._num_hidden * self.model.config.get_text_config().hidden_size
+            self.buffers = StepBuffers(room, vocab_size, hidden_size, like)
+        return self.buffers
 
     def _not_exact(self, reason: str) -> GraftError:
         kind = type(self.model).__name__
@@ -182,37 +236,25 @@ class Graphs(Arenas):
             )
         self._given_up, self.layers = self.layers, None  # graphs of others may use what they have
         self.failure = reason
-        for arena in self.arenas:
-            arena.forget()
+        self.forget()
 
     def memory_report(self) -> dict[str, int]:
-        outputs = [buffers.logits for arena in self.arenas for buffers in _graph_buffers(arena)]
-        return super().memory_report() | {"logits": num_bytes(outputs)}
-
-    def make_arena(self, rows: int, slots: int, max_positions: int | None) -> StepArena:
-        assert self.cache_shape is not None
-        model, config = self.model, self.model.config.get_text_config()
-        shape = (config.num_hidden_layers, rows, slots, *self.cache_shape)
-        # Zeros: attention through masks reads slots that nobody has written, and NaN times zero is NaN.
-        keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-        rotary = self.layers.rotary(min(slots, max_positions or slots)) if self.layers is not None else None
-        hidden = keys.new_zeros(rows, PROMPT_WIDTHS[-1], self._num_hidden * config.hidden_size)
-        return StepArena(keys, values, rotary, new_pool(model.device), hidden=hidden)
-
-
-def _graph_buffers(arena: Arena) -> list[GraphBuffers]:
-    """Of verify steps, the least recently used first; an arena also keeps those of commits."""
-    return [buffers for buffers in arena.buffers.values() if isinstance(buffers, GraphBuffers)]
+        buffers, rotary = self.buffers, self.rotary
+        return {
+            "cache": self.store.nbytes,
+            "rotary tables": num_bytes((rotary.cos, rotary.sin)) if rotary is not None else 0,
+            "graphs": self.num_graph_bytes,
+            "logits": buffers.logits.nbytes if buffers is not None else 0,
+        }
 
 
 _GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool], Graphs] = weakref.WeakValueDictionary()
 
 
 class CapturedTarget(TargetRunner):
-    """A TargetRunner whose `verify` replays a CUDA graph. Its output is valid until the next `verify`."""
+    """A TargetRunner whose steps replay CUDA graphs. Their output is valid until the next step."""
 
-    widths: tuple[int, ...] = WIDTHS
-    prompt_widths: tuple[int, ...] = PROMPT_WIDTHS
+    sizes: tuple[int, ...] = STEP_SIZES
     contexts: tuple[int, ...] = CONTEXTS
 
     def __init__(
@@ -228,35 +270,33 @@ class CapturedTarget(TargetRunner):
         key = (id(model), self._hidden_layers, exact)
         self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
         _GRAPHS[key] = self._graphs
+        self._store = self._graphs.store
         if exact:
             self._graphs.refresh()  # says now if that cannot be
 
-    def open(self, num_rows: int, num_slots: int) -> TreeCache:
-        with self._graphs.lock:
-            return self._open(num_rows, num_slots)
-
-    def _open(self, num_rows: int, num_slots: int) -> TreeCache:
+    @property
+    def pool(self) -> PagePool:
         graphs = self._graphs
-        graphs.refresh()
-        if graphs.failure is None and graphs.cache_shape is None:
-            graphs.cache_shape = self._find_cache_shape()
-        if graphs.failure is not None:
+        if graphs.pool is None:
+            self._use_pool(PagePool(self.device, self.max_positions, first_pages=_FIRST_TOKENS // PAGE))
+            assert graphs.pool is not None
+        return graphs.pool
+
+    def _use_pool(self, pool: PagePool) -> None:
+        self._graphs.forget()
+        self._graphs.pool = pool
+        pool.add_store(self._store)
+
+    def open(self, num_rows: int, num_slots: int) -> KVCache:
+        with self._graphs.lock:
+            self._graphs.refresh()
+            if self._graphs.failure is None and not self._graphs.num_captured:
+                self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
             return super().open(num_rows, num_slots)
-        if not graphs.arenas and graphs.num_captured == 0:
-            self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
-        return graphs.lease(num_rows, num_slots + self._num_more, self.max_positions)
-
-    def keep_to(self, limit: CacheLimit) -> None:
-        super().keep_to(limit)
-        self._graphs.keep_to(limit)
-
-    def num_slots_of(self, num_rows: int, num_slots: int) -> int:
-        return next_power(num_rows) * (num_slots + self._num_more)
 
     @property
-    def _num_more(self) -> int:
-        """Slots after a text for the padding nodes of a step."""
-        return max(self.widths[-1], self.prompt_widths[-1])
+    def step_sizes(self) -> tuple[int, ...]:
+        return self.sizes if self._graphs.failure is None else ()
 
     @property
     def num_setups(self) -> int:
@@ -277,128 +317,123 @@ class CapturedTarget(TargetRunner):
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
 
-    def warm_up(self, cache: TreeCache, width: int) -> None:
-        self.verify(cache, DraftTree.chain(torch.zeros(cache.num_rows, width, dtype=torch.int64)))
-        self.synchronize()
-
-    @torch.no_grad()
-    def verify(self, cache: TreeCache, tree: DraftTree) -> VerifyOutput:
-        width = next((width for width in self.widths if width >= tree.width), None)
-        if width is None or not isinstance(cache, ArenaCache):
-            return super().verify(cache, tree)
-        return self._replay(cache, tree, next_power(cache.num_rows), width) or super().verify(cache, tree)
-
-    @torch.no_grad()
-    def prefill(self, cache: TreeCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
-        """Prefills the first row by graphs, always: a prompt's bits must not depend on how much of it was cached."""
-        if row > 0 or not isinstance(cache, ArenaCache):
-            yield from super().prefill(cache, row, tokens)
-            return
-        for start in range(0, len(tokens), self.chunk_size):
-            chunk = tokens[start : start + self.chunk_size]
-            width = next((width for width in self.prompt_widths if width >= len(chunk)), None)
-            verified: VerifyOutput | None = None
-            if width is not None:
-                verified = self._replay(cache, DraftTree.chain(torch.tensor([chunk])), 1, width)
-            if verified is None:
-                yield from super().prefill(cache, row, chunk)
-                continue
-            cache.advance([len(chunk)])
-            self.wait_for(verified)
-            yield verified
-
-    def _replay(self, cache: ArenaCache, tree: DraftTree, rows: int, width: int) -> VerifyOutput | None:
-        """A forward of the cache's first rows by a CUDA graph; None if steps cannot be captured."""
-        if self._graphs.failure is not None:
-            return None
-        num_rows = len(tree.tokens)
-        lengths = cache.lengths[:num_rows]
-        if max(lengths) + width > cache.num_slots:
-            raise GraftError(f"the cache holds {cache.num_slots} tokens and {max(lengths) + width} are needed")
-        arena = cast(StepArena, cache.arena)
-        with self._graphs.lock, torch.cuda.device_of(arena.keys):
-            buffers, run = self._step(arena, tree, lengths, rows, width)
-            if run is None:
-                return None
-            cache.aim_at_first(num_rows)
-            run()
-            buffers.step.judged.record()
-        part = (slice(num_rows), slice(tree.width))
-        highest = (buffers.best_tokens[part], buffers.best_logits[part])
-        return VerifyOutput(tree.tokens, buffers.logits[part], arena.hidden[part], highest, buffers.step)
-
-    def _step(
-        self, arena: StepArena, tree: DraftTree, lengths: Sequence[int], rows: int, width: int
-    ) -> tuple[GraphBuffers, Run | None]:
-        """The graph of the tree's bucket, with the tree loaded; captured at first use, None if that fails."""
-        context = arena.context_for(lengths, self.contexts)
-        buffers: GraphBuffers | None = arena.buffers.pop((rows, width), None)
-        if buffers is None:
-            self._graphs.make_room(arena, rows * width * self.vocab_size)
-            buffers = GraphBuffers(rows, width, self.vocab_size, self.device)
-        arena.buffers[rows, width] = buffers  # last, as the most recently used
-        buffers.load(tree, lengths)  # before a capture too: its warm-up runs write to the slots of this tree
-        key = (rows, width, context)
-        if key in arena.steps:
-            return buffers, arena.steps[key]
-        count = self._graphs.num_captured + 1
-        self.progress(Report("graphs", count, count + 1, f"width {width}, context {context}"))
+    def warm_up(self, max_tokens: int) -> None:
+        """Captures the graphs of all sizes up to `max_tokens`, at short contexts."""
+        sizes = [size for size in self.sizes if size <= max_tokens] or [self.sizes[0]]
+        cache = self.open(1, sizes[-1])
         try:
-            return buffers, self._graphs.captured(arena, key, self._make_run(arena, buffers, context))
-        except Exception as error:  # whatever a model, a compiler or a driver may raise
-            self._graphs.give_up(error)
-            return buffers, None
+            for number, size in enumerate(reversed(sizes)):  # the largest first, which the others' memory is part of
+                self.progress(Report("graphs", number, len(sizes), f"{size} tokens"))
+                cache.rows[0].length = 0
+                self.step(None, None, [Chunk(cache.rows[0], [0] * size)])
+                self.synchronize()
+        finally:
+            cache.release()
 
-    def _make_run(self, arena: StepArena, buffers: GraphBuffers, context: int) -> Run:
+    @torch.no_grad()
+    def step(
+        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = ()
+    ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        graphs, rows = self._graphs, cache.rows if cache is not None else []
+        if graphs.failure is not None:
+            return super().step(cache, tree, chunks)
+        self._make_room(rows, tree, chunks)
+        num_tokens = int((tree.sources != PADDING).sum()) if tree is not None else 0
+        num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+        size = next((size for size in self.sizes if size >= num_tokens), None)
+        require_size(size, num_tokens, self.sizes[-1])
+        with graphs.lock, torch.cuda.device_of(self._store_like):
+            tables = graphs.settle()
+            buffers = graphs.buffers_for(size or 0, self.vocab_size)
+            step = buffers.lay_out(rows, tree, chunks)
+            buffers.load(step, size or 0)
+            run = self._captured(buffers, tables, size or 0, max((row.length for row in step.rows), default=0))
+            if run is not None:
+                run()
+                buffers.step.judged.record()
+        if run is None:
+            return super().step(cache, tree, chunks)
+        for chunk in chunks:
+            chunk.row.length += len(chunk.tokens)
+        highest = (buffers.best_tokens, buffers.best_logits)
+        return outputs_of(step, buffers.logits, buffers.hidden, highest, buffers.step)
+
+    @property
+    def _store_like(self) -> Tensor:
+        return next(self.model.parameters())
+
+    def _captured(self, buffers: StepBuffers, tables: Tensor, size: int, longest: int) -> Run | None:
+        """The graph of a step's size and context, captured at first use; None if that fails."""
+        graphs, context = self._graphs, context_for(longest, self.contexts)
+        key = ("step", size, context)
+        if key in graphs.steps:
+            return graphs.steps[key]
+        count = graphs.num_captured + 1
+        self.progress(Report("graphs", count, count + 1, f"{size} tokens, context {context}"))
+        try:
+            return graphs.captured(key, self._make_run(buffers, tables, size, context))
+        except Exception as error:  # whatever a model, a compiler or a driver may raise
+            graphs.give_up(error)
+            return None
+
+    def _make_run(self, buffers: StepBuffers, tables: Tensor, size: int, context: int) -> Run:
         """One forward over static inputs: no shape and no branch in it depends on what they hold."""
-        inputs = buffers.inputs
-        rows, width = inputs.tokens.shape
-        layers, rotary = self._graphs.layers, arena.rotary
-        writer = ArenaCache(arena, rows)  # only to find slots: it has no lease and no lengths
-        keys, values = arena.keys[:, :rows], arena.values[:, :rows]
+        tokens, parents, places, depths, rows = (column[:size] for column in buffers.columns)
+        starts, counts, lengths, lines = (column[: size + 1] for column in buffers.by_row)
+        layers, rotary = self._graphs.layers, self._graphs.rotary
+        writer = KVCache(self.pool, self._store, [])  # only to find slots
 
         @torch.no_grad()
         def run() -> None:
-            tokens, depths, paths = layer_kernels.lay_out(inputs.tokens, inputs.parents, inputs.width)
-            seen = Paths(inputs.lengths, depths, paths, context)
+            paths = layer_kernels.lay_out(parents, places, depths, starts, rows, min(size, _MAX_PATH))
+            step = KernelStep(Layout(rows, places, depths, paths, starts, counts, lengths, lines, tables, context))
             if layers is not None and rotary is not None:
-                out, inputs_of_layers = layers(tokens, seen, keys, values, rotary, self._hidden_layers)
-                hidden = side_by_side(inputs_of_layers, out)
-            else:
-                lengths = inputs.lengths.long()
-                writer.aim_on_device(lengths, width)
-                out, hidden = self._run_model(writer, tokens, self._clamped(lengths[:, None] + depths), seen)
-            buffers.take_logits(out)
-            arena.hidden[:rows, :width].copy_(hidden)
+                out, inputs = layers(tokens, step, *self._store.stored, rotary, self._hidden_layers)
+                buffers.take(out, side_by_side(inputs, out))
+                return
+            at = lengths[rows.long()]
+            slots = (at + places).long()
+            pages = tables[lines[rows.long()].long(), (slots // PAGE).clamp(max=tables.shape[1] - 1)]
+            writer.write_at(pages.long() * PAGE + slots % PAGE)
+            positions = self._clamped((at + depths).long())
+            out, hidden = self._run_model(writer, tokens.long()[None], positions[None], step)
+            buffers.take(out[0], hidden[0])
 
         return run
 
-    @torch.no_grad()
-    def _forward(self, cache: TreeCache, tree: DraftTree, aim: WritePosition, num_logits: int = 0) -> VerifyOutput:
-        """The fused layers without a graph: for prompt chunks of further rows, and trees wider than any bucket."""
-        layers = self._graphs.layers
-        rotary = cache.arena.rotary if isinstance(cache, ArenaCache) else None
-        if layers is None or rotary is None or not isinstance(cache, ArenaCache):
-            return super()._forward(cache, tree, aim, num_logits)
-        arena, (rows, end) = cache.arena, cache.aimed
-        tokens, tree = tree.tokens, tree.to(self.device)
-        depths, paths = (numbers.int().contiguous() for numbers in (tree.depths(), tree.paths()))
-        seen = Paths(aim.lengths.int(), depths, paths, end)
-        keys, values = arena.keys[:, rows], arena.values[:, rows]
-        try:
-            with self._graphs.lock, torch.cuda.device_of(keys):
-                logits, inputs = layers(tree.tokens, seen, keys, values, rotary, self._hidden_layers, num_logits)
-        except Exception as error:  # as in a capture
-            self._graphs.give_up(error)
-            return super()._forward(cache, tree, aim, num_logits)
-        return VerifyOutput(tokens, logits.float(), side_by_side(inputs, tree.tokens[..., None].to(logits.dtype)))
+    def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        graphs = self._graphs
+        if graphs.failure is not None or not graphs.steps:  # kernels may not run here
+            return super().commit(cache, paths)
+        moves = [
+            (row, path)
+            for row, path in zip(cache.rows, paths, strict=True)
+            if any(place != step for step, place in enumerate(path, start=1))
+        ]
+        with graphs.lock, torch.cuda.device_of(self._store_like):
+            for first in range(0, len(moves), _MOVED[-1]):
+                self._move(moves[first : first + _MOVED[-1]])
+        cache.advance([1 + len(path) for path in paths])
 
-    def _find_cache_shape(self) -> tuple[int, int] | None:
-        """Key/value heads and head_dim, by a forward of one token; None if keys and values differ in shape."""
-        cache = TreeCache(self._num_layers, 1, 1)
-        TargetRunner.verify(self, cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
-        key, value = (stored.shape[3:] for stored in cache.stored)
-        if key != value:
-            self._graphs.run_eagerly("its keys and values differ in size")
-            return None
-        return key[0], key[1]
+    def _move(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Moves keys and values of accepted paths to the places behind their roots."""
+        graphs, rows = self._graphs, next(rows for rows in _MOVED if rows >= len(moves))
+        tables = graphs.settle()
+        numbers = graphs.moves.setdefault(rows, Moves(rows, self.device))
+        keys, values = self._store.stored
+
+        def run() -> None:
+            attention_kernels.commit(
+                keys, values, tables, numbers.lines, numbers.lengths, numbers.places, numbers.counts
+            )
+
+        if ("move", rows) not in graphs.steps:
+            numbers.load([])  # warm-up runs move nothing
+        step = graphs.captured(("move", rows), run)
+        numbers.load(moves)
+        step()
+
+
+def require_size(size: int | None, num_tokens: int, most: int) -> None:
+    if size is None:
+        raise GraftError(f"a step of {num_tokens} tokens is more than the {most} that one can have: verify fewer nodes")

@@ -98,8 +98,15 @@ class PagePool:
     Page 0 and line 0 are nobody's: what a step pads its tokens with goes there.
     """
 
-    def __init__(self, device: torch.device, max_positions: int | None, num_pages: int | None = None) -> None:
-        """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for.
+    def __init__(
+        self,
+        device: torch.device,
+        max_positions: int | None,
+        num_pages: int | None = None,
+        first_pages: int = _FIRST_PAGES,
+    ) -> None:
+        """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for, from
+        `first_pages` on.
 
         max_positions: of the model; no row is longer.
         """
@@ -120,7 +127,7 @@ class PagePool:
         self._loaded: torch.cuda.Event | None = None
         self._is_changed = True
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._resize(num_pages + 1 if num_pages is not None else _FIRST_PAGES, 8)
+        self._resize(num_pages + 1 if num_pages is not None else first_pages, 8)
 
     # Size
 
@@ -148,7 +155,8 @@ class PagePool:
         return None if self._max_positions is None else PAGE * self._longest
 
     def add_store(self, store: KVStore) -> None:
-        store.resize(len(self._uses) * PAGE)
+        if store not in self.stores:
+            store.resize(len(self._uses) * PAGE)
         self.stores.add(store)
 
     def _resize(self, num_pages: int, num_lines: int) -> None:

@@ -77,9 +77,20 @@ class TargetRunner:
     def pool(self) -> PagePool:
         """The pages of all KV caches that it opens."""
         if self._pool is None:
-            self._pool = PagePool(self.device, self.max_positions)
-            self._pool.add_store(self._store)
+            self._use_pool(PagePool(self.device, self.max_positions))
+            assert self._pool is not None
         return self._pool
+
+    def limit_pages(self, num_pages: int) -> None:
+        """Has so many pages for all KV caches, once and for all; while there are no caches."""
+        self._use_pool(PagePool(self.device, self.max_positions, num_pages))
+
+    def _use_pool(self, pool: PagePool) -> None:
+        self._pool = pool
+        pool.add_store(self._store)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Does what only the first steps of up to so many tokens do."""
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on the device beside the model's weights and a generation's own tensors, by purpose."""
