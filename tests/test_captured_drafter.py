@@ -14,6 +14,7 @@ import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures, Event
+from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
@@ -216,8 +217,21 @@ def test_the_real_kernels_draft_the_same(model):
         cache, state = text.open(PROMPT[:3], [5, 6])
         levels = text.levels(state, 3, keep=3)
         text.round(cache, state, [9, 6], 3, ahead=True)
+        if isinstance(state, CapturedState):
+            assert text.drafter.num_prefetched(state) == 3, "the device went on by itself"
         found.append(levels + text.levels(state, 3, keep=3))
     assert_alike(*found)
+
+
+def test_the_output_at_each_rows_last_entry_is_kept():
+    outputs, root = torch.randn(7, 40), torch.randn(5, 40)
+    begins, counts, lines = (
+        torch.tensor(part, dtype=torch.int32) for part in ([0, 2, 2, 0], [2, 0, 4, 0], [3, 2, 4, 0])
+    )
+    expected, found = root.clone(), root.clone().to(DEVICE)
+    expected[3], expected[4] = outputs[1], outputs[5]
+    eagle3_kernels.keep_last(*(part.to(DEVICE) for part in (outputs, begins, counts, lines)), found)
+    assert torch.equal(found.cpu(), expected)
 
 
 def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):

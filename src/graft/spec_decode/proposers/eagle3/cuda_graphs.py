@@ -39,6 +39,7 @@ _FEW_ROWS, _MOST_BEAMS = 8, 128  # up to so many rows all beams are expanded; th
 _PENDING = 32  # entries of a row that wait for a draft; then they are run without one
 _AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them
 _MAX_DRAFTED_AHEAD = 16  # accepted tokens of a row that the device can process by itself in a round
+_SMALL_TREE = 64  # tokens: for smaller ones no kernel is compiled
 _TRANSFERS = 8  # of numbers, that may be under way
 _READERS = ("read", "ahead", "gather")  # graphs that read the target's hidden states
 
@@ -530,7 +531,7 @@ class CapturedDrafter(Eagle3Drafter):
                 there.lengths[:num_rows],
                 buffers.walked[:num_rows],
                 buffers.nodes[:num_rows],
-                max(verified.counts),
+                max(_SMALL_TREE, *verified.counts),
             )
         hidden, context = self._hidden_of(buffers, verified), self._context(state, max(rooms))
         self._replay(
@@ -648,10 +649,7 @@ class CapturedDrafter(Eagle3Drafter):
         )
         fused = self.head.fuse(features.to(buffers.features.dtype))
         outputs = self._run_head(buffers, entries.tokens, fused, None, layout)
-        last = (by_row.begins + by_row.counts - 1).clamp(min=0)
-        old = buffers.root.index_select(0, by_row.lines)
-        newest = torch.where((by_row.counts > 0)[:, None], outputs.index_select(0, last), old)
-        buffers.root.index_copy_(0, by_row.lines.long(), newest)
+        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.lines, buffers.root)
 
     def _run_root(self, buffers: DraftBuffers, shape: Shape) -> None:
         lines = buffers.round.by_row(shape.rows).lines[: shape.rows]
