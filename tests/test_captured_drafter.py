@@ -14,6 +14,7 @@ import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures, Event
+from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
@@ -60,9 +61,13 @@ class StaticTarget(TargetRunner):
         return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
 
 
-class SmallDrafter(CapturedDrafter):
+class SmallTarget(CapturedTarget):
     """Contexts whose borders short texts cross."""
 
+    contexts = (16, 32)
+
+
+class SmallDrafter(CapturedDrafter):
     contexts = (16, 32)
 
 
@@ -101,10 +106,16 @@ class Never:
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Without a GPU, PyTorch in place of kernels; engines run steps whose output the device can go on from."""
+    """Without a GPU, PyTorch in place of kernels."""
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.target_for", lambda *given: StaticTarget(*given))
+
+
+@pytest.fixture(params=[StaticTarget, SmallTarget])
+def engines(plain, monkeypatch, request):
+    """Engines run steps whose output the device can go on from."""
+    monkeypatch.setattr("graft.engine.target_for", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +155,14 @@ class Text:
             _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
             self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
 
-    def round(self, cache, state, roots, width=6, ahead=False):
-        """Verifies random trees, and takes some path of each. Returns the new roots."""
+    def round(self, cache, state, roots, width=6, ahead=False, reading=None):
+        """Verifies random trees, and takes some path of each. Returns the new roots.
+
+        reading: a cache and a state of one row, whose prompt is read in the same step.
+        """
         tree = random_tree(self.rng, roots, width, 61)
-        verified = self.target.verify(cache, tree)
+        chunks = [Chunk(reading[0].rows[0], PROMPT[:-1])] if reading else []
+        verified, read = self.target.step(cache, tree, chunks)
         nodes, tokens = [], []
         for row in range(len(roots)):
             path = [0]
@@ -168,6 +183,8 @@ class Text:
             self.drafter.draft_ahead(state, verified, chosen)
         self.target.commit(cache, nodes)
         self.drafter.learn(state, verified, nodes, tokens)
+        if reading:
+            self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
         return [new[-1] for new in tokens]
 
     def levels(self, state, count=4, keep=None, stops=None):
@@ -334,18 +351,25 @@ def test_rows_without_drafts_for_long_draft_what_others_do(plain, model):
     assert_alike(*found)
 
 
-def test_reading_a_prompt_leaves_the_drafts_of_others_as_they_are(plain, model):
-    text = Text(model, SmallDrafter)
-    cache, state = text.open(PROMPT, [5, 6])
-    text.levels(state, 2)
-    text.round(cache, state, [11, 6], ahead=True)
-    expected = Text(model, SmallDrafter)
-    its_cache, its_state = expected.open(PROMPT, [5, 6])
-    expected.levels(its_state, 2)
-    expected.round(its_cache, its_state, [11, 6], ahead=True)
-    text.open(PROMPT * 20)  # several chunks
-    assert text.drafter.num_prefetched(state) == 2
-    assert_alike(text.levels(state), expected.levels(its_state))
+@pytest.mark.parametrize("is_same_step", [False, True])
+def test_reading_a_prompt_leaves_the_drafts_of_others_as_they_are(plain, model, is_same_step):
+    found = []
+    for others_read in (True, False):
+        text = Text(model, SmallDrafter)
+        cache, state = text.open(PROMPT, [5, 6], PROMPT[3:])
+        text.levels(state, 2)
+        reading = None
+        if others_read and is_same_step:
+            its_cache = text.target.open(1, 200)
+            reading = its_cache, text.drafter.open(its_cache)
+        text.round(cache, state, [11, 6, 11], ahead=True, reading=reading)
+        if others_read and not is_same_step:
+            text.open(PROMPT * 20)  # several chunks
+        assert text.drafter.num_prefetched(state) == 2
+        found.append(text.levels(state))
+        if reading is not None:
+            assert_alike(text.levels(reading[1]), text.levels(text.open(PROMPT)[1]))
+    assert_alike(*found)
 
 
 def test_batches_that_take_turns_draft_as_alone(plain, model):
@@ -414,10 +438,10 @@ def test_a_text_at_the_end_of_the_context_is_drafted_for(plain, model):
 
 
 @pytest.mark.parametrize("policy", ["dense", "graft"])
-def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monkeypatch, model):
+def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, monkeypatch, model):
     runs = []
     for target, kind in (
-        (StaticTarget, SmallDrafter),
+        (engines, SmallDrafter),
         (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
     ):
         monkeypatch.setattr("graft.engine.target_for", target)
@@ -442,7 +466,7 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])
-def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, plain, monkeypatch, model):
+def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
     ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
 
     def note(drafter, state, counts):
@@ -466,7 +490,7 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
     assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
 
 
-def test_levels_that_are_begun_are_taken_without_asking(plain, model):
+def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
@@ -479,7 +503,7 @@ def test_levels_that_are_begun_are_taken_without_asking(plain, model):
     assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
 
 
-def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch, model):
+def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
     """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
     prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
     runs = []
@@ -507,7 +531,7 @@ def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch, model):
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(plain, monkeypatch, model):
+def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(engines, monkeypatch, model):
 
     def decode(drafter):
         policy = make_policy("dense", TargetRunner(model), drafter, 9)
@@ -609,7 +633,7 @@ def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_each_lev
     assert made == ["ahead", "root", "expand"]
 
 
-def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(plain, monkeypatch, model):
+def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(engines, monkeypatch, model):
     """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
     on for all of them."""
     own = [
