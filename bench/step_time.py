@@ -2,11 +2,13 @@
 
     python bench/step_time.py --out step_time.json
     python bench/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
+    python bench/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
 
 Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUDA graph alone, `verify` all of
 `TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
 bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
-own forward. A width below a bucket runs in the bucket (1, 2, 4, 8, 16, 32, 64, 128); `--exact` runs all in one.
+own forward. `--rows` texts are verified together, each with a tree of `--width` tokens; a step is padded to the next of
+the sizes in `cuda_graphs.STEP_SIZES`. `--exact` makes all products by our own kernel.
 `--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
@@ -31,8 +33,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tree_attention import random_tree
 
 from graft.bench.cost_emulation import SHAPES, Shape
-from graft.model import TargetRunner, TreeCache
-from graft.model.cuda_graphs import ArenaCache, CapturedTarget
+from graft.model import KVCache, TargetRunner
+from graft.model.cuda_graphs import CapturedTarget
 from graft.model.llama import why_not
 from graft.spec_decode.tree import DraftTree
 
@@ -50,6 +52,7 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 class Line:
     shape: str
     context: int
+    rows: int
     width: int
     graph_ms: float
     verify_ms: float
@@ -59,12 +62,15 @@ class Line:
     def __str__(self) -> str:
         eager = f"{self.eager_ms:9.3f}" if self.eager_ms is not None else f"{'':9s}"
         times = f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{eager}"
-        return f"{self.shape:14s}{self.context:8d}{self.width:6d}{times}{self.graph_ms / self.limit_ms:8.2f}"
+        return (
+            f"{self.shape:14s}{self.context:8d}{self.rows:6d}{self.width:6d}{times}{self.graph_ms / self.limit_ms:8.2f}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=MODELS)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
@@ -79,12 +85,13 @@ def main() -> None:
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
     if options.dry_run:
         models, widths, contexts, copied = {"tiny": (TINY, 64)}, (1, 2), (70,), 2**20
-        CapturedTarget.widths = (1, 2)
     bandwidth = copy_bandwidth(copied)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
     print(f"{name}, {DTYPE}, copy {bandwidth / 1e12:.2f} TB/s; times in ms")
     heads = ("graph", "verify", "limit", "eager")
-    print(f"{'shape':14s}{'context':>8s}{'width':>6s}{''.join(f'{head:>9s}' for head in heads)}{'ratio':>8s}")
+    print(
+        f"{'shape':14s}{'context':>8s}{'rows':>6s}{'width':>6s}{''.join(f'{head:>9s}' for head in heads)}{'ratio':>8s}"
+    )
     lines: list[Line] = []
     memory: dict[str, dict[str, int]] = {}
     for shape_name, (shape, vocab) in models.items():
@@ -93,7 +100,9 @@ def main() -> None:
         target = CapturedTarget(model, exact=options.exact)
         for context in contexts:
             for width in widths:
-                line = time_step(shape_name, target, context, width, bandwidth, options.against == "eager")
+                line = time_step(
+                    shape_name, target, context, options.rows, width, bandwidth, options.against == "eager"
+                )
                 lines.append(line)
                 print(line, flush=True)
                 write(options.out, name, bandwidth, lines, memory)
@@ -119,39 +128,53 @@ def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
 
 
-def time_step(name: str, target: CapturedTarget, context: int, width: int, bandwidth: float, with_eager: bool) -> Line:
-    cache = target.open(1, context + width)
-    assert isinstance(cache, ArenaCache)
-    for stored in cache.stored:
+def time_step(
+    name: str, target: CapturedTarget, context: int, rows: int, width: int, bandwidth: float, with_eager: bool
+) -> Line:
+    cache = target.open(rows, context + width)
+    for stored in cache.store.stored:
         stored.normal_()
-    cache.lengths = [context]
-    tree = random_tree(width)
+    set_lengths(cache, context)
+    tree = repeated(random_tree(width), rows)
     target.verify(cache, tree)
     if target._graphs.failure is not None:
         sys.exit(f"not captured: {target._graphs.failure}")
-    run = cache.arena.steps[min(key for key in cache.arena.steps if key[1] >= width and key[2] >= context)]
-    read = num_weight_bytes(target.model) + 2 * cache.stored[0][:, 0, :context].nbytes
-    return Line(
+    steps = {key: run for key, run in target._graphs.steps.items() if key[0] == "step"}
+    run = steps[min(key for key in steps if key[1] >= rows * width and key[2] >= context)]
+    read = num_weight_bytes(target.model) + rows * context * cache.store.bytes_per_token
+    line = Line(
         name,
         context,
+        rows,
         width,
         graph_ms=milliseconds(run),
         verify_ms=milliseconds(lambda: verify(target, cache, tree), each=True),
         limit_ms=read / bandwidth * 1e3,
         eager_ms=eager_milliseconds(target.model, context, tree) if with_eager else None,
     )
+    cache.release()
+    return line
+
+
+def repeated(tree: DraftTree, rows: int) -> DraftTree:
+    columns = (tree.tokens, tree.parents, tree.probabilities, tree.sources, tree.score_bucket)
+    return DraftTree(tree.max_depth, *(column.repeat(rows, 1) for column in columns))
+
+
+def set_lengths(cache: KVCache, length: int) -> None:
+    """What the committed tokens hold does not matter to the clock."""
+    for row in cache.rows:
+        row.length = length
 
 
 def eager_milliseconds(model: PreTrainedModel, context: int, tree: DraftTree) -> float:
     target = TargetRunner(model)
-    cache = target.open(1, context + tree.width)
-    # The first write makes room for all; what the committed tokens hold does not matter to the clock.
-    target.verify(cache, tree)
-    cache.lengths = [context]
+    cache = target.open(len(tree.tokens), context + tree.width)
+    set_lengths(cache, context)
     return milliseconds(lambda: verify(target, cache, tree), each=True)
 
 
-def verify(target: TargetRunner, cache: TreeCache, tree: DraftTree) -> None:
+def verify(target: TargetRunner, cache: KVCache, tree: DraftTree) -> None:
     target.verify(cache, tree)
     target.synchronize()
 

@@ -122,11 +122,11 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
 def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     """Flat logits and a frequency penalty: every token drawn lowers itself at once, inside one accepted block."""
     vocab = 4
-    logits = torch.zeros(1, 4, vocab)
+    logits = torch.zeros(4, vocab)
     tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
     settings = SamplingSettings(frequency_penalty=1.0)
     accepted = walk(
-        tree, VerifyOutput(tree.tokens, logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
+        tree, VerifyOutput(tree.tokens, torch.arange(4)[None], [4], logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
     )
     assert accepted.tokens == [[0, 1, 2, 3]]
 

@@ -48,7 +48,7 @@ def test_a_nodes_logits_are_those_of_its_path_alone(name):
     tree = tree_of([[7, 8, 9, 10, 11, 12]], [[0, 0, 0, 1, 2, 3]])
     cache = target.open(1, 64)
     list(target.prefill(cache, 0, PROMPT))
-    logits = target.verify(cache, tree).logits[0]
+    logits = target.verify(cache, tree).logits
     for node, path in enumerate(([7], [7, 8], [7, 9], [7, 8, 10], [7, 9, 11], [7, 8, 10, 12])):
         alone = model(torch.tensor([PROMPT + path])).logits[0, -1]
         torch.testing.assert_close(logits[node], alone, atol=2e-5, rtol=1e-4)
@@ -89,8 +89,8 @@ def test_hidden_states_are_the_inputs_of_the_layers_asked_for():
     (verified,) = target.prefill(cache, 0, PROMPT)
     states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     late, early = verified.hidden.chunk(2, dim=-1)
-    torch.testing.assert_close(late, states[2], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(early, states[0])
+    torch.testing.assert_close(late, states[2][0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(early, states[0][0])
 
 
 def test_between_rounds_the_model_is_its_owners():

@@ -78,13 +78,6 @@ class Reading(NamedTuple):
     chunk: Chunk
 
 
-class Round(NamedTuple):
-    """The outcome of a round."""
-
-    is_plain: bool  # nothing was proposed, and only the roots were verified
-    num_tokens: int  # of all rows together
-
-
 class Engine:
     """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`, `stream`."""
 
@@ -203,7 +196,7 @@ class Engine:
             batch.release()
 
     @torch.no_grad()
-    def run_round(self, batch: Batch, clock: Clock, reading: Sequence[Reading] = ()) -> Round:
+    def run_round(self, batch: Batch, clock: Clock, reading: Sequence[Reading] = ()) -> None:
         """The round: proposes a tree for every row, verifies all in one step, and extends each sequence.
 
         reading: rows of other batches, chunks of whose prompts are read in the same step.
@@ -228,14 +221,14 @@ class Engine:
 
         considered = draft_result.considered if tree is draft_result.tree else None
         common = self.policy.common_sources
-        for row, sequence in enumerate(batch.sequences):
+        outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
+        for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
             try:
                 seen = TreeRow(tree, verified, row, self.policy.sources, considered, common)
-                sequence.stats.draft_passes += draft_result.passes[row]
-                sequence.extend(accepted.tokens[row], accepted.nodes[row], seen)
+                sequence.stats.draft_passes += passes
+                sequence.extend(tokens, nodes, seen)
             except Exception as error:  # of this row alone: the others are not affected
                 sequence.failure = error
-        return Round(tree.width == 1 and draft_result.considered is None, sum(map(len, accepted.tokens)))
 
     @torch.no_grad()
     def read(self, reading: Sequence[Reading]) -> None:

@@ -170,16 +170,19 @@ class TreeRow:
     ) -> None:
         """considered: the tree with pruned candidates behind its nodes. common_sources: see `Policy`."""
         self._tree, self._considered, self._row = tree, considered or tree, row
-        self._sources, self._counts = tree.source_lists[row], tree.counts_by_source[row]
         self._verified = verified
         self._names, self._common_sources = source_names, common_sources
-        self.num_nodes = sum(self._counts[ROOT + 1 :])
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self._tree.counts_by_source[self._row][ROOT + 1 :])
 
     def source(self, node: int) -> str:
-        return self._names[self._sources[node]]
+        return self._names[self._tree.source_lists[self._row][node]]
 
     def proposed_by_source(self) -> dict[str, int]:
-        return {self._names[source]: count for source, count in enumerate(self._counts) if source > ROOT and count}
+        counts = self._tree.counts_by_source[self._row]
+        return {self._names[source]: count for source, count in enumerate(counts) if source > ROOT and count}
 
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int], shows_all: bool = True) -> RoundRecord:
         """The round in plain lists, without padding.

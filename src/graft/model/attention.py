@@ -85,7 +85,8 @@ class Visibility:
         rows, first = [], 0
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
             parents, depths = step.columns[1, first : first + count], step.columns[3, first : first + count]
-            rows.append(RowKeys(row, row.length, torch.from_numpy(depths.astype(np.int64)), _ancestors(parents), device))
+            below = torch.from_numpy(depths.astype(np.int64))
+            rows.append(RowKeys(row, row.length, below, _ancestors(parents), device))
             first += count
         return cls(rows, dtype)
 

@@ -143,7 +143,7 @@ class Moves:
 
 
 class Graphs(Captures):
-    """Fused weights, KV store and CUDA graphs of one model, shared by all runners that ask for the same hidden states."""
+    """Fused weights, KV store and CUDA graphs of one model, shared by all runners that read the same hidden states."""
 
     def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool) -> None:
         """num_hidden: how many layers' inputs a step returns. exact: see `CapturedTarget`."""
@@ -296,7 +296,7 @@ class CapturedTarget(TargetRunner):
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        return self.sizes if self._graphs.failure is None else ()
+        return tuple(size for size in self.sizes if size <= FEW) if self._graphs.failure is None else ()
 
     @property
     def num_setups(self) -> int:

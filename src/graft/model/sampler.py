@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -117,6 +118,11 @@ class Sampler:
         self._settings = list(settings)
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
+        self._is_known = [
+            _needs_logits_alone(s) and c is None for s, c in zip(settings, self._constraints, strict=True)
+        ]
+        self._is_random = [s.temperature > 0 for s in settings]
+        self._too_early = [s.min_tokens > 0 for s in settings]  # to end
         self._seeds = column("seed", torch.int64)
         # What changes with every token is on the host, in plain numbers.
         self._positions = [len(h) for h in histories]  # of the token to choose
@@ -186,10 +192,12 @@ class Sampler:
 
     def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
         num_tokens = len(logits)
-        is_known = [self._needs_logits_alone(row) for row in range(len(self._settings))]
+        is_known = self._is_known
+        if any(self._too_early):
+            is_known = [known and not early for known, early in zip(is_known, self._too_early, strict=True)]
         if not any(is_known):
             return None
-        if not any(s.temperature for s, known in zip(self._settings, is_known, strict=True) if known):
+        if not any(compress(self._is_random, is_known)):
             return step.best[:num_tokens], is_known
         from graft.model.kernels import topk as topk_kernels  # needs Triton, which only a GPU's users have
 
@@ -201,16 +209,12 @@ class Sampler:
             there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
             return topk_kernels.draw(logits, self._seeds[rows], there, self._temperature[rows]), is_known
 
-    def _needs_logits_alone(self, row: int) -> bool:
-        """Whether a row's choice depends on logits, temperature and noise alone: then the device can choose it."""
-        s = self._settings[row]
-        penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
-        cuts = s.top_k or s.top_p < 1 or s.min_p or self._generated[row] < s.min_tokens
-        return not (penalties or cuts or self._constraints[row] is not None)
-
     def move_on(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
         self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
+        if any(self._too_early):
+            pairs = zip(self._generated, self._settings, strict=True)
+            self._too_early = [number < settings.min_tokens for number, settings in pairs]
 
     def _penalized(self, logits: Tensor) -> Tensor:
         """Logits after bias, penalties and min_tokens."""
@@ -263,6 +267,12 @@ class Sampler:
             for row in rows:
                 if (constraint := self._constraints[row]) is not None:
                     constraint.take(int(tokens[row]))
+
+
+def _needs_logits_alone(s: SamplingSettings) -> bool:
+    """Whether a row's choice depends on logits, temperature and noise alone: then the device can choose it."""
+    penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
+    return not (penalties or s.top_k or s.top_p < 1 or s.min_p)
 
 
 def _is_int(value: object) -> bool:

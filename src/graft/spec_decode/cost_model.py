@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.model import TargetRunner, KVCache
+from graft.model import KVCache, TargetRunner
 from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import DraftTree
 

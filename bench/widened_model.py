@@ -1,0 +1,51 @@
+"""Writes a model as dear as a large one, its head and prompts as token ids, for another engine to load.
+
+    python bench/widened_model.py --shape llama-8b --data gsm8k.jsonl --data alpaca.jsonl --out DIR
+
+`DIR/model` and `DIR/head` are what `bench/batched_serving.py --as-cost-of` runs, in the usual file formats, and
+`DIR/ids.json` the prompts it asks, in its order (see docs/benchmark.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from graft.bench.cost_emulation import Shape, widen, widen_head
+from graft.bench.tasks import questions, read_tasks
+from graft.hub.registry import DEFAULT_MODEL
+from graft.loading import load, load_drafter, tree_settings
+from graft.spec_decode.proposers.eagle3.checkpoint import save_head
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--draft", default=DEFAULT_MODEL)
+    parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--data", type=Path, action="append", required=True, help="a file of prompts; may be repeated")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-prompt-tokens", type=int, default=1200)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    plain, shape = load(options.model, draft=None, policy="off"), Shape.named(options.shape)
+    by_task = [
+        questions(task, plain, options.max_new_tokens, options.max_prompt_tokens)
+        for task in read_tasks(options.data, options.limit)
+    ]
+    ids = [task[place].ids for place in range(options.limit) for task in by_task if place < len(task)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "ids.json").write_text(json.dumps(ids))
+    small = plain.target.model
+    drafter = load_drafter(options.draft, small, tree_settings("graft", small.device))
+    model = widen(small, shape)
+    save_head(widen_head(drafter.head, shape, model.model.embed_tokens.weight), options.out / "head")
+    model.save_pretrained(options.out / "model")
+    plain.tokenizer.save_pretrained(options.out / "model")
+    print(f"{len(ids)} prompts of {sum(map(len, ids)) / len(ids):.0f} tokens on average")
+
+
+if __name__ == "__main__":
+    main()
