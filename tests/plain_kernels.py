@@ -24,7 +24,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
     for function in (highest, draw):
         monkeypatch.setattr(topk_kernels, function.__name__, function)
-    for function in (enter, follow, spread):
+    for function in (enter, follow, keep_last, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
 
@@ -193,6 +193,12 @@ def follow(
         following[row, : len(path)] = chosen[path]
         nodes[row, : len(path)] = torch.tensor(path)
         counts[row], lengths[row] = len(path), entries[row] + len(path)
+
+
+def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:
+    for begin, count, line in zip(begins.tolist(), counts.tolist(), lines.tolist(), strict=True):
+        if count:
+            root[line] = outputs[begin + count - 1]
 
 
 def spread(

@@ -1,7 +1,6 @@
 """CUDA-graph runners, tested without a GPU: fused layers against transformers, kernels against plain PyTorch, and
 captured steps (here called instead of replayed) against the eager runner."""
 
-import gc
 import queue
 import random
 import threading
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
-
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
@@ -28,14 +26,11 @@ from graft.model.cuda_graphs import CapturedTarget, Graphs
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.llama import FastLayers, why_not
-from graft.model.sampler import Sampler
-from graft.spec_decode.cost_model import time_pass
-from graft.spec_decode.policies import DraftResult, make_policy
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from test_captured_drafter import SmallDrafter
+from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,23 +44,6 @@ class Small(CapturedTarget):
     widths = (1, 4, 8, 16)
     prompt_widths = (4, 8, 16)
     contexts = (16, 32)
-
-
-class SmallDrafter(CapturedDrafter):
-    contexts = (16, 32)
-
-
-class Resting:
-    """A policy that drafts nothing for a while."""
-
-    def __init__(self, policy):
-        self._policy = policy
-
-    def grow(self, batch, roots, clock):
-        return DraftResult.without_drafts(DraftTree.roots(roots))
-
-    def __getattr__(self, name):
-        return getattr(self._policy, name)
 
 
 def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
@@ -229,95 +207,6 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 8
-
-
-@pytest.mark.parametrize("policy", ["dense", "graft"])
-def test_a_head_drafts_the_same_from_captured_hidden_states(policy, plain, monkeypatch):
-    model = model_of("llama", num_hidden_layers=6)
-    runs = []
-    for target, kind in (
-        (small_target, SmallDrafter),
-        (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
-    ):
-        monkeypatch.setattr("graft.engine.target_for", target)
-        drafter = kind(make_head(model).to(DEVICE), SMALL_TREE)
-        engine = Engine(
-            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
-        )
-        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
-    for captured_run, ordinary in zip(*runs, strict=True):
-        assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
-
-
-@pytest.mark.parametrize("most", [1, 3, 16])
-def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, plain, monkeypatch):
-    model = model_of("llama", num_hidden_layers=6)
-    ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
-
-    def note(drafter, state, counts):
-        was_started = state.num_drafted_ahead > 0
-        ahead.append((was_started, was_drafted_ahead(drafter, state, counts)))
-        return ahead[-1][1]
-
-    monkeypatch.setattr(CapturedDrafter, "_was_drafted_ahead", note)
-    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._MAX_DRAFTED_AHEAD", most)
-    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.cuda_graphs._PENDING", (1, 3, 16, 128))
-    runs = []
-    for foresees in (True, False):
-        drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-        if not foresees:
-            drafter.draft_ahead = lambda *given: None
-        policy = make_policy("dense", TargetRunner(model), drafter, 9)
-        engine = Engine(model, policy=policy, drafter=drafter)
-        for options in ({}, {"temperature": 0.7, "seed": 3}):
-            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30, **options)
-            runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
-    assert runs[:2] == runs[2:]
-    assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
-
-
-def test_levels_that_are_begun_are_taken_without_asking(plain):
-    model = model_of("llama", num_hidden_layers=6)
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-    policy = make_policy("graft", TargetRunner(model), drafter)
-    costs = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(costs)
-    policy.budget.drafting.observe(1, 1e-6)
-    asked, goes_on = [], policy.goes_on
-    policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
-    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
-    assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
-    assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
-
-
-def test_drafts_go_on_when_rows_end_join_and_rest(plain, monkeypatch):
-    """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
-    model = model_of("llama", num_hidden_layers=6)
-    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
-    runs = []
-    for kind in (SmallDrafter, Eagle3Drafter):
-        drafter = kind(make_head(model).to(DEVICE), SMALL_TREE)
-        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        settings = [SamplingSettings(max_new_tokens=count) for count in (30, 12, 24)]
-        made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
-        batch, clock = engine.open(made[:2]), Clock()
-        engine._prefill(batch)
-        for number in range(40):
-            if number == 3:  # one joins
-                other = engine.open(made[2:])
-                engine._prefill(other)
-                batch.join(other)
-            policy = engine.policy
-            if number in (1, 2, 6):  # plain rounds
-                engine.policy = Resting(policy)
-            engine.run_round(batch, clock)
-            engine.policy = policy
-            batch.keep([row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None])
-            if not batch.sequences:
-                break
-        runs.append([(sequence.new_ids, sequence.stats.accepted) for sequence in made])
-    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
 def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
@@ -616,51 +505,6 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
     assert engine.target.mode == "captured" and isinstance(engine.target.open(1, 8), arenas.ArenaCache)
 
 
-def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(plain, monkeypatch):
-    model = model_of("llama", num_hidden_layers=6)
-
-    def decode(drafter):
-        policy = make_policy("dense", TargetRunner(model), drafter, 9)
-        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
-        return generation.ids, generation.stats.accepted
-
-    expected = decode(SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE))
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-    with monkeypatch.context() as short, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        short.setattr(type(drafter._arenas), "capture", raising(torch.OutOfMemoryError("CUDA out of memory")))
-        assert decode(drafter) == expected and drafter._arenas.num_captured == 0
-    drafter._arenas._no_memory_until = 0.0
-    assert decode(drafter) == expected and drafter._arenas.num_captured > 0
-
-
-def test_draft_graphs_go_with_the_hidden_states_that_they_read(plain, monkeypatch):
-    """A target's arena that is replaced takes them with it; those that read what is still there stay."""
-    monkeypatch.setattr(arenas, "CONTEXTS", (32,))
-    model = model_of("llama", num_hidden_layers=6)
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
-    policy = make_policy("dense", TargetRunner(model), drafter, 9)
-    engine = Engine(model, policy=policy, drafter=drafter)
-    state = drafter.open(2, 400)
-    monkeypatch.setattr(drafter, "open", lambda *given: state)
-    counts = []
-    for _ in range(6):
-        engine.target._graphs.arenas.clear()  # so that it makes a new one
-        (sequence,) = engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=6, ignore_eos=True))
-        state.cache.lengths = [0]
-        state = state._started_anew(state.cache, [[]])
-        batch = engine.open([sequence])
-        engine._prefill(batch)
-        for _ in range(2):
-            engine.run_round(batch, Clock())
-        del batch
-        gc.collect()  # what would be replayed is called here, and holds its arena
-        counts.append(sum(key[0][0] in ("gather", "read") for key in state.arena.steps))
-    alive = engine.target._graphs.arenas
-    assert len(alive) == 1 and state.arena.read.keys() == {alive[0].hidden.data_ptr()}
-    assert counts == [counts[0]] * 6 and counts[0] > 0
-
-
 def test_prompts_are_read_the_same_way_every_time(plain):
     target = Small(model_of("llama"), chunk_size=5)
     captured_before = []
@@ -668,32 +512,6 @@ def test_prompts_are_read_the_same_way_every_time(plain):
         list(target.prefill(target.open(1, 64), 0, PROMPT))
         captured_before.append(target._graphs.num_captured)
     assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
-
-
-def test_every_pass_that_is_timed_is_made(plain, monkeypatch):
-    drafter = SmallDrafter(make_head(model_of("llama", num_hidden_layers=6)).to(DEVICE), SMALL_TREE)
-    made = []
-    replay = drafter._replay
-    monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
-    drafter.open(1, 8)
-    made.clear()
-    time_pass(drafter)
-    assert made == [("root", None), ("expand", None)] * 3
-
-
-def test_a_device_is_one_level_ahead_of_who_may_stop_after_any(plain, monkeypatch):
-    drafter = SmallDrafter(make_head(model_of("llama", num_hidden_layers=6)).to(DEVICE), SMALL_TREE)
-    state, made, replay = drafter.open(1, 8), [], drafter._replay
-    monkeypatch.setattr(drafter, "_replay", lambda state, kind, *more: (made.append(kind), replay(state, kind, *more)))
-    taken, num_made = [], []
-    for level in drafter.levels(state, torch.zeros(1, dtype=torch.int64)):
-        taken.append(level)
-        num_made.append(len(made))
-    depth = SMALL_TREE.depth
-    assert num_made == [*range(2, depth + 2), depth + 1]
-    again = drafter.levels(drafter.open(1, 8), torch.zeros(1, dtype=torch.int64), stops=range(depth))
-    for level, same in zip(taken, again, strict=True):
-        assert torch.equal(level.tokens, same.tokens) and torch.equal(level.probabilities, same.probabilities)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no device to run out of memory")
@@ -809,71 +627,6 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_a_larger_arena(plain, polic
             engine.run_round(running, clock)
     assert [sequence.new_ids for sequence in sequences] == expected
     assert engine.target._graphs.failure is None
-
-
-class Never:
-    """A constraint that forbids some tokens."""
-
-    error = None
-
-    def __init__(self, *tokens):
-        self._tokens = list(tokens)
-
-    def mask(self, scores):
-        scores = scores.clone()
-        scores[self._tokens] = -torch.inf
-        return scores
-
-    def take(self, token):
-        pass
-
-    def num_allowed(self, tokens):
-        return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
-
-
-def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(plain, monkeypatch):
-    """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
-    on for all of them."""
-    model = model_of("llama", num_hidden_layers=6)
-    own = [
-        {},
-        {"temperature": 1.0},
-        {"frequency_penalty": 0.7, "temperature": 0.8},
-        {"top_p": 0.7, "temperature": 1.2},
-        {"repetition_penalty": 1.4},
-        {"min_tokens": 9},
-        {},
-    ]
-    settings = [SamplingSettings(max_new_tokens=24, seed=row, **options) for row, options in enumerate(own)]
-    prompts = [PROMPT[row:] for row in range(len(own))]
-
-    def sequences_of(engine):
-        made = [engine.new_sequences(prompt, each)[0] for prompt, each in zip(prompts, settings, strict=True)]
-        made[-1].constraint = Never(7, 8, 9)
-        return made
-
-    alone = Engine(model, policy="off")
-    expected = sequences_of(alone)
-    for sequence in expected:
-        for _ in alone.rounds([sequence]):
-            pass
-    walked, ahead = [], []
-    choose, was_drafted_ahead = Sampler.choose, CapturedDrafter._was_drafted_ahead
-    monkeypatch.setattr(Sampler, "choose", lambda *given: (walked.append(list(given[2])), choose(*given))[1])
-    monkeypatch.setattr(
-        CapturedDrafter, "_was_drafted_ahead", lambda *given: ahead.append(was_drafted_ahead(*given)) or ahead[-1]
-    )
-    for kind in (Eagle3Drafter, SmallDrafter):
-        walked.clear()
-        engine = Engine(model, policy="dense", drafter=kind(make_head(model).to(DEVICE), SMALL_TREE), budget=9)
-        sequences = sequences_of(engine)
-        for _ in engine.rounds(sequences):
-            pass
-        assert [sequence.new_ids for sequence in sequences] == [sequence.new_ids for sequence in expected]
-        assert sum(sequence.stats.accepted for sequence in sequences) > 0
-        assert walked[0] == [False, False, True, True, True, True, True]
-        assert any(not walks[5] for walks in walked if len(walks) == 7 and walks[2]), "not once it is long enough"
-    assert sum(ahead) > len(ahead) // 2, "the device goes on by itself"
 
 
 @pytest.mark.parametrize("with_head", [False, True])

@@ -45,7 +45,7 @@ class Batch:
         pool.release(rows[target])
         rows[target] = there
         if self.draft is not None:
-            self.draft.copy_row(source, target)
+            self.draft.copy_row(source, target, there)
 
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""

@@ -116,6 +116,7 @@ class PagePool:
         self.num_resized = 0  # addresses are others from each time on
         self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
         self._max_positions = max_positions
+        self._longest = -(-(max_positions or 0) // PAGE) + 4  # pages of a row, if there is such a limit
         self._lock = threading.RLock()  # rows may be given back by any thread
         self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
@@ -148,6 +149,11 @@ class PagePool:
     def num_lines(self) -> int:
         return len(self._here)
 
+    @property
+    def max_slots(self) -> int | None:
+        """Tokens that a line of the block tables can name at most, some more than the model's positions; None: any."""
+        return None if self._max_positions is None else PAGE * self._longest
+
     def add_store(self, store: KVStore) -> None:
         if store not in self.stores:
             store.resize(len(self._uses) * PAGE)
@@ -158,7 +164,7 @@ class PagePool:
         uses = np.zeros(num_pages, dtype=np.int32)
         uses[:old_pages] = self._uses
         uses[0] = 1
-        longest = num_pages if self._max_positions is None else min(num_pages, -(-self._max_positions // PAGE) + 4)
+        longest = num_pages if self._max_positions is None else min(num_pages, self._longest)
         here = np.zeros((num_lines, longest), dtype=np.int32)
         here[:old_lines, : self._here.shape[1]] = self._here
         if num_pages != old_pages:

@@ -198,7 +198,7 @@ def outputs_of(
     """A flat step's output by its parts: the trees', and each chunk's."""
 
     def of(part: Part) -> VerifyOutput:
-        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, captured)
+        return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, captured, part.depths)
 
     return of(step.tree) if step.tree is not None else None, [of(part) for part in step.chunks]
 

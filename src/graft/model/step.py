@@ -36,6 +36,7 @@ class Part:
     tokens: Tensor  # [B, W] on the host
     index: Tensor  # [B, W] int64 on the host, into the step's tokens; padding is its row's root
     counts: list[int]  # [B] tokens that are no padding
+    depths: list[int]  # [B] of each row's deepest token
 
 
 class FlatStep:
@@ -83,7 +84,9 @@ class FlatStep:
             ctypes.addressof(total),
         )
         self.num_tokens = total.value
-        self.tree = Part(tree.tokens, index, self.by_row[1, :num_rows].tolist())
+        starts, counts = self.by_row[:2, :num_rows]
+        deepest = np.maximum.reduceat(self.columns[3, : self.num_tokens], starts)
+        self.tree = Part(tree.tokens, index, counts.tolist(), deepest.tolist())
 
     def _add_chunk(self, number: int, given: Sequence[int]) -> None:
         start, count = self.num_tokens, len(given)
@@ -93,7 +96,7 @@ class FlatStep:
         self.columns[2, start:end] = self.columns[3, start:end] = places
         self.columns[4, start:end] = number
         self.by_row[:2, number] = start, count
-        self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count]))
+        self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count], [count - 1]))
         self.num_tokens = end
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class VerifyOutput:
     # Of a captured step: what `likeliest` gives for all its tokens, on the host once `step.judged` has happened.
     highest: tuple[Tensor, Tensor] | None = None
     step: Step | None = None
+    depths: Sequence[int] = ()  # [B] of each row's deepest token
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """The top-k successors [B, W, k] of every token, best first, as int32, and their logits; on the host."""

@@ -121,6 +121,18 @@ def follow(
     )
 
 
+def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:
+    """Writes the output [E, H] at each row's last entry to its line of `root` [lines, H]; rows of none keep theirs.
+
+    begins, counts: [R] int32, which of the entries is the row's first, and how many it has.
+    """
+    size = outputs.shape[1]
+    block = triton.next_power_of_2(size)
+    _keep_last_kernel[(len(counts),)](
+        outputs, begins, counts, lines, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+    )
+
+
 def spread(
     draft_ids: Tensor,  # [B * F, K] int32, likeliest first
     logits: Tensor,  # [B * F, K] float32
@@ -202,6 +214,27 @@ def _follow_kernel(
     count = tl.minimum(count, room)
     tl.store(counts + row, count)
     tl.store(lengths + row, tl.load(entries + row) + count)
+
+
+@triton.jit
+def _keep_last_kernel(
+    outputs: tl.tensor,
+    begins: tl.tensor,
+    counts: tl.tensor,
+    lines: tl.tensor,
+    root: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    count = tl.load(counts + row)
+    last = tl.load(begins + row) + count - 1
+    line = tl.load(lines + row)
+    columns = tl.arange(0, BLOCK)
+    inside = (columns < SIZE) & (count > 0)
+    newest = tl.load(outputs + last.to(tl.int64) * SIZE + columns, mask=inside)
+    tl.store(root + line.to(tl.int64) * SIZE + columns, newest, mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from graft.model import KVCache, TargetRunner, VerifyOutput
+from graft.model import KVCache, Row, TargetRunner, VerifyOutput
 from graft.settings import Settings, require
 from graft.spec_decode.candidates import Level
 
@@ -41,8 +41,8 @@ class DraftState(Protocol):
         """The state of these rows alone, in this order."""
         ...
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Makes row `target`, which has pages that go on from those of row `source`, a copy of it."""
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        """Makes row `target` a copy of row `source`, with the pages of `row`, which go on from those of the source."""
         ...
 
     def joining(self, other: Any) -> Self:

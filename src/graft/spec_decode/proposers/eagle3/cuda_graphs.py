@@ -1,175 +1,223 @@
 """CUDA graphs of the EAGLE-3 drafter: `CapturedDrafter` runs every draft pass as one graph; beams stay on the device.
 
-There are five kinds of graph. `read` prefills a chunk of a prompt. The others make a round: `gather` takes the features
-of the accepted nodes, `refresh` runs the head on them, `root` proposes the first level of the tree, and `expand`,
-repeatedly, the next level. A level is sent to the host while the device goes on. Mostly the device finds the accepted
-path by itself and drafts ahead, so that it works on the next tree before the host knows the outcome of the last.
-Without a GPU the same code runs, and calls what would be replayed.
+Entries of all rows lie one behind the other, as tokens do in a step of the target. They enter the head's KV store by
+graphs that read the target's hidden states (`read`, `ahead`) or features that wait (`gather`, then `refresh`). Then
+`root` proposes the first level of the trees and `expand`, repeatedly, the next. A level is sent to the host while the
+device goes on. Mostly the device finds the accepted paths by itself and drafts ahead, so that it works on the next
+trees before the host knows the outcome of the last. Without a GPU the same code runs, and calls what would be replayed.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from graft.model import VerifyOutput
-from graft.model.arena import (
-    CONTEXTS,
-    MAX_PATH,
-    Arena,
-    ArenaCache,
-    Arenas,
-    Event,
-    Numbers,
-    Run,
-    first_line,
-    is_shortage,
-    new_pool,
-    next_power,
-    on_host,
-)
-from graft.model.attention import Paths
+from graft.model import KVCache, NoRoomError, PagePool, Row, VerifyOutput
+from graft.model.attention import KernelStep, Layout
+from graft.model.captures import CONTEXTS, Captures, Event, Run, context_for, first_line, is_shortage, on_host, whole
 from graft.model.kernels import eagle3 as eagle3_kernels
-from graft.model.kv_cache import kept_rows
+from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
-_PENDING = (1, 4, 8, 16, 32, MAX_PATH)  # entries that a refresh runs
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # that graphs are captured for
+_ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_CHUNKS = (64, 128, 256, 512)  # entries of prompts
+_FEW_ROWS, _MOST_BEAMS = 8, 128  # up to so many rows all beams are expanded; then so many in all
+_PENDING = 32  # entries of a row that wait for a draft; then they are run without one
 _AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them
 _MAX_DRAFTED_AHEAD = 16  # accepted tokens of a row that the device can process by itself in a round
+_SMALL_TREE = 64  # tokens: for smaller ones no kernel is compiled
+_TRANSFERS = 8  # of numbers, that may be under way
+_READERS = ("read", "ahead", "gather")  # graphs that read the target's hidden states
 
-# Columns and tables of an arena's numbers: entries committed before the refresh, entries that it runs, both together,
-# and of those to be run the ones that were there before the last round; the token after each, and nodes of the round.
-_STARTS, _COUNTS, _LENGTHS, _OLD = range(4)
-_FOLLOWING, _NODES = range(2)
-_LONGEST_CHUNK = 256  # of a prompt that a graph reads
-
-
-@dataclass(eq=False, kw_only=True)
-class DraftArena(Arena):
-    """An arena of the head: its KV cache, and the static inputs and outputs of draft passes."""
-
-    numbers: Numbers
-    chunk: Numbers  # of a prompt: where it starts, how many tokens it has; the token after each
-    features: Tensor  # [rows, pending + 1, layers * H_t] of entries that are yet to be run; the last is never read
-    root: Tensor  # [rows, H] the head's output at each row's last entry
-    hidden: Tensor  # [rows, topk, H] its outputs at the beams
-    beams: eagle3_kernels.Beams
-    levels: Tensor  # [passes, 3, rows * topk * topk] int64, see `eagle3_kernels.spread`
-    sent: Tensor  # the same on the host
-    was_sent: list[Event]  # of every pass
-    read: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # hidden states that steps read, by address
-
-    def read_from(self, hidden: Tensor) -> None:
-        """Registers the hidden states that graphs read in place: when that tensor is freed, they are dropped."""
-        whole = hidden if hidden._base is None else hidden._base
-        address = whole.data_ptr()
-        known = self.read.get(address)
-        if known is None or known() is not whole:
-            itself = weakref.ref(self)  # else it would stay for as long as they do
-
-            def forget(gone: weakref.ref[Tensor]) -> None:
-                arena = itself()
-                if arena is not None and arena.read.get(address) is gone:
-                    arena.forget_readers(address)
-
-            self.forget_readers(address)
-            self.read[address] = weakref.ref(whole, forget)
-
-    def forget_readers(self, address: int) -> None:
-        self.read.pop(address, None)
-        self.steps = {key: step for key, step in self.steps.items() if key[3:4] != (address,)}
+Numeric = np.ndarray | Sequence[int]
 
 
-class HeadArenas(Arenas):
-    """All arenas of one head."""
+class ByRow(NamedTuple):
+    """Inputs of a graph, [R + 1] int32; what is behind the rows in use is zero, and so belongs to line 0."""
 
-    def __init__(self, head: Eagle3Head, settings: TreeSettings) -> None:
-        super().__init__(head.fc.weight.device)
-        self.fast = FastHead(head)
-        self._settings = settings
-
-    def make_arena(self, rows: int, slots: int, max_positions: int | None) -> DraftArena:
-        config, weight, device = self.fast.config, self.fast.head.fc.weight, self.device
-        topk, num_passes = self._settings.topk, self._settings.depth + 1
-        shape = (1, rows, slots, config.num_key_value_heads, config.head_dim)
-        level_shape = (num_passes, 3, rows * topk * topk)
-        return DraftArena(
-            keys=weight.new_zeros(shape),
-            values=weight.new_zeros(shape),
-            rotary=self.fast.rotary(slots),
-            pool=new_pool(device),
-            numbers=Numbers(4, 2, rows, _PENDING[-1], device),
-            chunk=Numbers(2, 1, 1, _LONGEST_CHUNK, device),
-            features=weight.new_zeros(rows, _PENDING[-1] + 1, weight.shape[1]),
-            root=weight.new_zeros(rows, weight.shape[0]),
-            hidden=weight.new_zeros(rows, topk, weight.shape[0]),
-            beams=eagle3_kernels.Beams.make(rows, topk, num_passes, device),
-            levels=torch.zeros(level_shape, dtype=torch.int64, device=device),
-            sent=on_host(level_shape, torch.int64, device),
-            was_sent=[Event(device) for _ in range(num_passes)],
-        )
+    lines: Any
+    starts: Any  # entries of each row before those to be run
+    begins: Any  # which of the entries to be run is the row's first
+    counts: Any = ()  # how many they are
+    lengths: Any = ()  # entries with them
 
 
-@dataclass
+class ByEntry(NamedTuple):
+    """Inputs of a graph, [E] int32."""
+
+    rows: Any = ()
+    places: Any = ()  # among the row's entries to be run
+    tokens: Any = ()  # the token after each
+    sources: Any = ()  # where its features are: among hidden states, in `features`, or by the walk's tables
+    targets: Any = ()  # where in `features` they are to wait
+
+
+class Numbers:
+    """Static int32 inputs of CUDA graphs, taken from the host to the device in one transfer."""
+
+    def __init__(self, max_rows: int, max_entries: int, device: torch.device) -> None:
+        self._num_by_row = whole(max_rows + 1)
+        size = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(max_entries)
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        # Several, so that the host need not wait for the transfer before.
+        self._here = [(on_host((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
+        self._turns = itertools.cycle(self._here)
+
+    def by_row(self, rows: int) -> ByRow:
+        """On the device, for so many rows; and one more, which has nothing."""
+        return ByRow(*(part[: rows + 1] for part in self._rows_of(self._there)))
+
+    def by_entry(self, size: int) -> ByEntry:
+        """On the device, where `load` puts so many entries."""
+        return ByEntry(*(part[:size] for part in self._entries_of(self._there, size)))
+
+    def load(self, by_row: ByRow, by_entry: ByEntry, size: int) -> None:
+        """Sends rows and entries, which are padded to `size` with entries of the first row that is nobody's."""
+        here, loaded = next(self._turns)
+        loaded.wait()
+        array = here.numpy()
+        end = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(size)
+        array[:end] = 0
+        entries = self._entries_of(array, size)
+        entries[0][len(by_entry.rows) :] = len(by_row.lines)
+        for parts, given in ((self._rows_of(array), by_row), (entries, by_entry)):
+            for part, numbers in zip(parts, given, strict=True):
+                part[: len(numbers)] = numbers
+        self._there[:end].copy_(here[:end], non_blocking=True)
+        loaded.record()
+
+    def _rows_of(self, numbers: Any) -> Any:
+        return numbers[: len(ByRow._fields) * self._num_by_row].reshape(len(ByRow._fields), self._num_by_row)
+
+    def _entries_of(self, numbers: Any, size: int) -> Any:
+        start = len(ByRow._fields) * self._num_by_row
+        return numbers[start : start + len(ByEntry._fields) * whole(size)].reshape(len(ByEntry._fields), whole(size))
+
+
+class DraftBuffers:
+    """All static tensors of a drafter's graphs over one pool of pages."""
+
+    def __init__(self, fast: FastHead, settings: TreeSettings, pool: PagePool, store: KVStore, number: int) -> None:
+        """number: its own, in the keys of its graphs."""
+        weight, device = fast.head.fc.weight, pool.device
+        num_lines, num_passes = pool.num_lines, settings.depth + 1
+        max_rows = padded(num_lines, _ROWS)
+        sizes = [(rows, num_beams(rows, settings.topk)) for rows in (*_ROWS, max_rows) if rows <= max_rows]
+        most = max(rows * beams for rows, beams in sizes)
+        self.number, self.num_resized = number, pool.num_resized
+        self.tables = pool.tables
+        keys, values = store.stored
+        self.keys, self.values = keys[0], values[0]
+        self.rotary = fast.rotary(pool.tables.shape[1] * PAGE)
+        # By line of the block tables: features of entries that wait, and the head's output at the last entry.
+        self.features = weight.new_zeros(num_lines, _PENDING, weight.shape[1])
+        self.root = weight.new_zeros(num_lines, weight.shape[0])
+        max_entries = padded(max_rows * _PENDING, _ENTRIES)
+        self.round = Numbers(max_rows, max_entries, device)
+        self.chunk = Numbers(1, _CHUNKS[-1], device)
+        walk_shape = (max_rows + 1, _MAX_DRAFTED_AHEAD)
+        self.walked = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # the tokens of each row's round
+        self.nodes = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # of the step, that they come after
+        # Nobody's: entries with the target's features see all that stands before them.
+        self.paths = torch.zeros(max(max_entries, _CHUNKS[-1]), 1, dtype=torch.int32, device=device)
+        self.hidden = weight.new_zeros(most, weight.shape[0])  # the head's outputs at the beams
+        self.beams = eagle3_kernels.Beams.make(most, 1, num_passes, device)
+        # By beams of a row: the row of each beam, each row's first beam, and how many it has.
+        self.rows_of = {
+            beams: (
+                torch.arange(max_rows, device=device).repeat_interleave(beams).int(),
+                (torch.arange(max_rows, device=device) * beams).int(),
+                torch.full((max_rows,), beams, dtype=torch.int32, device=device),
+            )
+            for _, beams in sizes
+        }
+        num_numbers = num_passes * 3 * max(rows * beams * beams for rows, beams in sizes)
+        self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
+        self._sent = on_host((num_numbers,), torch.int64, device)
+        self.was_sent = [Event(device) for _ in range(num_passes)]
+        # Whose rows `round` and the beams are; others draft anew.
+        self.owner: Callable[[], CapturedState | None] = lambda: None
+        self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
+
+    def levels(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """[passes, 3, nodes] on the device, and on the host."""
+        num_passes = len(self.was_sent)
+        size = 3 * num_passes * shape.rows * shape.count(1)
+        return self._levels[:size].view(num_passes, 3, -1), self._sent[:size].view(num_passes, 3, -1)
+
+    def take(self, other: DraftBuffers) -> None:
+        """Goes on with what another has kept of the rows."""
+        for own, old in ((self.features, other.features), (self.root, other.root)):
+            own[: len(old)] = old
+
+
+class Shape(NamedTuple):
+    """What the levels of a round look like."""
+
+    rows: int  # with padding
+    beams: int  # of a row
+    keep: int | None  # how many nodes of a level stay; all if None
+
+    def count(self, number: int) -> int:
+        """Nodes of a row's level: 0 is the first, all others are alike."""
+        most = self.beams if number == 0 else self.beams * self.beams
+        return most if self.keep is None else min(max(self.keep, self.beams), most)
+
+
+@dataclass(eq=False)
+class CapturedRow:
+    """What the drafter keeps of one row; the features of entries that wait are on the device."""
+
+    row: Row
+    length: int  # entries in the head's KV store
+    following: list[int] = field(default_factory=list)  # of entries that are yet to be run, the token after each
+
+
+@dataclass(eq=False)
 class CapturedState:
-    """Draft state of one batch: its KV cache in an arena, and the host's bookkeeping."""
+    """Draft state of one batch."""
 
-    cache: ArenaCache
-    following: list[list[int]]  # by row: of entries that are yet to be run, the token after each
+    drafter: CapturedDrafter
+    pool: PagePool
+    rows: list[CapturedRow]
     kept: int | None = None  # how many nodes of a level were asked for last
     num_prefetched: int = 0  # levels of the coming round that are made or being made
     num_taken: int = 0  # levels of the last round that were asked for
-    is_counted: bool = False  # whether the device knows how many entries of each row wait
     num_drafted_ahead: int = 0  # most accepted tokens of a row for which the drafts ahead are valid; 0: none
 
     @property
-    def arena(self) -> DraftArena:
-        return cast(DraftArena, self.cache.arena)
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
 
     def keeping(self, rows: Sequence[int]) -> CapturedState:
-        for stored in (self.arena.features, self.arena.root):
-            kept_rows(stored, rows)
-        return self._started_anew(self.cache.keeping(rows), [self.following[row] for row in rows])
-
-    def copy_row(self, source: int, target: int) -> None:
-        self.cache.copy_row(source, target)
-        for stored in (self.arena.features, self.arena.root):
-            stored[target] = stored[source]
-        self.following[target] = list(self.following[source])
-        self.num_prefetched, self.is_counted = 0, False
-
-    def reserving(self, num_rows: int) -> CapturedState:
-        there = self._started_anew(self.cache.reserving(num_rows), self.following)
-        there._take_from(self.arena, self.cache.num_rows)
-        return there
+        return self._with_rows([self.rows[row] for row in rows])
 
     def joining(self, other: CapturedState) -> CapturedState:
-        num_rows = self.cache.num_rows
-        there = self._started_anew(self.cache.joining(other.cache), self.following + other.following)
-        there._take_from(self.arena, num_rows)
-        there._take_from(other.arena, other.cache.num_rows, num_rows)
-        return there
+        return self._with_rows(self.rows + other.rows)
 
-    def _take_from(self, arena: DraftArena, count: int, first: int = 0) -> None:
-        """Copies features and outputs of another arena's first rows to the rows from `first` on."""
-        if arena is not self.arena:
-            for own, new in ((self.arena.features, arena.features), (self.arena.root, arena.root)):
-                own[first : first + count] = new[:count]
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        own = self.rows[source]
+        self.drafter.copy_line(self.pool, own.row.line, row.line)
+        self.rows[target] = CapturedRow(row, own.length, list(own.following))
+        self.num_prefetched = self.num_drafted_ahead = 0
 
-    def _started_anew(self, cache: ArenaCache, following: Sequence[Sequence[int]]) -> CapturedState:
-        """A state whose rows have changed, so that drafts ahead are dropped."""
-        copies = [list(tokens) for tokens in following]
-        return replace(self, cache=cache, following=copies, num_prefetched=0, is_counted=False)
+    def _with_rows(self, rows: list[CapturedRow]) -> CapturedState:
+        """A state of other rows, for which nothing is drafted yet."""
+        return replace(self, rows=rows, num_prefetched=0, num_drafted_ahead=0)
 
 
 class CapturedDrafter(Eagle3Drafter):
@@ -180,51 +228,57 @@ class CapturedDrafter(Eagle3Drafter):
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
         """head: one for which `fused_head.why_not` is None."""
         super().__init__(head, settings)
-        self._arenas = HeadArenas(head, self.settings)
+        self.fast = FastHead(head)
+        self._captures = Captures(head.fc.weight.device)
+        self._buffers: weakref.WeakKeyDictionary[PagePool, DraftBuffers] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()  # of buffers
         self._stops: Sequence[int] | None = None  # of the last levels
 
     @property
     def num_setups(self) -> int:
-        return self._arenas.num_setups
+        return self._captures.num_setups
 
-    def open(self, num_rows: int, num_slots: int) -> Any:
-        arenas = self._arenas
-        if arenas.failure is not None:
-            return super().open(num_rows, num_slots)
-        room = self.settings.depth * self.settings.topk + _PENDING[-1]
-        state = CapturedState(arenas.lease(num_rows, num_slots + room, None), [[] for _ in range(num_rows)])
-        state.arena.root.zero_()  # who had the arena before is nothing to a text without a prompt to read
-        if arenas.num_captured == 0:
-            try:
-                self._try(state)
-            except Exception as error:  # whatever a compiler or a driver may raise
-                if is_shortage(error):
-                    raise
-                arenas.failure = first_line(error)
-                arenas.arenas.clear()
-                warnings.warn(f"draft passes cannot be captured in CUDA graphs: {arenas.failure}", stacklevel=2)
-                return super().open(num_rows, num_slots)
+    def open(self, cache: KVCache) -> Any:
+        captures = self._captures
+        if captures.failure is not None:
+            return super().open(cache)
+        with captures.lock:
+            self.share(cache.pool)
+            # A row whose beginning was known to others has their entries.
+            state = CapturedState(self, cache.pool, [CapturedRow(row, row.length) for row in cache.rows])
+            buffers = self._buffers_of(cache.pool)
+            for row in cache.rows:  # who had the line before is nothing to a text without a prompt to read
+                buffers.root[row.line].zero_()
+            if captures.num_captured == 0:
+                try:
+                    self._try(state)
+                except Exception as error:  # whatever a compiler or a driver may raise
+                    if is_shortage(error):
+                        raise
+                    captures.failure = first_line(error)
+                    captures.forget()
+                    self._buffers.clear()
+                    warnings.warn(f"draft passes cannot be captured in CUDA graphs: {captures.failure}", stacklevel=2)
+                    return super().open(cache)
         return state
+
+    def copy_line(self, pool: PagePool, source: int, target: int) -> None:
+        """Copies what is kept on the device for one line to another."""
+        with self._captures.lock:
+            buffers = self._buffers_of(pool)
+            for kept in (buffers.features, buffers.root):
+                kept[target] = kept[source]
 
     @torch.no_grad()
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         if not isinstance(state, CapturedState):
             return super().read(state, row, verified, following)
-        arena, cache, width = state.arena, state.cache, len(following)
-        rows = slice(row, row + 1)
-        if row == 0 and verified.step is not None:  # a captured step of the first row
-            room = verified.step.tokens.shape[1]
-            arena.chunk.load(([cache.lengths[0]], [width]), ([following],), room)
-            self._replay(state, ("read", room), verified.hidden)
-            cache.aim_at_first(1)
-        else:
-            start = cache.aim(rows, width, self.device).lengths.int()
-            tokens = torch.tensor([following], dtype=torch.int32, device=self.device)
-            with self._arenas.lock, torch.cuda.device_of(arena.keys):
-                counts = torch.full_like(start, width)
-                self._enter(arena, rows, verified.hidden, tokens, start, counts, cache.lengths[row])
-        cache.advance([width])
-        state.num_prefetched = 0
+        own, first = state.rows[row], int(verified.index[0, 0])
+        with self._captures.lock:
+            buffers = self._buffers_of(state.pool)
+            sources = range(first, first + len(following))
+            self._read(state.pool, buffers.chunk, [own], verified, [following], [sources], _CHUNKS, _CHUNKS[-1])
+            state.num_prefetched = 0
 
     @torch.no_grad()
     def learn(
@@ -234,45 +288,42 @@ class CapturedDrafter(Eagle3Drafter):
             return super().learn(state, verified, nodes, tokens)
         if self._was_drafted_ahead(state, list(map(len, tokens))):
             return None
-        if max(map(len, state.following)) + max(map(len, tokens)) > _PENDING[-1]:
-            self._load(state)
-            self._refresh_entries(state)
-        old = [len(following) for following in state.following]
-        for following, new in zip(state.following, tokens, strict=True):
-            following.extend(new)
-        state.num_prefetched = 0
-        width = _wide_enough(max(map(len, tokens)))
-        if not (width == 1 and state.is_counted):  # one plain round after the other needs no word from the host
-            state.arena.numbers.load(((), (), (), old), ((), [(0, *path) for path in nodes]), width)
-        if verified.step is not None:  # its hidden states are always at the same place
-            self._replay(state, ("gather", width), verified.hidden)
-        else:
-            self._gather(state.arena, verified.hidden, width)
-        state.is_counted = width == 1
-        if state.num_taken:
-            self._begin(state, state.kept, self._num_ahead(state))
-        state.num_taken = 0
+        num_ahead = self._num_ahead(state) if state.num_taken else 0
+        state.num_prefetched = state.num_taken = 0
+        with self._captures.lock:
+            num_new = [len(row.following) + len(new) for row, new in zip(state.rows, tokens, strict=True)]
+            if num_ahead and not self._has_room(state, num_new):
+                num_ahead = 0
+            if max(num_new) > _PENDING:
+                self._enter_waiting(state)
+            sources = _sources(verified, nodes, tokens)
+            is_waiting = any(row.following for row in state.rows)
+            if not is_waiting and (num_ahead or max(num_new) > _PENDING):
+                numbers = self._claim(state).round
+                self._read(state.pool, numbers, state.rows, verified, tokens, sources, _ENTRIES, _PENDING)
+            else:
+                self._gather(state, verified, tokens, sources)
+                if num_ahead:
+                    self._enter_waiting(state)
+            self._make_levels(state, state.kept, num_ahead)
+        return None
 
     def num_prefetched(self, state: Any) -> int:
-        return state.num_prefetched if isinstance(state, CapturedState) else 0
+        return self._num_made(state) if isinstance(state, CapturedState) else 0
 
     @torch.no_grad()
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        step = verified.step
-        if not isinstance(state, CapturedState) or step is None or not state.num_taken or any(state.following):
+        if not isinstance(state, CapturedState) or verified.step is None or not state.num_taken:
             return
-        arena, num_rows = state.arena, len(chosen)
-        width = _wide_enough(min(chosen.shape[1], _MAX_DRAFTED_AHEAD))
-        arena.numbers.load((state.cache.lengths,), (), width)
-        state.is_counted = False
-        columns = (arena.numbers.column(column) for column in (_STARTS, _COUNTS, _LENGTHS))
-        tables = (arena.numbers.table(table, num_rows, width) for table in (_FOLLOWING, _NODES))
-        with torch.cuda.device_of(arena.keys):
-            eagle3_kernels.follow(step.tokens, step.parents, chosen, *columns, *tables)
-        state.num_drafted_ahead, state.num_prefetched = width, 0
-        self._replay(state, ("gather", width), verified.hidden)
-        self._replay(state, ("refresh", width))
-        self._make_levels(state, state.kept, self._num_ahead(state))
+        if any(row.following for row in state.rows):
+            return
+        with self._captures.lock:
+            rooms = [min(depth + 1, _MAX_DRAFTED_AHEAD) for depth in verified.depths]
+            if not self._has_room(state, rooms):
+                return
+            self._follow(state, verified, chosen, rooms)
+            state.num_drafted_ahead = _MAX_DRAFTED_AHEAD
+            self._make_levels(state, state.kept, self._num_ahead(state))
 
     @torch.no_grad()
     def levels(
@@ -287,28 +338,58 @@ class CapturedDrafter(Eagle3Drafter):
             # The device drafts the next level while the host adds this one to the candidates. If it is not wanted, it
             # is done by the time the tree is.
             ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
-            self._begin(state, keep, ahead + 1)
-            state.num_taken += 1
-            yield self._sent(state, number, keep)
+            with self._captures.lock:
+                self._begin(state, keep, ahead + 1)
+                state.num_taken += 1
+                level = self._sent(state, number)
+            yield level
 
     # The parts of a round
 
     def _begin(self, state: CapturedState, keep: int | None, count: int) -> None:
         """Starts the first `count` levels, as far as they were not drafted ahead."""
-        if state.num_prefetched and state.kept != keep:
+        if self._num_made(state) == 0 or state.kept != keep:
             state.num_prefetched = 0
-        if state.num_prefetched == 0:
-            self._load(state)
-            self._refresh_entries(state)
+            self._make_room(state, [len(row.following) for row in state.rows])
+            self._enter_waiting(state)
         self._make_levels(state, keep, count)
+
+    def _num_made(self, state: CapturedState) -> int:
+        """Levels of the coming round that are made: none if others have used the buffers since."""
+        buffers = self._buffers.get(state.pool)
+        is_own = buffers is not None and buffers.owner() is state and buffers.num_resized == state.pool.num_resized
+        return state.num_prefetched if is_own else 0
+
+    def _make_room(self, state: CapturedState, num_new: Sequence[int]) -> None:
+        """Pages for new entries of each row, and for those drafted behind them."""
+        drafted = self.settings.depth * self._shape(state).beams
+        most = state.pool.max_slots
+        for row, count in zip(state.rows, num_new, strict=True):
+            needed = row.length + count + drafted
+            state.pool.ensure(row.row, needed if most is None else min(needed, most))
+
+    def _has_room(self, state: CapturedState, num_new: Sequence[int]) -> bool:
+        """Makes room for drafting ahead. Where there is none, nothing is lost: whoever asks for levels will see."""
+        try:
+            self._make_room(state, num_new)
+        except NoRoomError:
+            return False
+        return True
 
     def _make_levels(self, state: CapturedState, keep: int | None, count: int) -> None:
         """Launches the passes of the first `count` levels that are not launched yet; entries must be up to date."""
-        while state.num_prefetched < count:
-            self._replay(state, ("expand" if state.num_prefetched else "root", keep))
-            self._send(state, state.num_prefetched)
-            state.num_prefetched += 1
         state.kept = keep
+        buffers, shape = self._buffers_of(state.pool), self._shape(state)
+        there, here = buffers.levels(shape)
+        while state.num_prefetched < count:
+            number = state.num_prefetched
+            if number == 0:
+                self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
+            else:
+                self._expand(buffers, shape, self._context(state))
+            here[number].copy_(there[number], non_blocking=True)
+            buffers.was_sent[number].record()
+            state.num_prefetched += 1
 
     def _num_ahead(self, state: CapturedState) -> int:
         """How many levels to draft ahead."""
@@ -319,149 +400,334 @@ class CapturedDrafter(Eagle3Drafter):
         most, state.num_drafted_ahead = state.num_drafted_ahead, 0
         if max(counts) > most:
             return False
-        state.cache.aim_at_first(len(counts))
-        state.cache.advance(counts)
+        for row, count in zip(state.rows, counts, strict=True):
+            row.length += count
         state.num_taken = 0
         return True
 
-    def _load(self, state: CapturedState) -> None:
-        """Sends the device the rows' lengths and the entries to run."""
-        starts, counts = state.cache.lengths, [len(following) for following in state.following]
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        state.arena.numbers.load((starts, counts, lengths), (state.following,), _wide_enough(max(counts)))
-        state.is_counted = False
-
-    def _refresh_entries(self, state: CapturedState) -> None:
-        """Runs the head on the entries whose true features have come in."""
-        counts = [len(following) for following in state.following]
-        if any(counts):
-            self._replay(state, ("refresh", _wide_enough(max(counts))))
-            state.cache.aim_at_first(len(counts))
-            state.cache.advance(counts)
-            state.following = [[] for _ in counts]
-
-    def _send(self, state: CapturedState, number: int) -> None:
-        arena = state.arena
-        arena.sent[number].copy_(arena.levels[number], non_blocking=True)
-        arena.was_sent[number].record()
-
-    def _sent(self, state: CapturedState, number: int, keep: int | None) -> Level:
-        arena, topk, num_rows = state.arena, self.settings.topk, state.cache.num_rows
-        arena.was_sent[number].wait()
-        most = topk if number == 0 else topk * topk
-        count = most if keep is None else min(max(keep, topk), most)
-        numbers = arena.sent[number].clone()  # the next round writes over it
+    def _sent(self, state: CapturedState, number: int) -> Level:
+        buffers, shape, num_rows = self._buffers_of(state.pool), self._shape(state), len(state.rows)
+        buffers.was_sent[number].wait()
+        _, here = buffers.levels(shape)
+        count = shape.count(number)
+        numbers = here[number].clone()  # the next round writes over it
         tokens, parents = (part[: num_rows * count].view(num_rows, count) for part in numbers[:2])
         chances = numbers[2].view(torch.float32).view(2, -1)
         q, paths = (part[: num_rows * count].view(num_rows, count) for part in chances)
         return Level(tokens, parents, q, paths)
 
-    @staticmethod
-    def _gather(arena: DraftArena, hidden: Tensor, width: int) -> None:
-        """Appends the hidden states [B, W, layers * H] of a round's nodes to the waiting features."""
-        rows, size = len(hidden), hidden.shape[2]
-        nodes = arena.numbers.table(_NODES, rows, width).long()
-        places = arena.numbers.column(_OLD)[:rows, None] + torch.arange(width, device=hidden.device)
-        places = places.clamp(max=_PENDING[-1]).long()  # what is behind a row's last node is never read
-        new = hidden.gather(1, nodes[:, :, None].expand(-1, -1, size))
-        arena.features[:rows].scatter_(1, places[:, :, None].expand(-1, -1, size), new)
-        if width == 1:
-            arena.numbers.column(_OLD).add_(1)
+    def _shape(self, state: CapturedState) -> Shape:
+        rows = padded(len(state.rows), _ROWS)
+        return Shape(rows, num_beams(rows, self.settings.topk), state.kept)
+
+    def _context(self, state: CapturedState, num_new: int = 0) -> int:
+        return context_for(max(state.lengths, default=0) + max(num_new, state.num_drafted_ahead), self.contexts)
+
+    # Entries
+
+    def _claim(self, state: CapturedState) -> DraftBuffers:
+        """The buffers, whose numbers and beams are the state's from now on."""
+        buffers = self._buffers_of(state.pool)
+        buffers.owner = weakref.ref(state)
+        return buffers
+
+    def _enter_waiting(self, state: CapturedState) -> None:
+        """Sends the rows to the device, and runs the head on the entries whose true features have come in."""
+        buffers, rows = self._claim(state), state.rows
+        following = [row.following for row in rows]
+        sources = [range(row.row.line * _PENDING, row.row.line * _PENDING + len(row.following)) for row in rows]
+        size = self._load(buffers.round, rows, following, sources, _ENTRIES)
+        if size == 0:
+            return
+        padded_rows, context = padded(len(rows), _ROWS), self._context(state)
+        self._replay(
+            buffers,
+            ("refresh", padded_rows, size, context),
+            partial(self._run_known, buffers, buffers.round, padded_rows, size, context, None),
+        )
+        for row in rows:
+            row.length += len(row.following)
+            row.following = []
+
+    def _read(
+        self,
+        pool: PagePool,
+        numbers: Numbers,
+        rows: Sequence[CapturedRow],
+        verified: VerifyOutput,
+        tokens: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        most: int,
+    ) -> None:
+        """Runs the head on entries whose features are a step's hidden states; at most so many of a row at once."""
+        buffers, padded_rows = self._buffers_of(pool), padded(len(rows), _ROWS)
+        hidden = self._hidden_of(buffers, verified)
+        for first in range(0, max(map(len, tokens)), most):
+            part, places = ([own[first : first + most] for own in all_rows] for all_rows in (tokens, sources))
+            context = context_for(max(row.length for row in rows), self.contexts)
+            size = self._load(numbers, rows, part, places, sizes)
+            self._replay(
+                buffers,
+                ("read", numbers is buffers.chunk, padded_rows, size, context),
+                partial(self._run_known, buffers, numbers, padded_rows, size, context, hidden),
+                is_static=verified.step is not None,
+            )
+            for row, new in zip(rows, part, strict=True):
+                row.length += len(new)
+
+    def _gather(
+        self,
+        state: CapturedState,
+        verified: VerifyOutput,
+        tokens: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]],
+    ) -> None:
+        """Lets the features of a round's nodes wait for the next draft."""
+        buffers, rows = self._claim(state), state.rows
+        hidden = self._hidden_of(buffers, verified)
+        targets = [
+            row.row.line * _PENDING + len(row.following) + place
+            for row, new in zip(rows, tokens, strict=True)
+            for place in range(len(new))
+        ]
+        size = padded(len(targets), _ENTRIES)
+        flat = list(itertools.chain.from_iterable(sources))
+        buffers.round.load(ByRow((), (), ()), ByEntry(sources=flat, targets=targets), size)
+        self._replay(
+            buffers,
+            ("gather", size),
+            partial(self._run_gather, buffers, size, hidden),
+            is_static=verified.step is not None,
+        )
+        for row, new in zip(rows, tokens, strict=True):
+            row.following.extend(new)
+
+    def _follow(self, state: CapturedState, verified: VerifyOutput, chosen: Tensor, rooms: Sequence[int]) -> None:
+        """Lets the device find the accepted paths, and runs the head on their tokens.
+
+        The host knows how many there can be, and so where each row's stand. What is behind the real ones is written
+        behind them in the KV store, where later entries are written over it.
+        """
+        step, num_rows = verified.step, len(state.rows)
+        assert step is not None
+        buffers = self._claim(state)
+        entry_rows, places, begins = ragged(rooms)
+        size, padded_rows = padded(len(entry_rows), _ENTRIES), padded(num_rows, _ROWS)
+        by_row = ByRow([row.row.line for row in state.rows], state.lengths, begins)
+        by_entry = ByEntry(entry_rows, places, sources=entry_rows * _MAX_DRAFTED_AHEAD + places)
+        buffers.round.load(by_row, by_entry, size)
+        there = buffers.round.by_row(padded_rows)
+        state.num_prefetched = 0
+        with torch.cuda.device_of(buffers.keys):
+            eagle3_kernels.follow(
+                step.tokens,
+                step.parents,
+                chosen,
+                step.starts,
+                step.counts,
+                there.starts[:num_rows],
+                there.counts[:num_rows],
+                there.lengths[:num_rows],
+                buffers.walked[:num_rows],
+                buffers.nodes[:num_rows],
+                max(_SMALL_TREE, *verified.counts),
+            )
+        hidden, context = self._hidden_of(buffers, verified), self._context(state, max(rooms))
+        self._replay(
+            buffers,
+            ("ahead", padded_rows, size, context),
+            partial(self._run_ahead, buffers, padded_rows, size, context, hidden),
+        )
+
+    def _load(
+        self,
+        numbers: Numbers,
+        rows: Sequence[CapturedRow],
+        tokens: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+    ) -> int:
+        """Sends entries that the host knows. Returns how many they are with padding."""
+        counts, starts = np.array([len(own) for own in tokens]), np.array([row.length for row in rows])
+        entry_rows, places, begins = ragged(counts)
+        size = padded(len(places), sizes) if len(places) else 0
+        by_row = ByRow([row.row.line for row in rows], starts, begins, counts, starts + counts)
+        flat = (list(itertools.chain.from_iterable(parts)) for parts in (tokens, sources))
+        numbers.load(by_row, ByEntry(entry_rows, places, *flat), size)
+        return size
 
     # Graphs
 
-    def _replay(self, state: CapturedState, kind: tuple[str, int | None], hidden: Tensor | None = None) -> None:
-        arena, cache = state.arena, state.cache
-        longest = max(cache.lengths) + state.num_drafted_ahead
-        rows = next_power(cache.num_rows)
-        context = arena.context_for([longest], self.contexts) if kind[0] != "gather" else 0  # it attends to nothing
-        key: tuple[Any, ...] = (kind, rows, context)
-        if hidden is not None:
-            arena.read_from(hidden)
-            # The whole of it, whatever part the round was: rows that are not in use give features that nobody reads.
-            shape = (1, kind[1] or 0) if kind[0] == "read" else (rows, MAX_PATH)
-            size, stride, place = (*shape, hidden.shape[2]), hidden.stride(), hidden.storage_offset()
-            # No view of it, which would keep it for as long as the step is there.
-            hidden = hidden.new_empty(0).set_(hidden.untyped_storage(), place, size, stride)
-            key = (*key, hidden.data_ptr(), hidden.shape, hidden.stride())
-        with self._arenas.lock, torch.cuda.device_of(arena.keys):
-            step = arena.steps.get(key)
-            if step is None:
-                # Trial runs before the capture move the beams on, and count.
-                moving = (arena.hidden, arena.numbers.column(_OLD), *vars(arena.beams).values())
-                run = self._make_run(arena, kind, rows, context, hidden)
-                step = self._arenas.captured(arena, key, run, moving)
+    def _buffers_of(self, pool: PagePool) -> DraftBuffers:
+        """The buffers over a pool, whose block tables the device has then; graphs over moved memory are dropped."""
+        buffers = self._buffers.get(pool)
+        if buffers is None or buffers.num_resized != pool.num_resized:
+            new = DraftBuffers(self.fast, self.settings, pool, self.share(pool), next(self._numbers))
+            if buffers is not None:
+                new.take(buffers)
+            self._buffers[pool] = buffers = new
+            alive = {known.number for known in self._buffers.values()}
+            self._drop([key for key in self._captures.steps if key[0] not in alive])
+        pool.sync()
+        return buffers
+
+    def _drop(self, keys: Sequence[tuple[Any, ...]]) -> None:
+        for key in keys:
+            del self._captures.steps[key]
+        if keys and not self._captures.steps:
+            self._captures.forget()
+
+    def _hidden_of(self, buffers: DraftBuffers, verified: VerifyOutput) -> Tensor:
+        """All of the target's hidden states, of which a step's may be a part; graphs that read others are dropped."""
+        hidden = verified.hidden
+        if verified.step is None:
+            return hidden
+        whole_buffer = hidden._base
+        if whole_buffer is not None and whole_buffer.dim() == 2 and whole_buffer.data_ptr() == hidden.data_ptr():
+            hidden = whole_buffer
+        readers = (hidden.data_ptr(), hidden.shape, hidden.stride())
+        if readers != buffers.readers:
+            self._drop([key for key in self._captures.steps if key[0] == buffers.number and key[1] in _READERS])
+            buffers.readers = readers
+        return hidden
+
+    def _replay(
+        self,
+        buffers: DraftBuffers,
+        kind: tuple[Any, ...],
+        run: Run,
+        moving: Sequence[Tensor] = (),
+        is_static: bool = True,
+    ) -> None:
+        """is_static: else what is read will not be at the same place another time."""
+        with torch.cuda.device_of(buffers.keys):
+            step = self._captures.captured((buffers.number, *kind), run, moving) if is_static else run
             step()
 
-    def _make_run(
-        self, arena: DraftArena, kind: tuple[str, int | None], rows: int, context: int, given: Tensor | None
-    ) -> Run:
-        """The function that a CUDA graph captures, over static inputs."""
-        fast, rotary, topk = self._arenas.fast, arena.rotary, self.settings.topk
-        assert rotary is not None
-        name, number = kind
-        keys, values, beams = arena.keys[0, :rows], arena.values[0, :rows], arena.beams.first(rows)
-        starts, counts, lengths = (arena.numbers.column(column)[:rows] for column in (_STARTS, _COUNTS, _LENGTHS))
-        root, hidden = arena.root[:rows], arena.hidden[:rows]
+    def _expand(self, buffers: DraftBuffers, shape: Shape, context: int) -> None:
+        # Trial runs before the capture move the beams on.
+        moving = (buffers.hidden, *vars(buffers.beams).values())
+        self._replay(buffers, ("expand", shape, context), partial(self._run_expand, buffers, shape, context), moving)
 
-        def spread(outputs: Tensor, is_first: bool) -> None:
-            best = fast.likeliest(outputs, topk)
-            eagle3_kernels.spread(*best, self.head.d2t, beams, arena.levels, number, is_first)
+    def _run_gather(self, buffers: DraftBuffers, size: int, hidden: Tensor) -> None:
+        entries = buffers.round.by_entry(size)
+        new = hidden.index_select(0, entries.sources).to(buffers.features.dtype)
+        buffers.features.flatten(0, 1).index_copy_(0, entries.targets.long(), new)
 
-        def gather() -> None:
-            assert given is not None and number is not None
-            self._gather(arena, given, number)
+    def _run_ahead(self, buffers: DraftBuffers, rows: int, size: int, context: int, hidden: Tensor) -> None:
+        entries = buffers.round.by_entry(size)
+        tokens, nodes = (table.view(-1).index_select(0, entries.sources) for table in (buffers.walked, buffers.nodes))
+        sources = nodes.clamp(max=len(hidden) - 1)  # what is behind a row's last token may be of an earlier step
+        entries = entries._replace(tokens=tokens, sources=sources)
+        self._run_entries(buffers, buffers.round.by_row(rows), entries, context, hidden)
 
-        def read() -> None:
-            assert given is not None and number is not None
-            tokens = arena.chunk.table(0, 1, number)
-            self._enter(arena, slice(1), given, tokens, arena.chunk.column(0), arena.chunk.column(1), context)
-
-        def refresh() -> None:
-            assert number is not None
-            tokens = arena.numbers.table(_FOLLOWING, rows, number)
-            self._enter(arena, slice(rows), arena.features[:rows, :number], tokens, starts, counts, context)
-
-        def first() -> None:
-            hidden[:, 0] = root
-            spread(root, is_first=True)
-
-        def expand() -> None:
-            seen = Paths(lengths, beams.depths, beams.entries, context)
-            outputs = fast.run(beams.tokens, hidden, beams.origins, seen, keys, values, rotary, beams.before)
-            hidden.copy_(outputs)
-            spread(outputs.flatten(0, 1), is_first=False)
-
-        work: Run = {"read": read, "gather": gather, "refresh": refresh, "root": first, "expand": expand}[name]
-        return torch.no_grad()(work)
-
-    def _enter(
-        self,
-        arena: DraftArena,
-        rows: slice,
-        features: Tensor,  # [B, W, layers * H_t]
-        tokens: Tensor,  # [B, W] int32 the token after each entry's own
-        starts: Tensor,  # [B] int32 entries before these
-        counts: Tensor,  # [B] int32 those of the W that are real
-        context: int,
+    def _run_known(
+        self, buffers: DraftBuffers, numbers: Numbers, rows: int, size: int, context: int, hidden: Tensor | None
     ) -> None:
-        """Runs the head on entries with the target's features; keeps the output at each row's last entry, if any."""
-        assert arena.rotary is not None
-        num_rows, width = tokens.shape
-        places = torch.arange(width, dtype=torch.int32, device=tokens.device)
-        paths = places.expand(num_rows, width, width).contiguous()
-        seen = Paths(starts, places.expand(num_rows, width).contiguous(), paths, context)
-        keys, values, root = arena.keys[0, rows], arena.values[0, rows], arena.root[rows]
-        outputs = self._arenas.fast.run(tokens, self.head.fuse(features), None, seen, keys, values, arena.rotary)
-        last = (counts - 1).clamp(min=0).long()
-        newest = outputs[torch.arange(num_rows, device=last.device), last]
-        root.copy_(torch.where(counts[:, None] > 0, newest, root))
+        self._run_entries(buffers, numbers.by_row(rows), numbers.by_entry(size), context, hidden)
 
+    def _run_entries(
+        self, buffers: DraftBuffers, by_row: ByRow, entries: ByEntry, context: int, hidden: Tensor | None
+    ) -> None:
+        """Runs the head on entries with the target's features; keeps the output at each row's last entry, if any.
+
+        hidden: that have the features; those that wait if None.
+        """
+        features = (buffers.features.flatten(0, 1) if hidden is None else hidden).index_select(0, entries.sources)
+        layout = Layout(
+            rows=entries.rows,
+            places=entries.places,
+            depths=entries.places,
+            paths=buffers.paths[: len(entries.rows)],
+            starts=by_row.begins,
+            counts=by_row.counts,
+            lengths=by_row.starts,
+            lines=by_row.lines,
+            tables=buffers.tables,
+            max_context=context,
+        )
+        fused = self.head.fuse(features.to(buffers.features.dtype))
+        outputs = self._run_head(buffers, entries.tokens, fused, None, layout)
+        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.lines, buffers.root)
+
+    def _run_root(self, buffers: DraftBuffers, shape: Shape) -> None:
+        lines = buffers.round.by_row(shape.rows).lines[: shape.rows]
+        root = buffers.root.index_select(0, lines)
+        buffers.hidden[: shape.rows * shape.beams].unflatten(0, (-1, shape.beams))[:, 0] = root
+        self._spread(buffers, shape, root, is_first=True)
+
+    def _run_expand(self, buffers: DraftBuffers, shape: Shape, context: int) -> None:
+        count, beams = shape.rows * shape.beams, buffers.beams.first(shape.rows, shape.beams)
+        by_row = buffers.round.by_row(shape.rows)
+        rows, starts, counts = buffers.rows_of[shape.beams]
+        layout = Layout(
+            rows=rows[:count],
+            places=beams.cache_places.flatten(),
+            depths=beams.depths.flatten(),
+            paths=beams.entries.flatten(0, 1),
+            starts=starts[: shape.rows],
+            counts=counts[: shape.rows],
+            lengths=by_row.lengths[: shape.rows],
+            lines=by_row.lines[: shape.rows],
+            tables=buffers.tables,
+            max_context=context,
+        )
+        hidden = buffers.hidden[:count]
+        outputs = self._run_head(buffers, beams.tokens.flatten(), hidden, beams.origins.flatten(), layout)
+        hidden.copy_(outputs)
+        self._spread(buffers, shape, outputs, is_first=False)
+
+    def _run_head(
+        self, buffers: DraftBuffers, tokens: Tensor, hidden: Tensor, origins: Tensor | None, layout: Layout
+    ) -> Tensor:
+        step = KernelStep(layout)
+        return self.fast.run(tokens, hidden, origins, step, buffers.keys, buffers.values, buffers.rotary)
+
+    def _spread(self, buffers: DraftBuffers, shape: Shape, outputs: Tensor, is_first: bool) -> None:
+        best = self.fast.likeliest(outputs, shape.beams)
+        beams = buffers.beams.first(shape.rows, shape.beams)
+        levels, _ = buffers.levels(shape)
+        eagle3_kernels.spread(*best, self.head.d2t, beams, levels, shape.keep, is_first)
+
+    @torch.no_grad()
     def _try(self, state: CapturedState) -> None:
-        """Captures the graphs of most rounds, to see whether the head can be captured."""
-        for kind in (*(("refresh", width) for width in _PENDING[:4]), ("root", None), ("expand", None)):
-            self._replay(state, kind)
+        """Captures graphs of most rounds, to see whether the head can be captured; over entries that are nobody's."""
+        buffers, shape, context = self._buffers_of(state.pool), self._shape(state), self._context(state)
+        for size in _ENTRIES[:4]:
+            buffers.round.load(ByRow((), (), ()), ByEntry(), size)
+            self._replay(
+                buffers,
+                ("refresh", shape.rows, size, context),
+                partial(self._run_known, buffers, buffers.round, shape.rows, size, context, None),
+            )
+        self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
+        self._expand(buffers, shape, context)
 
 
-def _wide_enough(count: int) -> int:
-    return next(width for width in _PENDING if width >= count)
+def padded(count: int, sizes: Sequence[int]) -> int:
+    """The least of `sizes` that is no less; a multiple of the last if none is."""
+    return next((size for size in sizes if size >= count), whole(count, sizes[-1]))
+
+
+def num_beams(rows: int, topk: int) -> int:
+    """Nodes of a row that a pass expands: where there are many rows, few of each are verified."""
+    return topk if rows <= _FEW_ROWS else min(topk, max(_MOST_BEAMS // rows, 2))
+
+
+def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of things that stand row by row: the row of each, its place in the row, and each row's first."""
+    counts = np.asarray(counts, dtype=np.int64)
+    begins = counts.cumsum() - counts
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - begins[rows], begins
+
+
+def _sources(
+    verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """By row: of which of the step's tokens the features are that its new tokens come after."""
+    index = verified.index.numpy()
+    return [
+        index[row, [0, *path][: len(new)]].tolist() for row, (path, new) in enumerate(zip(nodes, tokens, strict=True))
+    ]

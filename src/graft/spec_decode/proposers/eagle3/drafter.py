@@ -51,10 +51,9 @@ class Eagle3State:
     def keeping(self, rows: Sequence[int]) -> Eagle3State:
         return Eagle3State(self.pool, [self.rows[row] for row in rows])
 
-    def copy_row(self, source: int, target: int) -> None:
-        own, there = self.rows[source], self.rows[target]
-        there.hidden, there.length = own.hidden, own.length
-        there.waiting, there.following = list(own.waiting), list(own.following)
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        own = self.rows[source]
+        self.rows[target] = DraftRow(row, own.hidden, own.length, list(own.waiting), list(own.following))
 
     def joining(self, other: Eagle3State) -> Eagle3State:
         return Eagle3State(self.pool, self.rows + other.rows)

@@ -1,4 +1,4 @@
-"""Fused forward of the EAGLE-3 head over the tensors of a KV cache, for draft passes in CUDA graphs.
+"""Fused forward of the EAGLE-3 head over the tensors of a KV store, for draft passes in CUDA graphs.
 
 As in `model/llama.py` the weights remain the head's own: those that one product takes together are concatenated once.
 """
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from graft.model.attention import Paths
+from graft.model.attention import KernelStep
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
-from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_cache, together
+from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_store, together
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 
@@ -42,37 +42,28 @@ class FastHead:
 
     def run(
         self,
-        tokens: Tensor,  # [B, W] the token after each entry's own
-        hidden: Tensor,  # [B, F, H] features
-        origins: Tensor | None,  # [B, W] which of the features each entry takes; its own if None
-        seen: Paths,
-        keys: Tensor,  # [B, slots, kv_heads, head_dim]
+        tokens: Tensor,  # [T] int32 the token after each entry's own
+        hidden: Tensor,  # [F, H] features
+        origins: Tensor | None,  # [T] int32 which of the features each entry takes; its own if None
+        step: KernelStep,
+        keys: Tensor,  # [slots, kv_heads, head_dim]
         values: Tensor,
         rotary: Rotary,
-        before: Tensor | None = None,  # [B] uncommitted entries that theirs come behind
     ) -> Tensor:
-        """Outputs [B, W, H] of the entries, which are the features of the next ones."""
+        """Outputs [T, H] of the entries, which are the features of the next ones."""
         config, eps, multiply = self.config, self.config.rms_norm_eps, self._multiply
-        batch, width = tokens.shape
         both, stream = eagle3_kernels.enter(
             tokens, self._embedding, hidden, origins, self._norms, eps, config.norm_before_residual
         )
         qkv = multiply(both, self._qkv)
-        attended = attend_in_cache(
-            qkv,
-            keys,
-            values,
-            seen,
-            rotary,
-            config.num_attention_heads,
-            before=before,
-            window=config.sliding_window,
+        attended = attend_in_store(
+            qkv, keys, values, step, rotary, config.num_attention_heads, window=config.sliding_window
         )
         delta = multiply(attended, self._o)
         stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
         delta = multiply(layer_kernels.silu_mul(multiply(normed, self._gate_up)), self._down)
         total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
-        return (normed if config.norm_output else total).view(batch, width, -1)
+        return normed if config.norm_output else total
 
     def likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top-k draft ids after each output [R, H], their logits, and each row's logsumexp; see `topk.highest`."""

@@ -1,0 +1,677 @@
+"""The captured EAGLE-3 drafter without a GPU, its graphs called instead of replayed: against the eager drafter."""
+
+import gc
+import random
+import warnings
+from itertools import islice
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+import plain_kernels
+from graft import Engine, SamplingSettings
+from graft.model import NoRoomError, PagePool, TargetRunner
+from graft.model.captures import Captures, Event
+from graft.model.cuda_graphs import CapturedTarget
+from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.runner import outputs_of
+from graft.model.sampler import Sampler
+from graft.model.step import Chunk
+from graft.model.verified import Step
+from graft.spec_decode.policies import DraftResult, make_policy
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import cuda_graphs
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter, CapturedState, num_beams
+from graft.spec_decode.prospect import Prospect
+from graft.spec_decode.tree import DraftTree
+from graft.stats import Clock
+from proposers import random_tree
+from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from tiny import tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+
+
+class StaticTarget(TargetRunner):
+    """Eager steps that leave their output where captured ones do, at the same place each time."""
+
+    def __init__(self, model, hidden_layers=(), chunk_size=256, exact=False):
+        super().__init__(model, hidden_layers, chunk_size)
+        self._hidden = torch.full((512, len(hidden_layers) * model.config.hidden_size), torch.nan, device=model.device)
+
+    def _run(self, step):
+        tree, chunks = super()._run(step)
+        logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
+        self._hidden[: len(hidden)] = hidden
+        columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))
+        captured = Step(
+            tokens=columns[0],
+            parents=columns[1],
+            rows=columns[4],
+            depths=columns[3],
+            starts=by_row[0],
+            counts=by_row[1],
+            best=logits.argmax(dim=1).int(),
+            chosen=torch.zeros(len(logits), dtype=torch.int64),
+            judged=Event(self.device),
+        )
+        return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
+
+
+class SmallTarget(CapturedTarget):
+    """Contexts whose borders short texts cross."""
+
+    contexts = (16, 32)
+
+
+class SmallDrafter(CapturedDrafter):
+    contexts = (16, 32)
+
+
+class Resting:
+    """A policy that drafts nothing for a while."""
+
+    def __init__(self, policy):
+        self._policy = policy
+
+    def grow(self, batch, roots, clock):
+        return DraftResult.without_drafts(DraftTree.roots(roots))
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+
+class Never:
+    """A constraint that forbids some tokens."""
+
+    error = None
+
+    def __init__(self, *tokens):
+        self._tokens = list(tokens)
+
+    def mask(self, scores):
+        scores = scores.clone()
+        scores[self._tokens] = -torch.inf
+        return scores
+
+    def take(self, token):
+        pass
+
+    def num_allowed(self, tokens):
+        return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Without a GPU, PyTorch in place of kernels."""
+    if DEVICE == "cpu":
+        plain_kernels.use_plain_kernels(monkeypatch)
+
+
+@pytest.fixture(params=[StaticTarget, SmallTarget])
+def engines(plain, monkeypatch, request):
+    """Engines run steps whose output the device can go on from."""
+    monkeypatch.setattr("graft.engine.target_for", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6).to(DEVICE)
+
+
+def drafter_of(kind, model, settings=SMALL_TREE):
+    return kind(make_head(model).to(DEVICE), settings)
+
+
+class Text:
+    """Rows of a target and of a drafter, without an engine."""
+
+    def __init__(self, model, kind, settings=SMALL_TREE, target=StaticTarget):
+        self.drafter = drafter_of(kind, model, settings)
+        self.target = target(model, self.drafter.hidden_layers)
+        self.rng = random.Random(0)
+
+    def open(self, *prompts, shuffled=False):
+        """A cache and a state whose rows have read all but the last token of their prompts."""
+        pool = self.target.pool
+        caches = [self.target.open(1, 0 if shuffled else 300) for _ in prompts]
+        if shuffled:  # pages of the rows lie between each other's
+            for slots in range(64, 300, 64):
+                for cache in reversed(caches):
+                    pool.ensure(cache.rows[0], slots)
+        cache = self.target.cache_of([cache.rows[0] for cache in caches])
+        state = self.drafter.open(cache)
+        for row, prompt in enumerate(prompts):
+            self.read(cache, state, row, prompt)
+        return cache, state
+
+    def read(self, cache, state, row, prompt, chunk=100):
+        for start in range(0, len(prompt) - 1, chunk):
+            tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
+            _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
+            self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
+
+    def round(self, cache, state, roots, width=6, ahead=False, reading=None):
+        """Verifies random trees, and takes some path of each. Returns the new roots.
+
+        reading: a cache and a state of one row, whose prompt is read in the same step.
+        """
+        tree = random_tree(self.rng, roots, width, 61)
+        chunks = [Chunk(reading[0].rows[0], PROMPT[:-1])] if reading else []
+        verified, read = self.target.step(cache, tree, chunks)
+        nodes, tokens = [], []
+        for row in range(len(roots)):
+            path = [0]
+            while below := [
+                node
+                for node in range(1, tree.width)
+                if int(tree.sources[row, node]) == 1 and int(tree.parents[row, node]) == path[-1]
+            ]:
+                path.append(self.rng.choice(below))
+                if self.rng.random() < 0.3:
+                    break
+            nodes.append(path[1:])
+            tokens.append([*tree.tokens[row, path[1:]].tolist(), self.rng.randrange(61)])
+        if ahead:
+            chosen = torch.full((sum(verified.counts),), 62, device=self.target.device)
+            for row, (path, new) in enumerate(zip(nodes, tokens, strict=True)):
+                chosen[verified.index[row, [0, *path]]] = torch.tensor(new, device=chosen.device)
+            self.drafter.draft_ahead(state, verified, chosen)
+        self.target.commit(cache, nodes)
+        self.drafter.learn(state, verified, nodes, tokens)
+        if reading:
+            self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
+        return [new[-1] for new in tokens]
+
+    def levels(self, state, count=4, keep=None, stops=None):
+        roots = torch.zeros(len(state.rows), dtype=torch.int64)
+        return list(islice(self.drafter.levels(state, roots, keep, stops), count))
+
+
+def assert_alike(levels, others):
+    """The same nodes; and probabilities but for the last bits."""
+    assert len(levels) == len(others)
+    for level, other in zip(levels, others, strict=True):
+        assert torch.equal(level.tokens, other.tokens.cpu()) and torch.equal(level.parents, other.parents.cpu())
+        for name in ("probabilities", "path_probabilities"):
+            torch.testing.assert_close(getattr(level, name), getattr(other, name), atol=1e-5, rtol=1e-3)
+
+
+def both(model, **options):
+    return Text(model, SmallDrafter, **options), Text(model, Eagle3Drafter, **options)
+
+
+@pytest.mark.parametrize("keep", [None, 5])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
+    """Of ragged rows, over contexts of several pages, round after round, wherever the pages lie."""
+    found = []
+    for text in both(model):
+        cache, state = text.open(PROMPT, [5, 6], PROMPT * 14, shuffled=shuffled)
+        levels, roots = text.levels(state, keep=keep), [11, 6, 11]
+        for _ in range(3):
+            roots = text.round(cache, state, roots)
+            levels += text.levels(state, keep=keep)
+        assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)
+        found.append((levels, state.lengths))
+        if shuffled:
+            assert (
+                cache.rows[2].pages != sorted(cache.rows[2].pages)
+                or cache.rows[2].pages[1] != cache.rows[2].pages[0] + 1
+            )
+    assert_alike(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_the_real_kernels_draft_the_same(model):
+    """In Triton's interpreter, where there is no GPU."""
+    settings, found = TreeSettings(depth=2, topk=2), []
+    for text in both(model, settings=settings):
+        cache, state = text.open(PROMPT[:3], [5, 6])
+        levels = text.levels(state, 3, keep=3)
+        text.round(cache, state, [9, 6], 3, ahead=True)
+        if isinstance(state, CapturedState):
+            assert text.drafter.num_prefetched(state) == 3, "the device went on by itself"
+        found.append(levels + text.levels(state, 3, keep=3))
+    assert_alike(*found)
+
+
+def test_the_output_at_each_rows_last_entry_is_kept():
+    outputs, root = torch.randn(7, 40), torch.randn(5, 40)
+    begins, counts, lines = (
+        torch.tensor(part, dtype=torch.int32) for part in ([0, 2, 2, 0], [2, 0, 4, 0], [3, 2, 4, 0])
+    )
+    expected, found = root.clone(), root.clone().to(DEVICE)
+    expected[3], expected[4] = outputs[1], outputs[5]
+    eagle3_kernels.keep_last(*(part.to(DEVICE) for part in (outputs, begins, counts, lines)), found)
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
+    found = []
+    for text in both(model):
+        cache, state = text.open(PROMPT, PROMPT[3:])
+        text.levels(state)
+        roots = text.round(cache, state, [11, 11])
+        others, joining = text.open([7, 8, 9, 10], PROMPT)
+        state, cache = state.joining(joining), cache.with_rows(cache.rows + others.rows)
+        levels = text.levels(state)
+        roots = text.round(cache, state, [*roots, 10, 11])
+        # The last row goes on from the first; the second leaves.
+        row = text.target.pool.fork(cache.rows[0], 200)
+        text.target.pool.release(cache.rows[3])
+        cache.rows[3] = row
+        state.copy_row(0, 3, row)
+        levels += text.levels(state)
+        assert torch.equal(levels[-1].tokens[0], levels[-1].tokens[3])
+        text.target.pool.release(cache.rows[1])
+        state, cache = state.keeping([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
+        levels += text.levels(state)
+        roots = text.round(cache, state, [roots[0], roots[2], roots[0]])
+        found.append((levels + text.levels(state), state.lengths))
+    assert_alike(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_a_row_is_copied_with_the_features_that_wait_for_a_draft(plain, model):
+    for text in both(model):
+        cache, state = text.open(PROMPT, [5, 6])
+        roots = text.round(cache, state, [11, 6])  # nothing was drafted, so nothing is drafted ahead
+        assert all(row.following for row in state.rows)
+        row = text.target.pool.fork(cache.rows[0], 200)
+        text.target.pool.release(cache.rows[1])
+        cache.rows[1] = row
+        state.copy_row(0, 1, row)
+        for level in text.levels(state):
+            assert torch.equal(level.tokens[0], level.tokens[1])
+            torch.testing.assert_close(level.probabilities[0], level.probabilities[1], atol=1e-5, rtol=1e-3)
+        assert roots and state.lengths[0] == state.lengths[1] == cache.rows[0].length
+
+
+@pytest.mark.parametrize(("depth", "width"), [(8, 8), (2, 3), (8, 60)])
+def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, depth, width, monkeypatch):
+    """Rows accept different numbers of tokens; the widest trees bring more than the device takes in by itself."""
+    monkeypatch.setattr(cuda_graphs, "_MAX_DRAFTED_AHEAD", 6)
+    found, was_ahead = [], []
+    judge = CapturedDrafter._was_drafted_ahead
+    monkeypatch.setattr(
+        CapturedDrafter, "_was_drafted_ahead", lambda *given: was_ahead.append(judge(*given)) or was_ahead[-1]
+    )
+    for ahead in (True, False):
+        text = Text(model, SmallDrafter, TreeSettings(depth=depth, topk=3))
+        cache, state = text.open(PROMPT, [5, 6], PROMPT * 5)
+        levels, roots = text.levels(state, 3), [11, 6, 11]
+        for _ in range(6):
+            was_ahead.clear()
+            roots = text.round(cache, state, roots, width, ahead=ahead)
+            assert text.drafter.num_prefetched(state) == 3 and all(not row.following for row in state.rows)
+            assert was_ahead == [ahead] or width == 60
+            levels += text.levels(state, 3)
+        found.append((levels, state.lengths))
+    assert_alike(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_many_rows_have_fewer_beams(plain, model):
+    assert [num_beams(rows, 10) for rows in (1, 8, 16, 24, 32, 64, 128)] == [10, 10, 8, 5, 4, 2, 2]
+    assert num_beams(128, 1) == 1
+    settings = TreeSettings(depth=2, topk=10)
+    many = Text(model, SmallDrafter, settings)
+    prompts = [[*PROMPT[: 2 + number % 9], number] for number in range(17)]
+    cache, state = many.open(*prompts)
+    levels = many.levels(state, 3)
+    assert [level.tokens.shape for level in levels] == [(17, 5), (17, 25), (17, 25)]
+    few = Text(model, Eagle3Drafter, TreeSettings(depth=2, topk=5))
+    assert_alike(levels, few.levels(few.open(*prompts)[1], 3))
+    many.round(cache, state, [prompt[-1] for prompt in prompts], ahead=True)
+    assert many.drafter.num_prefetched(state) == 3
+    state = state.keeping([0, 16])  # all beams again, and what was drafted for others is not used
+    assert many.drafter.num_prefetched(state) == 0
+    assert [level.tokens.shape for level in many.levels(state, 2, keep=20)] == [(2, 10), (2, 20)]
+
+
+def test_rows_without_drafts_for_long_draft_what_others_do(plain, model):
+    """Their features wait until there are too many; and rounds may bring more tokens than can wait."""
+    found = []
+    for text in both(model):
+        cache, state = text.open(PROMPT, [5, 6])
+        for length in (3, 20, 15, 1, 40, 70, 2):
+            tree = DraftTree.chain(torch.tensor([[7 * n % 61 for n in range(length)]] * 2))
+            verified = text.target.verify(cache, tree)
+            nodes, tokens = [range(1, length), range(1, 2)], [[9] * length, [8, 9][: min(length, 2)]]
+            nodes[1] = range(1, len(tokens[1]))
+            text.target.commit(cache, nodes)
+            text.drafter.learn(state, verified, nodes, tokens)
+        found.append(text.levels(state))
+        assert state.lengths == cache.lengths
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize("is_same_step", [False, True])
+def test_reading_a_prompt_leaves_the_drafts_of_others_as_they_are(plain, model, is_same_step):
+    found = []
+    for others_read in (True, False):
+        text = Text(model, SmallDrafter)
+        cache, state = text.open(PROMPT, [5, 6], PROMPT[3:])
+        text.levels(state, 2)
+        reading = None
+        if others_read and is_same_step:
+            its_cache = text.target.open(1, 200)
+            reading = its_cache, text.drafter.open(its_cache)
+        text.round(cache, state, [11, 6, 11], ahead=True, reading=reading)
+        if others_read and not is_same_step:
+            text.open(PROMPT * 20)  # several chunks
+        assert text.drafter.num_prefetched(state) == 2
+        found.append(text.levels(state))
+        if reading is not None:
+            assert_alike(text.levels(reading[1]), text.levels(text.open(PROMPT)[1]))
+    assert_alike(*found)
+
+
+def test_batches_that_take_turns_draft_as_alone(plain, model):
+    """They share the beams: who comes back finds that another has used them, even between two levels."""
+    text = Text(model, SmallDrafter)
+    (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
+    expected = [text.levels(state) for state in (first, second)]
+    passes = [text.drafter.levels(state.keeping(range(len(state.rows))), torch.zeros(1)) for state in (first, second)]
+    taken = [[next(levels) for levels in passes] for _ in range(4)]
+    for number in (0, 1):
+        assert_alike([levels[number] for levels in taken], expected[number])
+
+
+def test_drafts_go_on_when_the_pool_grows(plain, model):
+    for text in both(model):
+        cache, state = text.open(PROMPT)
+        expected = text.levels(state)
+        roots = text.round(cache, state, [11])
+        before = text.target.pool.num_resized
+        others = [text.open(PROMPT) for _ in range(9)]  # more lines, and more pages
+        more = text.target.open(5, 448)
+        assert text.target.pool.num_resized > before + 1
+        assert_alike(text.levels(others[-1][1]), expected)
+        fresh = Text(model, SmallDrafter)
+        fresh_cache, fresh_state = fresh.open(PROMPT)
+        fresh.levels(fresh_state)
+        assert fresh.round(fresh_cache, fresh_state, [11]) == roots
+        assert_alike(text.levels(state), fresh.levels(fresh_state))
+        more.release()
+
+
+def test_without_pages_for_drafts_nothing_is_lost(plain, model):
+    found = []
+    for num_pages in (None, 3):
+        text = Text(model, SmallDrafter, TreeSettings(depth=8, topk=3))
+        text.target._pool = PagePool(text.target.device, 2048, num_pages)
+        text.target._pool.add_store(text.target._store)
+        cache = text.target.open(1, 64)
+        state = text.drafter.open(cache)
+        text.read(cache, state, 0, (PROMPT * 5)[:52])
+        taken = None if num_pages is None else text.target.open(1, 128)
+        if taken is not None:
+            with pytest.raises(NoRoomError):
+                text.levels(state)
+        state.num_taken = 2
+        text.round(cache, state, [11], 4, ahead=True)  # which cannot be ahead
+        assert text.drafter.num_prefetched(state) == (0 if taken is not None else 2)
+        if taken is not None:
+            with pytest.raises(NoRoomError):
+                text.levels(state)
+            taken.release()
+        found.append(text.levels(state))
+    assert_alike(*found)
+
+
+def test_a_text_at_the_end_of_the_context_is_drafted_for(plain, model):
+    """Drafts may need more room than the block tables name."""
+    text = Text(model, SmallDrafter, TreeSettings(depth=20, topk=20))
+    text.target._pool = PagePool(text.target.device, 64)
+    text.target._pool.add_store(text.target._store)
+    cache, state = text.open((PROMPT * 6)[:63])
+    assert len(text.levels(state, 21)) == 21 and len(cache.rows[0].pages) == 5
+
+
+# Engines
+
+
+@pytest.mark.parametrize("policy", ["dense", "graft"])
+def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, monkeypatch, model):
+    runs = []
+    for target, kind in (
+        (engines, SmallDrafter),
+        (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
+    ):
+        monkeypatch.setattr("graft.engine.target_for", target)
+        drafter = drafter_of(kind, model)
+        engine = Engine(
+            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
+        )
+        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
+    for captured_run, ordinary in zip(*runs, strict=True):
+        assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
+
+
+def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch, model):
+    monkeypatch.setattr("graft.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
+    runs = []
+    for kind in (SmallDrafter, Eagle3Drafter):
+        drafter = drafter_of(kind, model)
+        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
+        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30)
+        runs.append([(generation.ids, generation.stats.accepted) for generation in made])
+    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
+    ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
+
+    def note(drafter, state, counts):
+        was_started = state.num_drafted_ahead > 0
+        ahead.append((was_started, was_drafted_ahead(drafter, state, counts)))
+        return ahead[-1][1]
+
+    monkeypatch.setattr(CapturedDrafter, "_was_drafted_ahead", note)
+    monkeypatch.setattr(cuda_graphs, "_MAX_DRAFTED_AHEAD", most)
+    runs = []
+    for foresees in (True, False):
+        drafter = drafter_of(SmallDrafter, model)
+        if not foresees:
+            drafter.draft_ahead = lambda *given: None
+        policy = make_policy("dense", TargetRunner(model), drafter, 9)
+        engine = Engine(model, policy=policy, drafter=drafter)
+        for options in ({}, {"temperature": 0.7, "seed": 3}):
+            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30, **options)
+            runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
+    assert runs[:2] == runs[2:]
+    assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
+
+
+def test_levels_that_are_begun_are_taken_without_asking(engines, model):
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
+    drafter = drafter_of(SmallDrafter, model)
+    policy = make_policy("graft", TargetRunner(model), drafter)
+    costs = {"widths": torch.tensor([1, 4, 8]), "seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
+    policy.restore_costs(costs | {"pass": torch.tensor(1e-6)})
+    asked, goes_on = [], policy.goes_on
+    policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
+    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+    assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
+    assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
+
+
+def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
+    """What is drafted for a row does not depend on which others come and go, or on rounds without drafts."""
+    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
+    runs = []
+    for kind in (SmallDrafter, Eagle3Drafter):
+        drafter = drafter_of(kind, model)
+        engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
+        settings = [SamplingSettings(max_new_tokens=count) for count in (30, 12, 24)]
+        made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
+        batch, clock = engine.open(made[:2]), Clock()
+        engine._prefill(batch)
+        for number in range(40):
+            if number == 3:  # one joins
+                other = engine.open(made[2:])
+                engine._prefill(other)
+                batch.join(other)
+            policy = engine.policy
+            if number in (1, 2, 6):  # plain rounds
+                engine.policy = Resting(policy)
+            engine.run_round(batch, clock)
+            engine.policy = policy
+            batch.keep([row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None])
+            if not batch.sequences:
+                break
+        runs.append([(sequence.new_ids, sequence.stats.accepted) for sequence in made])
+    assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
+
+
+def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(engines, monkeypatch, model):
+
+    def decode(drafter):
+        policy = make_policy("dense", TargetRunner(model), drafter, 9)
+        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+        return generation.ids, generation.stats.accepted
+
+    expected = decode(drafter_of(SmallDrafter, model))
+    drafter = drafter_of(SmallDrafter, model)
+
+    def fail(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as short, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        short.setattr(Captures, "capture", fail)
+        assert decode(drafter) == expected and drafter._captures.num_captured == 0
+    drafter._captures._no_memory_until = 0.0
+    assert decode(drafter) == expected and drafter._captures.num_captured > 0
+
+
+def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monkeypatch, model):
+    def fail(*given):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    expected = Text(model, Eagle3Drafter)
+    expected = expected.levels(expected.open(PROMPT)[1])
+    monkeypatch.setattr(Captures, "capture", fail)
+    text = Text(model, SmallDrafter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states = [text.open(PROMPT)[1] for _ in range(2)]
+    assert [str(warning.message) for warning in caught] == [
+        "draft passes cannot be captured in CUDA graphs: RuntimeError: operation not permitted when stream is capturing"
+    ]
+    for state in states:
+        assert_alike(text.levels(state), expected)
+
+
+def test_graphs_go_with_the_hidden_states_and_the_pools_that_they_read(plain, model):
+    """So that neither memory nor graphs add up when a target's buffers, or its pool, are replaced."""
+    text = Text(model, SmallDrafter)
+    counts, reading = [], []
+    for number in range(6):
+        if number % 2:
+            text.target._hidden = text.target._hidden.clone()
+        if number == 4:
+            text.target._pool = None
+        cache, state = text.open(PROMPT, [5, 6])
+        text.levels(state)
+        text.round(cache, state, [11, 6], ahead=True)
+        del cache, state
+        gc.collect()  # what would be replayed is called here, and holds its buffers
+        steps = text.drafter._captures.steps
+        counts.append(len(steps))
+        reading.append(sum(key[1] in ("read", "ahead", "gather") for key in steps))
+    assert max(counts) == counts[0] and reading == [reading[0]] * 6 and reading[0] > 0
+    assert len(text.drafter._buffers) == 1
+
+
+def noting_passes(drafter, monkeypatch):
+    """The kinds of graphs that are replayed."""
+    made, replay = [], drafter._replay
+    monkeypatch.setattr(
+        drafter,
+        "_replay",
+        lambda buffers, kind, *more, **options: (made.append(kind[0]), replay(buffers, kind, *more, **options)),
+    )
+    return made
+
+
+def test_every_pass_that_is_timed_is_made(plain, monkeypatch, model):
+    text = Text(model, SmallDrafter)
+    text.drafter.open(text.target.open(1, 8))
+    made = noting_passes(text.drafter, monkeypatch)
+    Prospect(4).measure(text.drafter, text.target)
+    assert made == ["root", "expand"] * 3
+
+
+def test_a_device_is_one_level_ahead_of_who_may_stop_after_any(plain, monkeypatch, model):
+    text = Text(model, SmallDrafter)
+    _, state = text.open(PROMPT)
+    made, taken, num_made = noting_passes(text.drafter, monkeypatch), [], []
+    for level in text.drafter.levels(state, torch.zeros(1, dtype=torch.int64)):
+        taken.append(level)
+        num_made.append(len(made))
+    depth = SMALL_TREE.depth
+    assert num_made == [*range(2, depth + 2), depth + 1]
+    assert_alike(text.levels(text.open(PROMPT)[1], stops=range(depth)), taken)
+
+
+def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_each_level(plain, monkeypatch, model):
+    text = Text(model, SmallDrafter)
+    cache, state = text.open(PROMPT, [5, 6])
+    text.levels(state, 2)
+    made = noting_passes(text.drafter, monkeypatch)
+    text.round(cache, state, [11, 6], ahead=True)
+    assert made == ["ahead", "root", "expand"]
+    text.levels(state, 2, stops=(1,))
+    assert made == ["ahead", "root", "expand"]
+
+
+def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(engines, monkeypatch, model):
+    """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
+    on for all of them."""
+    own = [
+        {},
+        {"temperature": 1.0},
+        {"frequency_penalty": 0.7, "temperature": 0.8},
+        {"top_p": 0.7, "temperature": 1.2},
+        {"repetition_penalty": 1.4},
+        {"min_tokens": 9},
+        {},
+    ]
+    settings = [SamplingSettings(max_new_tokens=24, seed=row, **options) for row, options in enumerate(own)]
+    prompts = [PROMPT[row:] for row in range(len(own))]
+
+    def sequences_of(engine):
+        made = [engine.new_sequences(prompt, each)[0] for prompt, each in zip(prompts, settings, strict=True)]
+        made[-1].constraint = Never(7, 8, 9)
+        return made
+
+    alone = Engine(model, policy="off")
+    expected = sequences_of(alone)
+    for sequence in expected:
+        for _ in alone.rounds([sequence]):
+            pass
+    walked, ahead = [], []
+    choose, was_drafted_ahead = Sampler.choose, CapturedDrafter._was_drafted_ahead
+    monkeypatch.setattr(Sampler, "choose", lambda *given: (walked.append(list(given[2])), choose(*given))[1])
+    monkeypatch.setattr(
+        CapturedDrafter, "_was_drafted_ahead", lambda *given: ahead.append(was_drafted_ahead(*given)) or ahead[-1]
+    )
+    for kind in (Eagle3Drafter, SmallDrafter):
+        walked.clear()
+        engine = Engine(model, policy="dense", drafter=drafter_of(kind, model), budget=9)
+        sequences = sequences_of(engine)
+        for _ in engine.rounds(sequences):
+            pass
+        assert [sequence.new_ids for sequence in sequences] == [sequence.new_ids for sequence in expected]
+        assert sum(sequence.stats.accepted for sequence in sequences) > 0
+        assert walked[0] == [False, False, True, True, True, True, True]
+        assert any(not walks[5] for walks in walked if len(walks) == 7 and walks[2]), "not once it is long enough"
+    assert sum(ahead) > len(ahead) // 2, "the device goes on by itself"
