@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from graft import Engine, GraftError, SamplingSettings, load
+from graft import Engine, GraftError, load
 from graft.detokenizer import TextStream
-from graft.spec_decode.policies import DraftResult
-from graft.spec_decode.policies.base import Policy
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -278,26 +274,6 @@ def test_the_context_can_be_filled_to_its_last_token(byte_model):
 def test_load_says_what_is_wrong(options, words):
     with pytest.raises(GraftError, match=words):
         load(**{"model": tiny_model(), **options})
-
-
-class LooksInVain(Policy):
-    """Finds nothing worth verifying; every other round it does not look."""
-
-    def __init__(self):
-        self._looks = False
-
-    def grow(self, batch, roots, clock):
-        self._looks = not self._looks
-        tree = DraftTree.roots(roots)
-        return DraftResult(tree, [0], considered=tree if self._looks else None)
-
-
-def test_a_round_that_looked_in_vain_is_not_a_plain_one(byte_model):
-    engine = Engine(byte_model, byte_tokenizer(), policy=LooksInVain())
-    batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=9)))
-    list(engine.prefill_row(batch, 0))
-    rounds = [engine.run_round(batch, Clock()) for _ in range(4)]
-    assert rounds == [(False, 1), (True, 1), (False, 1), (True, 1)]
 
 
 def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monkeypatch):

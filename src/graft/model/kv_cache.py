@@ -8,6 +8,7 @@ nobody writes to a shared page.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from array import array
@@ -63,8 +64,8 @@ class KVStore:
     def shape(self, like: Tensor, key_heads: tuple[int, int], value_heads: tuple[int, int] | None = None) -> None:
         """Allocates, as (heads, head_dim) of keys and of values, if other than the keys', say."""
         # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
-        self.keys = like.new_zeros(self._num_layers, self._num_slots, *key_heads)
-        self.values = like.new_zeros(self._num_layers, self._num_slots, *(value_heads or key_heads))
+        self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
+        self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
     def resize(self, num_slots: int) -> None:
         """Makes room for so many slots; what is stored stays where it is."""
@@ -73,8 +74,8 @@ class KVStore:
         for name in ("keys", "values"):
             stored = getattr(self, name)
             if stored is not None:
-                larger = stored.new_zeros(self._num_layers, num_slots, *stored.shape[2:])
-                larger[:, :old] = stored
+                larger = _zeros(stored, (self._num_layers, num_slots, *stored.shape[2:]))
+                larger[:, :old] = stored[:, :num_slots]
                 setattr(self, name, larger)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -211,14 +212,25 @@ class PagePool:
             finalizer()
         row.length = row.num_shared = 0
 
-    def fork(self, row: Row, num_slots: int) -> Row:
-        """A row that goes on from another's committed text: whole pages are shared, the last is copied."""
+    def copy(self, source: Row, target: Row) -> None:
+        """Makes one row go on from another's committed text: whole pages are shared, the last is copied.
+
+        The pages that it has behind them stay its own. A NoRoomError, and no change, if there are too few.
+        """
         with self._lock:
-            shared = row.length // PAGE
-            there = self._sharing(row.pages[:shared], row.pages[shared] if row.length % PAGE else None, num_slots)
-            there.length = row.length
-            row.num_shared = max(row.num_shared, shared)
-            return there
+            self.ensure(target, source.length)
+            shared = source.length // PAGE
+            self._uses[source.pages[:shared]] += 1
+            self._give_back(target.pages[:shared])
+            target.pages[:shared] = source.pages[:shared]
+            if source.length % PAGE:
+                for store in self.stores:
+                    store.copy_page(source.pages[shared], target.pages[shared])
+            self._here[target.line, :shared] = target.pages[:shared]
+            self._is_changed = True
+            target.length = source.length
+            source.num_shared = max(source.num_shared, shared)
+            target.num_shared = shared
 
     # Kept texts
 
@@ -425,6 +437,14 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; transformers would derive positions from it, but ours are given."""
         return max(self.lengths, default=0)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """On a CPU memory that is taken when it is first written to: a pool may be far larger than what is used of it."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
 
 
 def _heads_of(states: Tensor) -> tuple[int, int]:
