@@ -10,6 +10,7 @@ own step failed, or whose round did, end without their answers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -34,6 +35,7 @@ from graft.spec_decode.policies import MAX_BUDGET
 from graft.stats import Clock
 
 _PATIENCE = 3  # steps in a row that may fail without a known cause, before requests are given up
+_WORTH_WAITING = 256  # tokens that two prompts have in common, for which the second waits until the first is read
 _LEAST_CHUNK = 32  # tokens of prompts that a step reads at least, however many rows are decoded in it
 
 log = logging.getLogger("graft.server")
@@ -152,8 +154,8 @@ class Scheduler:
         least = _pages(self._ahead + 2)
         require(
             num_pages >= least,
-            f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, or "
-            "max_cache_tokens if it is set",
+            f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
+            "or max_cache_tokens if it is set",
         )
         engine.target.limit_pages(num_pages)
         self.pool = engine.target.pool
@@ -251,7 +253,7 @@ class Scheduler:
                 self._fail(job, error)
 
     def _step(self) -> None:
-        if self._batch is None:
+        if not self._running:
             self._prepare()
         self._drop_unwanted()
         self._admit()
@@ -344,10 +346,25 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or (self._running and not self._is_room_for(self._waiting[0])):
                     return
+                if self._is_being_read(self._waiting[0]):
+                    return
                 newcomer = _Newcomer(self._waiting.popleft())
                 self._newcomers = [*self._newcomers, newcomer]
             if not self._open(newcomer):
                 return
+
+    def _is_being_read(self, job: Job) -> bool:
+        """Whether much of its prompt is read for another just now: in a few steps it need not be read again."""
+        if self.settings.prefix_cache_tokens == 0:
+            return False
+        sequence = job.sequences[0]
+        count = max(_WORTH_WAITING, len(sequence.ids) // 2)
+        return any(
+            self._salt(other.job, other.job.sequences[0]) == self._salt(job, sequence)
+            and len(sequence.ids) > count < len(other.job.sequences[0].ids)
+            and sequence.ids[:count] == other.job.sequences[0].ids[:count]
+            for other in self._newcomers
+        )
 
     def _open(self, newcomer: _Newcomer) -> bool:
         """Not under the lock: others ask and go meanwhile. False if it has to wait for others to go."""
@@ -381,12 +398,9 @@ class Scheduler:
                     rows.append(pool.open_like(sequence.ids, self._salt(job, sequence), self._num_slots_of(sequence)))
                 else:
                     rows.append(pool.open_row(0))
-            batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows))
-            if not is_new:
-                chooser, *others = job.choosers
-                for other in others:
-                    chooser = chooser.joining(other)
-                batch.chooser = chooser
+            # What one that was put back has drawn so far stays what it was.
+            chooser = functools.reduce(lambda one, other: one.joining(other), job.choosers) if job.choosers else None
+            batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
         except Exception:
             for row in rows:
                 pool.release(row)
@@ -454,8 +468,8 @@ class Scheduler:
         """If its text is read, its rows, one an answer, are decoded with the others from now on."""
         job, batch = newcomer.job, newcomer.batch
         assert batch is not None
-        if newcomer.failure is not None:
-            raise newcomer.failure
+        if (failure := newcomer.failure) is not None:
+            raise failure
         if any(batch.rest_of(row, 1).tokens for row in newcomer.unread):
             return
         for row in newcomer.unread:
@@ -646,30 +660,33 @@ class Scheduler:
         for sequence in gone:
             sequence.failure = None  # its traceback has the whole batch
         if not rows:
-            self._release_batch(batch)
+            self._release_rows(batch.cache.rows)
             self._batch = None
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
         if self.settings.prefix_cache_tokens is not None:
             with _logged("texts are kept longer"):
                 self.pool.forget(self.settings.prefix_cache_tokens)
 
-    @staticmethod
-    def _keep(batch: Batch, rows: list[int]) -> Exception | None:
-        """What fails has changed nothing: a second time it may succeed."""
+    def _keep(self, batch: Batch, rows: list[int]) -> Exception | None:
+        """Goes on with these rows alone. What fails has changed nothing: a second time it may succeed."""
+        before, going = batch.cache, [row for number, row in enumerate(batch.cache.rows) if number not in set(rows)]
         try:
             batch.keep(rows)
         except Exception as error:
             log.warning("rows could not go", exc_info=error)
-            return error
+            if batch.cache is before:
+                return error
+            self._release_rows(going)
         return None
 
     def _release(self, newcomers: Iterable[_Newcomer]) -> None:
-        for newcomer in newcomers:
-            if newcomer.batch is not None:
-                self._release_batch(newcomer.batch)
+        for batch in (newcomer.batch for newcomer in newcomers if newcomer.batch is not None):
+            for sequence in batch.sequences:
+                sequence.failure = None  # its traceback has the whole batch
+            self._release_rows(batch.cache.rows)
 
-    def _release_batch(self, batch: Batch) -> None:
-        for row in batch.cache.rows:
+    def _release_rows(self, rows: Iterable[Row]) -> None:
+        for row in rows:
             with _logged("pages are given back when nobody knows them any more"):
                 self.pool.release(row)
 
@@ -680,7 +697,7 @@ class Scheduler:
             sequence.failure = None
         batch, self._batch, self._jobs = self._batch, None, {}
         if batch is not None:
-            self._release_batch(batch)
+            self._release_rows(batch.cache.rows)
         for job in jobs:
             self._fail(job, error)
 
@@ -721,17 +738,17 @@ def _update(job: Job, sequence: Sequence) -> Update | None:
     """What the listener has not heard of yet, if anything."""
     assert sequence.text is not None
     index, ended = job.sequences.index(sequence), sequence.finish_reason is not None
-    told = job.told[index]
-    if index in job.ended or (told == sequence.stats.tokens and not ended):
+    told, count, start = job.told[index], sequence.stats.tokens, sequence.num_prompt_tokens
+    if index in job.ended or (told == count and not ended):
         return None
     update = Update(
         index=index,
         text=sequence.text.take(final=ended),
-        ids=sequence.new_ids[told:],
-        logprobs=sequence.logprobs[told:],
+        ids=sequence.ids[start + told : start + count],  # what lies behind a stop string is not the answer's
+        logprobs=sequence.logprobs[told:count],
         round=sequence.last_round,
         finish_reason=sequence.finish_reason,
     )
-    job.told[index] = sequence.stats.tokens
+    job.told[index] = count
     job.ended |= {index} if ended else set()
     return update

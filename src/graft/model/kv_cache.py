@@ -2,8 +2,8 @@
 
 A page holds the keys and values of `PAGE` tokens. A row takes pages as its text grows and gives them back when it
 leaves; nothing moves when others come or go. A step writes its tokens behind a row's committed length, and `commit`
-says which of them stay: the next step writes over the others. Pages of a text's beginning may be shared by several rows;
-nobody writes to a shared page.
+says which of them stay: the next step writes over the others. Pages of a text's beginning may be shared by several
+rows; nobody writes to a shared page.
 """
 
 from __future__ import annotations

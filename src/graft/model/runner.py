@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graft.model import attention
 from graft.model.kv_cache import KVCache, KVStore, PagePool, Row
 from graft.model.loan import evaluating, tree_attention
-from graft.model.support import check_supported
 from graft.model.step import Chunk, FlatStep, Part
+from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
 from graft.progress import Report
 from graft.settings import require
