@@ -157,7 +157,7 @@ class Scheduler:
             f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
             "or max_cache_tokens if it is set",
         )
-        engine.target.limit_pages(num_pages)
+        engine.target.limit_pages(num_pages, self.settings.max_rows)
         self.pool = engine.target.pool
         self.is_ready = threading.Event()  # what takes long at first is done
         self._waiting: deque[Job] = deque()

@@ -99,10 +99,12 @@ class PagePool:
     Page 0 and line 0 are nobody's: what a step pads its tokens with goes there.
     """
 
-    def __init__(self, device: torch.device, max_positions: int | None, num_pages: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, max_positions: int | None, num_pages: int | None = None, num_rows: int = 7
+    ) -> None:
         """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for.
 
-        max_positions: of the model; no row is longer.
+        max_positions: of the model; no row is longer. num_rows: for as many the tables stay where they are.
         """
         self.device = device
         self.is_fixed = num_pages is not None
@@ -120,7 +122,7 @@ class PagePool:
         self._loaded: torch.cuda.Event | None = None
         self._is_changed = True
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._resize(num_pages + 1 if num_pages is not None else _FIRST_PAGES, 8)
+        self._resize(num_pages + 1 if num_pages is not None else _FIRST_PAGES, num_rows + 1)
 
     # Size
 
@@ -185,8 +187,13 @@ class PagePool:
     def open_row(self, num_slots: int) -> Row:
         """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
         with self._lock:
-            pages = self._take(-(-num_slots // PAGE))
-            return self._row_of(pages)
+            row = self._new_row()
+            try:
+                self.ensure(row, num_slots)
+            except Exception:
+                self.release(row)
+                raise
+            return row
 
     def ensure(self, row: Row, num_slots: int) -> None:
         """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
@@ -194,7 +201,11 @@ class PagePool:
         if more > 0:
             with self._lock:
                 start = len(row.pages)
-                row.pages.extend(self._take(more, row.pages[-1] + 1 if row.pages else 0))
+                pages = self._take(more, row.pages[-1] + 1 if row.pages else 0)
+                row.pages.extend(pages)
+                if len(row.pages) > self._here.shape[1]:
+                    self.trim(row, PAGE * start)
+                    raise GraftError(f"a text of {num_slots} tokens is longer than the model's context")
                 self._here[row.line, start : len(row.pages)] = row.pages[start:]
                 self._is_changed = True
 
@@ -248,7 +259,12 @@ class PagePool:
                 self._kept.move_to_end(name)
                 found.append(self._kept[name])
             self.num_asked += len(prompt)
-            row = self._sharing(found[:-1], found[-1] if found else None, num_slots)
+            row = self._new_row()
+            try:
+                self._share(row, found[:-1], found[-1] if found else None, num_slots)
+            except Exception:
+                self.release(row)
+                raise
             row.length = max(len(found) * PAGE - 1, 0)
             self.num_found += row.length
             return row
@@ -278,37 +294,33 @@ class PagePool:
 
     # Pages
 
-    def _row_of(self, pages: list[int]) -> Row:
+    def _new_row(self) -> Row:
+        """A row without pages. Whatever it comes to have is given back when nobody knows it any more."""
         if not self._free_lines:
             self._resize(len(self._uses), 2 * len(self._here))
-        row = Row(self._free_lines.pop(0), pages)
-        if len(pages) > self._here.shape[1]:
-            self._free_lines.insert(0, row.line)
-            self._give_back(pages)
-            raise GraftError(f"a text of {len(pages) * PAGE} tokens is longer than the model's context")
-        self._here[row.line] = 0
-        self._here[row.line, : len(pages)] = pages
-        self._is_changed = True
+        row = Row(self._free_lines.pop(0))
         row.__dict__["_finalizer"] = weakref.finalize(row, _end, weakref.ref(self), row.line, row.pages)
         row.__dict__["_finalizer"].atexit = False
+        self._here[row.line] = 0
+        self._is_changed = True
         return row
 
-    def _sharing(self, shared: list[int], copied: int | None, num_slots: int) -> Row:
-        """A row that reads others' pages, has a copy of one and, behind it, pages of its own."""
-        for page in (*shared, *([copied] if copied is not None else [])):
-            self._uses[page] += 1  # before others are taken: nothing kept is to go meanwhile
-        try:
-            own = self._take(max(-(-num_slots // PAGE) - len(shared), copied is not None))
-        except NoRoomError:
-            self._give_back([*shared, *([copied] if copied is not None else [])])
-            raise
-        if copied is not None:
-            for store in self.stores:
-                store.copy_page(copied, own[0])
-            self._give_back([copied])
-        row = self._row_of([*shared, *own])
+    def _share(self, row: Row, shared: list[int], copied: int | None, num_slots: int) -> None:
+        """Gives a new row others' pages, a copy of one and, behind it, pages of its own."""
+        self._uses[shared] += 1
+        row.pages.extend(shared)
+        self._here[row.line, : len(shared)] = shared
         row.num_shared = len(shared)
-        return row
+        if copied is None:
+            self.ensure(row, num_slots)
+            return
+        self._uses[copied] += 1  # it is not to go meanwhile
+        try:
+            self.ensure(row, max(num_slots, PAGE * (len(shared) + 1)))
+            for store in self.stores:
+                store.copy_page(copied, row.pages[len(shared)])
+        finally:
+            self._uses[copied] -= 1
 
     def _take(self, count: int, after: int = 0) -> list[int]:
         """So many free pages, one behind the other if there are such, from `after` on if that can be."""

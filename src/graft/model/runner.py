@@ -82,11 +82,14 @@ class TargetRunner:
             self._pool.add_store(self._store)
         return self._pool
 
-    def limit_pages(self, num_pages: int) -> None:
-        """There are so many pages from now on, for all KV caches together; nobody may have any yet."""
+    def limit_pages(self, num_pages: int, num_rows: int = 7) -> None:
+        """There are so many pages from now on, for all KV caches together; nobody may have any yet.
+
+        num_rows: as many as there will be at once, so that nothing moves when they come.
+        """
         used = self._pool is not None and self._pool.num_free < self._pool.num_pages
         require(not used, "the KV cache is in use already: set its size before anything is decoded")
-        self._pool = PagePool(self.device, self.max_positions, num_pages)
+        self._pool = PagePool(self.device, self.max_positions, num_pages, num_rows)
         self._pool.add_store(self._store)
 
     @torch.no_grad()
