@@ -5,7 +5,8 @@
 The scheduler of `graft serve` runs in this process. Requests differ in prompt, length, temperature, seed, penalties,
 number of answers and whether they speculate; they join at random times, and every eighth is cancelled on its way.
 Then each is asked again with nobody beside it. In fp32 all tokens must be equal, of a cancelled one all it had.
-Large batches are decoded plainly where trees do not pay; with `--budget` they have trees all the same.
+Where trees do not pay rounds are plain; with `--budget` they have trees all the same. With a small `--max-cache-tokens`
+requests are put back and read again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Request:
         """Hands it in; `ended` is set when it has ended, one way or the other."""
         self.ended.clear()
         sequences = engine.new_sequences(self.question.ids, SamplingSettings.of(self.options))
+        for sequence in sequences:
+            sequence.speculates = self.speculates
         left = set(range(len(sequences)))
 
         def listen(news: Update | Failure) -> None:
@@ -59,7 +62,7 @@ class Request:
             if not left:
                 self.ended.set()
 
-        job = Job(sequences, listen, speculates=self.speculates)
+        job = Job(sequences, listen)
         scheduler.submit(job)
         return job
 
@@ -68,7 +71,9 @@ def main() -> None:
     arguments = parsed()
     engine = load(arguments.model, device=arguments.device, dtype="fp32", budget=arguments.budget)
     requests = made(engine, arguments.requests, arguments.data, random.Random(arguments.seed))
-    settings = SchedulerSettings(arguments.max_rows, len(requests), arguments.max_rows * 4096)
+    settings = SchedulerSettings(
+        max_rows=arguments.max_rows, max_waiting=len(requests), max_cache_tokens=arguments.max_cache_tokens
+    )
     scheduler = Scheduler(engine, settings)
     start = time.perf_counter()
     together = []
@@ -137,6 +142,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, action="append", help="prompts; else those that come with the package")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-rows", type=int, default=64, help="answers decoded together")
+    parser.add_argument("--max-cache-tokens", type=int, help="of the KV cache; else what memory allows")
     parser.add_argument("--gap", type=float, default=0.3, help="seconds between two requests, on average")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

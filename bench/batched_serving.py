@@ -4,8 +4,9 @@
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
-No text is kept from turn to turn: the prefix cache is empty, and Graft's tables start each turn as the warm-up left
-them. The cost model, and the batch sizes at which trees pay, go on learning, as in a server.
+`--fixed-budgets 1,3,7` adds Graft with so many nodes in every row's tree, whatever they cost: what the budget that it
+chooses itself is to be compared with. No text is kept from turn to turn: the prefix cache is empty, and Graft's tables
+start each turn as the warm-up left them. The cost model goes on learning, as in a server.
 `--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
 On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
@@ -33,9 +34,20 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head, tree_settings
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
 PLAIN, GRAFT = "plain", "graft"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to answer: the engine that does it, and whether its rows may have trees."""
+
+    name: str
+    engine: Engine
+    scheduler: Scheduler
+    speculates: bool = True
 
 
 @dataclass(eq=False)
@@ -90,32 +102,57 @@ def main() -> None:
     lessons = all_questions([arguments.warmup], engine, arguments)[: arguments.warmup_limit] if arguments.warmup else []
     rows = max(arguments.max_rows, *arguments.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
-    # A GPU's caches have room for 2,048 tokens at least; both lanes may have all rows, and so may a move between them.
-    scheduler = Scheduler(engine, SchedulerSettings(rows, rows, 3 * rows * max(room, 2048), prefix_cache_tokens=0))
+    settings = SchedulerSettings(
+        max_rows=rows,
+        max_waiting=rows,
+        max_batched_tokens=arguments.max_batched_tokens,
+        max_cache_tokens=rows * room,
+        prefix_cache_tokens=0,
+    )
+    methods = all_methods(engine, settings, arguments.fixed_budgets)
     fp32 = engine.target.model.dtype == torch.float32
     results = []
-    knowing = engine.policy.state()
+    knowing = {method.name: method.engine.policy.state() for method in methods}
     for concurrency in arguments.concurrency:
-        # Learns what the machine's steps cost, too, and for how many rows trees pay, and captures those of a GPU.
-        for method in (PLAIN, *[GRAFT] * arguments.warmup_turns):
-            engine.policy.restore(knowing)
-            take_turn(scheduler, engine, lessons or asked[:concurrency], concurrency, method, arguments)
-        learned = engine.policy.state() if lessons else knowing
-        turns: dict[str, list[Turn]] = {PLAIN: [], GRAFT: []}
+        learned = dict(knowing)
+        for method in methods:
+            # Learns what the machine's steps cost, too, and captures those of a GPU.
+            for _ in range(arguments.warmup_turns if method.speculates else 1):
+                method.engine.policy.restore(knowing[method.name])
+                take_turn(method, lessons or asked[:concurrency], concurrency, arguments)
+            if lessons:
+                learned[method.name] = method.engine.policy.state()
+        turns: dict[str, list[Turn]] = {method.name: [] for method in methods}
         for _ in range(arguments.repeat):
-            for method in (PLAIN, GRAFT):
-                engine.policy.restore(learned)
-                turns[method].append(take_turn(scheduler, engine, asked, concurrency, method, arguments))
+            for method in methods:
+                method.engine.policy.restore(learned[method.name])
+                turns[method.name].append(take_turn(method, asked, concurrency, arguments))
         result = compared(concurrency, turns)
         results.append(result)
         print(line_of(result), flush=True)
-    scheduler.close()
-    if arguments.out is not None:
-        settings = {key: str(value) for key, value in vars(arguments).items()}
-        facts = {"settings": settings, "environment": environment(engine.target.device), "results": results}
-        arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        if arguments.out is not None:
+            settings_of = {key: str(value) for key, value in vars(arguments).items()}
+            facts = {"settings": settings_of, "environment": environment(engine.target.device), "results": results}
+            arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for scheduler in {method.scheduler for method in methods}:
+        scheduler.close()
     if fp32 and any(result["different_texts"] for result in results):
         sys.exit("texts differ")
+
+
+def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int]) -> list[Method]:
+    """Plain decoding, Graft, and Graft with fixed budgets, each with a scheduler of its own over the same weights."""
+    scheduler = Scheduler(engine, settings)
+    methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
+    for budget in (budget for budget in budgets if budget > 0):  # none is plain decoding
+        old = engine.drafter
+        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter) else None
+        fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
+        equip(fixed, "auto")
+        methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
+    for method in methods:
+        method.scheduler.is_ready.wait()
+    return methods
 
 
 def make_engine(arguments: argparse.Namespace) -> Engine:
@@ -144,14 +181,7 @@ def all_questions(paths: list[Path], engine: Engine, arguments: argparse.Namespa
     return [asked[place] for place in range(longest) for asked in by_task if place < len(asked)]
 
 
-def take_turn(
-    scheduler: Scheduler,
-    engine: Engine,
-    asked: list[Question],
-    concurrency: int,
-    method: str,
-    arguments: argparse.Namespace,
-) -> Turn:
+def take_turn(method: Method, asked: list[Question], concurrency: int, arguments: argparse.Namespace) -> Turn:
     """Asks everything once, `concurrency` at a time."""
     done: queue.Queue[Asked] = queue.Queue()
     clock = time.process_time if arguments.processor_time else time.perf_counter
@@ -160,22 +190,17 @@ def take_turn(
     for number, question in enumerate(asked):
         if number >= concurrency:
             done.get()
-        answers.append(ask(scheduler, engine, question, method, arguments, done))
+        answers.append(ask(method, question, arguments, done))
     for _ in range(min(concurrency, len(asked))):
         done.get()
     return Turn(clock() - start, answers)
 
 
-def ask(
-    scheduler: Scheduler,
-    engine: Engine,
-    question: Question,
-    method: str,
-    arguments: argparse.Namespace,
-    done: queue.Queue[Asked],
-) -> Asked:
+def ask(method: Method, question: Question, arguments: argparse.Namespace, done: queue.Queue[Asked]) -> Asked:
     options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": 0}
-    sequences = engine.new_sequences(question.ids, SamplingSettings.of(options))
+    sequences = method.engine.new_sequences(question.ids, SamplingSettings.of(options))
+    for sequence in sequences:
+        sequence.speculates = method.speculates
 
     def listen(news: Update | Failure) -> None:
         asked.last = time.perf_counter() - asked.start
@@ -188,8 +213,8 @@ def ask(
         if news.finish_reason is not None:
             done.put(asked)
 
-    asked = Asked(Job(sequences, listen, speculates=method == GRAFT), time.perf_counter())
-    scheduler.submit(asked.job)
+    asked = Asked(Job(sequences, listen), time.perf_counter())
+    method.scheduler.submit(asked.job)
     return asked
 
 
@@ -202,6 +227,7 @@ def compared(concurrency: int, turns: dict[str, list[Turn]]) -> dict[str, Any]:
         "concurrency": concurrency,
         "requests": len(texts[0]),
         "ratio": median(rates[GRAFT]) / median(rates[PLAIN]),
+        "ratios": {method: median(its) / median(rates[PLAIN]) for method, its in rates.items()},
         "different_texts": different,
         "rates": rates,
         **{method: turn.figures() | {"tokens_per_second": median(rates[method])} for method, turn in middle.items()},
@@ -216,21 +242,28 @@ def line_of(result: dict[str, Any]) -> str:
             for name in ("time_to_first_token", "time_per_token")
         )
         runs = ", ".join(f"{rate:.1f}" for rate in result["rates"][method])
-        return f"  {method:5} {its['tokens_per_second']:8.1f} tokens/s ({runs})  first {first} ms  a token {token} ms"
+        return (
+            f"  {method:10} {result['ratios'][method]:6.3f} {its['tokens_per_second']:8.1f} tokens/s ({runs})  "
+            f"first {first} ms  a token {token} ms  accepted {its['mean_accepted']:.2f} a round, "
+            f"{its['nodes_per_round']:.1f} nodes, {its['passes_per_round']:.2f} draft passes, "
+            f"{its['plain_rounds']:.0%} plain"
+        )
 
-    its = result[GRAFT]
-    return (
+    head = (
         f"concurrency {result['concurrency']}: graft is {result['ratio']:.3f} of plain, "
-        f"{result['different_texts']} of {result['requests']} texts differ\n{part(PLAIN)}\n{part(GRAFT)}\n"
-        f"        accepted {its['mean_accepted']:.2f} a round, {its['nodes_per_round']:.1f} nodes, "
-        f"{its['passes_per_round']:.2f} draft passes, {its['plain_rounds']:.0%} of the rounds plain"
+        f"{result['different_texts']} of {result['requests']} texts differ"
     )
+    return "\n".join([head, *map(part, result["rates"])])
 
 
 def spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     ranks = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 95)}
     return {"mean": mean(ordered), **ranks}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def parsed() -> argparse.Namespace:
@@ -246,7 +279,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warmup", type=Path, help="prompts to learn from that do not count")
     parser.add_argument("--warmup-limit", type=int, default=16, help="best as many as the most requests at once")
     parser.add_argument("--warmup-turns", type=int, default=5, help="as it takes to find out for how many trees pay")
-    parser.add_argument("--concurrency", default="1,4,16", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, as in 1,16,128")
+    parser.add_argument(
+        "--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, as in 1,3,7,15"
+    )
+    parser.add_argument("--max-batched-tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -4,7 +4,8 @@
 
 Chats and completions, streamed and whole, greedy and sampled, constrained, plain beside speculating, cancelled and
 invalid, a few at a time. Resident memory is sampled every ten seconds. Freed memory is returned when the next request
-comes, so the least of each minute counts, and after the load what is held after a few short requests.
+comes, so the least of each minute counts, and after the load what is held after a few short requests. Then no request
+may run and no page of the KV cache be in use; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -54,6 +56,9 @@ def main() -> None:
     least = [min(megabytes for _, megabytes in samples[start : start + 6]) for start in range(0, len(samples), 6)]
     print(f"MB by the minute: {', '.join(f'{megabytes:.0f}' for megabytes in least)}")
     print(f"after the load: {resident_megabytes(arguments.pid):.0f} MB; {dict(seen)}")
+    left = {name: metric(arguments.url, name) for name in ("num_requests_running", "kv_cache_usage_perc")}
+    print(f"left: {left}")
+    sys.exit(any(left.values()))
 
 
 def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
@@ -75,6 +80,11 @@ def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
                     if leaves and place > 3:
                         break
             seen[response.status_code] += 1
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
 
 
 def resident_megabytes(pid: int) -> float:

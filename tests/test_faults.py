@@ -1,6 +1,6 @@
 """Fault injection while requests are decoded together: all others get the text they get alone, and the server goes on.
 
-A scenario in which requests join, are read, decoded, moved between lanes, end and are cancelled is run once to list
+A scenario in which requests join, are read, decoded, put back, end and are cancelled is run once to list
 every point at which something could fail: each call of a function of Graft, each allocation, each call of a grammar's
 matcher, each call of a listener. Then it is run again for each of them, and fails there. Nobody names these points, so
 code that is new has its own.
@@ -24,7 +24,6 @@ import graft
 from graft import Engine
 from graft import engine as engines
 from graft.core import scheduler as scheduling
-from graft.core.pace import Pace
 from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.detokenizer import _decoded_before
 from graft.model.sampler import SamplingSettings
@@ -41,7 +40,7 @@ LONG = "It was a dark and stormy night; the rain fell in torrents, except at occ
 
 
 _ASKING = ("_tell", "check", "_is_room_for")  # a listener that asks for more: what it does is its own affair
-_FORWARDS = ("_round", "_read_on")  # where nearly all is arithmetic
+_FORWARDS = ("_round", "_read")  # where nearly all is arithmetic
 
 
 class FaultError(RuntimeError):
@@ -49,17 +48,18 @@ class FaultError(RuntimeError):
 
 
 class Driven(Scheduler):
-    """Runs in the thread that calls `_run`, until there is nothing left to do."""
+    """Runs in the thread that calls `_run`, until there is nothing left to do. Its cache is full every few rounds."""
+
+    num_steps = 0
 
     def _wait_for_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-
-class Resting(Pace):
-    """Trees do not pay for five rows, so that rows move to plain decoding; when they are fewer, new ones speculate."""
-
-    def pays(self, num_rows):
-        return num_rows < 5
+    def _make_room(self):
+        self.num_steps += 1
+        if self.num_steps % 6 == 5 and len(self._running) > 1:
+            self._put_back(max(self._running, key=lambda job: job.number))
+        super()._make_room()
 
 
 class Asked:
@@ -71,9 +71,9 @@ class Asked:
             world.engine.encode(prompt), SamplingSettings(ignore_eos=True, **options)
         )
         for sequence in sequences:
-            sequence.is_recorded = is_recorded
+            sequence.speculates, sequence.is_recorded = speculates, is_recorded
             sequence.constraint = world.grammars.constraint(matcher) if matcher is not None else None
-        self.job = Job(sequences, self.listen, speculates)
+        self.job = Job(sequences, self.listen)
 
     def listen(self, news):
         self.news.append(news)
@@ -104,8 +104,8 @@ class World:
     def __init__(self, shared, tracer):
         self.shared, self.tracer = shared, tracer
         self.engine, self.grammars = shared.make_engine(), shared.grammars
-        self.scheduler = Driven(self.engine, SchedulerSettings(max_rows=5, max_cache_tokens=6000))
-        self.scheduler._pace = Resting()
+        settings = SchedulerSettings(max_rows=5, max_batched_tokens=40, max_cache_tokens=2048, prefix_cache_tokens=256)
+        self.scheduler = Driven(self.engine, settings)
         self.asked, matcher = [], shared.matcher
         late = {"max_new_tokens": 6, "temperature": 1.0, "seed": 4, "logprobs": 1, "stop": ["q", "zz"]}
 
@@ -150,9 +150,11 @@ class World:
                 asked.check(expected[asked.name])
         for _ in range(2):  # and again, over what the first has left
             assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
-            assert all(lane.batch is None and lane.newcomer is None for lane in scheduler._lanes.values())
-            assert scheduler._limit._num_used == 0, "memory is not given back"
-            assert scheduler.pages.num_tokens <= scheduler.settings.prefix_cache_tokens
+            assert scheduler._batch is None and not scheduler._newcomers
+            pool = scheduler.pool
+            assert pool.num_free == pool.num_pages, "pages are not given back"
+            assert len(pool._free_lines) == pool.num_lines - 1, "lines are not given back"
+            assert scheduler.pool.num_kept_tokens <= scheduler.settings.prefix_cache_tokens
             more = self.ask("more", "one more", max_new_tokens=5)
             scheduler._run()
             assert more.failure is None
@@ -267,27 +269,40 @@ def _those_who_may_fail(frame):
     """Requests whose own step it is, and nobody else's: of a round that is all who are in it."""
     while frame is not None:
         place, own = _place(frame), frame.f_locals
+        if place == "/engine.py:Engine._learn_prompts" and "part" in own:  # a prompt is taken in
+            return {job for job in own_jobs(frame) if own["part"].batch.sequences[own["part"].row] in job.sequences}
+        if place == "/engine.py:Engine._catch_up" and "sequence" in own:
+            return {job for job in own_jobs(frame) if own["sequence"] in job.sequences}
         if place == "/engine.py:Engine.run_round" and "sequence" in own and "accepted" in own:
             sequence = own["sequence"]  # it takes in its tokens
             return {job for job in own_jobs(frame) if sequence in job.sequences}
-        if place in ("/core/prefix_cache.py:PageStore.save", "/core/prefix_cache.py:PageStore.load"):
+        if place == "/core/scheduler.py:Scheduler._keep_pages":
             return set()
-        if place == "/core/scheduler.py:Scheduler._tell":
+        if place in ("/core/scheduler.py:Scheduler._tell", "/core/scheduler.py:Scheduler._put_back"):
             return {own["job"]}
-        if place == "/core/scheduler.py:Scheduler._read_on":
+        if place == "/core/scheduler.py:Scheduler._tell_of":
+            return {own["job"]}
+        if place in ("/core/scheduler.py:Scheduler._open", "/core/scheduler.py:Scheduler._join_if_read"):
             return {own["newcomer"].job}
-        if place == "/core/scheduler.py:Scheduler._round" and "seconds" not in own:
-            return set(own["lane"].jobs.values())
-        if place == "/core/scheduler.py:Scheduler._settle" and "update" not in own and "job" in own:
+        if place == "/core/scheduler.py:Scheduler._make_room" and "job" in own:
             return {own["job"]}
+        if place == "/core/scheduler.py:Scheduler._read" or (
+            place == "/core/scheduler.py:Scheduler._round" and "seconds" not in own
+        ):
+            return set(own_jobs(frame))
         frame = frame.f_back
     return set()
 
 
 def own_jobs(frame):
-    while frame.f_code.co_name != "_round":
+    """Of all who are in the step."""
+    while frame.f_code.co_name not in ("_round", "_read"):
         frame = frame.f_back
-    return set(frame.f_locals["lane"].jobs.values())
+    scheduler, reading = frame.f_locals["self"], frame.f_locals["reading"]
+    batches = [part.batch for part in reading]
+    readers = {newcomer.job for newcomer in scheduler._newcomers if newcomer.batch in batches}
+    decoded = set(scheduler._jobs.values()) if frame.f_code.co_name == "_round" else set()
+    return decoded | readers
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,21 @@
 """The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
+import json
 import queue
 import random
 import threading
 import time
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft import Engine, GraftError
-from graft.core import pace as paces
-from graft.core.batch import _places
-from graft.core.pace import Pace
-from graft.core.prefix_cache import PAGE, PageStore
 from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
-from graft.model import TargetRunner, TreeCache
+from graft.model import PagePool, TargetRunner
+from graft.model.kv_cache import PAGE
 from graft.model.sampler import Sampler, SamplingSettings
+from graft.server.grammar import Grammars
+from graft.spec_decode.cost_model import plans_for, total_gains
 from graft.spec_decode.policies import Policy, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3State
@@ -41,27 +39,30 @@ def schedule():
     """Makes schedulers, each over a model of its own, and closes them."""
     made = []
 
-    def make(policy="graft", drafter=None, chunk_size=256, **settings):
-        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12, chunk_size=chunk_size)
-        made.append(Scheduler(engine, SchedulerSettings(**settings)))
+    def make(policy="graft", drafter=None, **settings):
+        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12)
+        made.append(Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 65536, **settings})))
         return made[-1]
 
     yield make
     for scheduler in made:
         scheduler.close()
         assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
+        pool = scheduler.pool
+        assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
 
 
 class Asked:
     """A request and all that was heard of it."""
 
     def __init__(self, scheduler, prompt, *, speculates=True, deadline=None, constraint=None, salt="", **options):
-        engine = scheduler._lanes[True].engine
+        engine = scheduler.engine
         self.scheduler, self.news = scheduler, queue.SimpleQueue()
         sequences = engine.new_sequences(engine.encode(prompt), SamplingSettings(**options))
         for sequence in sequences:
-            sequence.constraint = constraint
-        self.job = Job(sequences, self.news.put, speculates, salt=salt, deadline=deadline)
+            sequence.speculates = speculates
+            sequence.constraint = constraint() if constraint is not None else None
+        self.job = Job(sequences, self.news.put, salt=salt, deadline=deadline)
         self.updates = []
         scheduler.submit(self.job)
 
@@ -98,96 +99,12 @@ def various_options(rng):
     return options
 
 
-@pytest.mark.parametrize("kind", ["graft", "head"])
-def test_rows_are_left_to_plain_decoding_while_trees_do_not_pay(model, schedule, kind):
-    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
-    scheduler = schedule(drafter=drafter, chunk_size=16, prefix_cache_tokens=512)
-    lanes, most_at_once = scheduler._lanes, []
-    scheduler._pace = Pace()
-    scheduler._pace.pays = lambda num_rows: num_rows < 3
-    long = Asked(scheduler, "long " * 120, seed=9, max_new_tokens=3)  # which is read while others come and go
-    options = {"max_new_tokens": 60, "temperature": 0.8, "frequency_penalty": 0.3}
-    prompts = ["abcabc" * 15, "bcd" * 20, "abcabc" * 15 + "d", "xyz", "fed" * 30]
-    asked = [Asked(scheduler, prompt, seed=number, **options) for number, prompt in enumerate(prompts)]
-    while any(request.job.sequences[0].finish_reason is None for request in asked):
-        most_at_once.append((lanes[True].num_rows, lanes[False].num_rows))
-        time.sleep(0.001)
-    for number, (request, prompt) in enumerate(zip(asked, prompts, strict=True)):
-        assert request.wait() == alone(model, prompt, seed=number, **options)
-    assert max(plain for _, plain in most_at_once) >= 3
-    assert long.wait() == alone(model, "long " * 120, seed=9, max_new_tokens=3)
-    later = Asked(scheduler, prompts[0], seed=0, **options)  # alone, with a tree, over kept pages
-    assert later.wait() == alone(model, prompts[0], seed=0, **options)
-    assert later.job.sequences[0].stats.nodes > 0
-
-
-def slow_with_trees(num_rows):
-    """A pace by which trees do not pay for so many rows."""
-    pace = Pace()
-    for number in range(100):
-        pace.observe(num_rows, 1.0 + number % 2, num_rows, is_plain=number % 2 == 0)
-    assert not pace.pays(num_rows)
-    return pace
-
-
-def test_under_steady_load_trees_get_another_trial_too(schedule, monkeypatch):
-    monkeypatch.setattr(paces, "_REST", 20)
-    scheduler = schedule(max_rows=4)
-    scheduler._pace, tried = slow_with_trees(4), []
-    monkeypatch.setattr(scheduler._lanes[True].engine.policy, "reconsider", tried.append)
-    with scheduler._changed:  # all of them before the first is taken in
-        asked = [Asked(scheduler, f"abab {number}", max_new_tokens=40, ignore_eos=True) for number in range(16)]
-    for request in asked:
-        request.wait()
-    assert asked[0].job.sequences[0].stats.nodes == 0 < asked[-1].job.sequences[0].stats.nodes
-    assert tried[0] == 4
-
-
-def test_rows_are_not_left_to_plain_decoding_where_the_cache_has_no_room_for_them(model, schedule):
-    scheduler = schedule(chunk_size=16, max_cache_tokens=2000, prefix_cache_tokens=0)
-    scheduler._pace, uses = Pace(), []
-    scheduler._pace.pays = lambda num_rows: scheduler._lanes[True].newcomer is None
-    short = [Asked(scheduler, "abc", speculates=False, max_new_tokens=200, ignore_eos=True) for _ in range(3)]
-    for request in short:
-        request.next()
-    short[0].job.listener = lambda news: (uses.append(scheduler.cache_use), short[0].news.put(news))
-    long = Asked(scheduler, "x" * 600, max_new_tokens=3)  # beside it every short row would be as long
-    assert long.wait() == alone(model, "x" * 600, max_new_tokens=3)
-    for request in short:
-        request.wait()
-    assert max(uses) <= 1
-
-
-def test_trees_are_to_pay_for_the_rows_that_the_cache_has_room_for(schedule):
-    scheduler = schedule(max_cache_tokens=1000)  # for three of them
-    scheduler._pace, counts = Pace(), []
-    scheduler._pace.pays = lambda num_rows: counts.append(num_rows) or True
-    asked = [Asked(scheduler, "abc", max_new_tokens=200, ignore_eos=True) for _ in range(6)]
-    for request in asked:
-        request.wait()
-    assert max(counts) == 3
-
-
-def test_rows_for_which_there_is_no_memory_elsewhere_stay_for_another_trial(model, schedule, monkeypatch, caplog):
-    def has_none(batch, jobs):
-        raise torch.OutOfMemoryError
-
-    scheduler = schedule()
-    monkeypatch.setattr(scheduler, "_leave_to_plain", has_none)
-    asked = [Asked(scheduler, f"abab {i}", max_new_tokens=40, ignore_eos=True) for i in range(2)]
-    asked[0].next()
-    scheduler._pace = slow_with_trees(2)
-    expected = [alone(model, f"abab {i}", max_new_tokens=40, ignore_eos=True) for i in range(2)]
-    assert [request.wait() for request in asked] == expected
-    assert caplog.text.count("there is no memory to leave 2 rows to plain decoding") == 1
-
-
 @pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
 def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kind):
     rng = random.Random(3)
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
     policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
-    scheduler = schedule(policy, drafter, chunk_size=48, max_rows=6, prefix_cache_tokens=512, max_waiting=64)
+    scheduler = schedule(policy, drafter, max_batched_tokens=48, max_rows=6, prefix_cache_tokens=512, max_waiting=64)
     beginnings = ["".join(rng.choices("abcdef", k=rng.choice([3, 70, 150]))) for _ in range(4)]
     asked = []
     for number in range(64 if kind == "graft" else 24):
@@ -209,7 +126,7 @@ def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kin
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, with_head):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if with_head else None
-    scheduler = schedule("dense" if with_head else "graft", drafter, chunk_size=50)
+    scheduler = schedule("dense" if with_head else "graft", drafter, max_batched_tokens=50)
     beginning = "It was a dark and stormy night. " * 9
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     first = Asked(scheduler, beginning, **options)
@@ -220,6 +137,7 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
     assert second.wait() == alone(model, follow_up, **options)
     assert first.job.num_cached_tokens == 0
     assert second.job.num_cached_tokens == (len(known) - 10) // PAGE * PAGE - 1 == 5 * PAGE - 1, "the answer too"
+    assert scheduler.pool.num_found == 5 * PAGE - 1
     if with_head:
         fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
         stats = fresh.generate(follow_up, **options).stats
@@ -229,70 +147,25 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
 def test_kept_pages_are_never_read_under_another_salt(schedule):
     scheduler = schedule()
     prompt = "abcdefgh" * 20
-    texts = [Asked(scheduler, prompt, salt=salt, max_new_tokens=5) for salt in ("one", "two", "one")]
     cached = []
-    for request in texts:
+    for salt in ("one", "two", "one"):
+        request = Asked(scheduler, prompt, salt=salt, max_new_tokens=5)
         request.wait()
         cached.append(request.job.num_cached_tokens)
     assert cached[:2] == [0, 0] and cached[2] > 0
+    assert scheduler.pool.num_found == cached[2]
 
 
-def filled_cache(text, layers=2):
-    cache = TreeCache(layers, 1, len(text))
-    cache.append(0, [torch.tensor(text, dtype=torch.float).view(1, 1, -1, 1, 1).expand(2, layers, -1, 1, 2)])
-    return cache
-
-
-def test_pages_go_when_they_were_not_used_for_longest_the_ends_of_texts_first():
-    store = PageStore(4 * PAGE)
-    texts = [[number] * (2 * PAGE + 9) for number in range(3)]
-    for text in texts[:2]:
-        store.save(text, "", [filled_cache(text)], 0)
-    assert store.num_tokens == 4 * PAGE
-
-    def num_known(text):
-        return store.load(text, "", [TreeCache(2, 1, 200)], 0)
-
-    assert num_known(texts[0]) == 2 * PAGE - 1
-    store.save(texts[2][: PAGE + 1], "", [filled_cache(texts[2])], 0)
-    assert [num_known(text) for text in texts] == [2 * PAGE - 1, PAGE - 1, PAGE - 1]
-
-
-def test_what_a_page_holds_is_what_was_saved():
-    text = list(range(300))
-    store = PageStore(1000)
-    store.save(text, "", [filled_cache(text)], 0)
-    cache = TreeCache(2, 2, 300)
-    assert store.load([*text[:200], 7], "", [cache], 1) == 3 * PAGE - 1 == cache.lengths[1]
-    assert cache.read(1, 0, 3 * PAGE - 1)[1, 1, :, 0, 0].tolist() == text[: 3 * PAGE - 1]
-
-
-def test_rows_of_joined_caches_stay_what_they_were():
-    rng = random.Random(0)
-    cache, texts = TreeCache(2, 0, 0), []
-    for _ in range(30):
-        if texts and rng.random() < 0.5:
-            kept = _places(set(rng.sample(range(len(texts)), rng.randint(0, len(texts)))))
-            cache = cache.keeping(kept)
-            texts = [texts[row] for row in kept]
-        else:
-            texts.append([rng.random() for _ in range(rng.randint(1, 400))])
-            cache = cache.joining(filled_cache(texts[-1]))
-        assert cache.lengths == [len(text) for text in texts]
-        for row, text in enumerate(texts):
-            assert cache.read(row, 0, len(text))[0, 1, :, 0, 1].tolist() == pytest.approx(text)
-
-
-def test_a_cache_that_has_no_memory_for_others_stays_what_it_was(monkeypatch):
-    def has_none(*_):
-        raise torch.OutOfMemoryError
-
-    cache, other = filled_cache([1, 2, 3]), filled_cache([4] * 400)
-    monkeypatch.setattr(torch.Tensor, "new_zeros", has_none)
-    with pytest.raises(torch.OutOfMemoryError):
-        cache.joining(other)
-    assert cache.lengths == [3] and cache.num_slots == 3
-    assert cache.read(0, 0, 3)[0, 0, :, 0, 0].tolist() == [1, 2, 3]
+def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
+    scheduler = schedule(max_batched_tokens=64)
+    beginning = "It was a dark and stormy night. " * 12
+    with scheduler._changed:  # all of them before the first is taken in
+        asked = [Asked(scheduler, f"{beginning}{number}", salt="a", max_new_tokens=5) for number in range(3)]
+        other = Asked(scheduler, beginning, salt="b", max_new_tokens=5)
+    for number, request in enumerate(asked):
+        assert request.wait() == alone(model, f"{beginning}{number}", max_new_tokens=5)
+    assert [request.job.num_cached_tokens > 300 for request in (*asked, other)] == [False, True, True, False]
+    other.wait()
 
 
 def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
@@ -307,13 +180,13 @@ def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
 
 
 def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
-    scheduler = schedule("off", chunk_size=16)
+    scheduler = schedule("off", max_batched_tokens=32)
     running = Asked(scheduler, "abc", max_new_tokens=1000)
     running.next()
     before = running.job.sequences[0].stats.tokens
     late = Asked(scheduler, "x" * 800, max_new_tokens=1)
     late.wait()
-    assert running.job.sequences[0].stats.tokens >= before + 800 // 16 - 5, "a round between two chunks"
+    assert running.job.sequences[0].stats.tokens >= before + 800 // 32 - 5, "a round with every chunk"
     scheduler.cancel(running.job)
 
 
@@ -330,7 +203,7 @@ def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, 
 
 def test_the_cache_is_bounded(schedule):
     scheduler = schedule(max_cache_tokens=300)
-    with pytest.raises(GraftError, match="needs 331 tokens of cache and there are 300"):
+    with pytest.raises(GraftError, match="needs 384 tokens of cache and there are 256"):
         Asked(scheduler, "abc", max_new_tokens=200)
     with pytest.raises(GraftError, match="n=20 answers"):
         Asked(scheduler, "abc", n=20)
@@ -363,7 +236,7 @@ class Broken:
 def test_a_request_that_fails_ends_alone(model, schedule):
     scheduler = schedule()
     good = [Asked(scheduler, f"good {i}", max_new_tokens=60) for i in range(2)]
-    bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=Broken(after=7))
+    bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=lambda: Broken(after=7))
     rude = Asked(scheduler, "rude", max_new_tokens=60)
     rude.job.listener = lambda news: 1 / 0
     late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=time.monotonic() + 0.2)
@@ -374,13 +247,13 @@ def test_a_request_that_fails_ends_alone(model, schedule):
 
 def test_after_a_round_that_crashed_the_next_requests_are_answered(model, schedule, monkeypatch):
     scheduler = schedule()
-    engine = scheduler._lanes[True].engine
+    engine = scheduler.engine
     run_round, crashes = engine.run_round, [True]
 
-    def crash_once(batch, clock):
+    def crash_once(*given):
         if crashes and crashes.pop():
             raise RuntimeError("out of memory")
-        run_round(batch, clock)
+        run_round(*given)
 
     monkeypatch.setattr(engine, "run_round", crash_once)
     assert Asked(scheduler, "abc").wait() == Failure("server", "the request failed; the server's log says why")
@@ -415,22 +288,26 @@ def test_closing_ends_what_takes_too_long(schedule):
 
 
 def test_trees_are_narrower_in_larger_batches(model):
-    """Where a step costs by the token, what pays for one row does not pay for sixteen."""
-    policy = make_policy("graft", TargetRunner(model))
+    """Where a verify costs by the token, what pays for one row does not pay for sixteen."""
+    target = TargetRunner(model)
+    policy = make_policy("graft", target)
     policy.restore_costs(
         {
-            "step_sizes": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
+            "widths": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
             # flat up to eight tokens, then by the token
-            "step_seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
+            "seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
+            "pass": torch.tensor(0.0, dtype=torch.float64),
         }
     )
-    num_nodes = {}
+    widths = {}
     for num_rows in (1, 4, 8, 16, 64):
-        paths = torch.tensor([0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]).repeat_interleave(num_rows)
-        plans = policy.budget.plans(paths.cumsum(0).tolist(), num_rows)
-        num_nodes[num_rows] = policy.budget.best(plans).num_nodes / num_rows
-    assert num_nodes[1] == 7 and num_nodes[64] == 0
-    assert list(num_nodes.values()) == sorted(num_nodes.values(), reverse=True)
+        paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
+        policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
+        widths[num_rows] = policy._best_of(
+            plans_for(policy._choices, total_gains(paths[:, 1:]), num_rows), num_rows
+        ).width
+    assert widths[1] == 8 and widths[64] == 1
+    assert list(widths.values()) == sorted(widths.values(), reverse=True)
 
 
 # What fails
@@ -453,7 +330,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 200, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(TreeCache, "joining"), (Sampler, "joining"), (Eagle3State, "joining")])
+@pytest.mark.parametrize("part", [(PagePool, "open_like"), (Sampler, "joining"), (Eagle3State, "joining")])
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -469,12 +346,11 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
 @pytest.mark.parametrize(
     "part",
     [
-        (TreeCache, "keeping"),
         (Sampler, "keeping"),
         (Eagle3State, "keeping"),
-        (PageStore, "save"),
+        (PagePool, "keep"),
+        (PagePool, "release"),
         (Policy, "finish"),
-        (TreeCache, "read"),
     ],
 )
 def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
@@ -501,41 +377,16 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
     assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
 
 
-def test_rows_leave_without_large_temporaries(monkeypatch):
-    """The rows behind take the places of those that go, one by one, and nothing is allocated for it."""
-    cache = TreeCache(2, 0, 0)
-    texts = [[float(row)] * 300 for row in range(4)]
-    for text in texts:
-        cache = cache.joining(filled_cache(text))
-    sampler = Sampler([SamplingSettings(frequency_penalty=0.5, seed=row) for row in range(4)], [[1]] * 4, [], 50, "cpu")
-    allocated = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            before = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in before:
-                allocated.append((func, out.shape))
-            return out
-
-    with Counting():
-        cache, sampler = cache.keeping([0, 3, 2]), sampler.keeping([0, 3, 2])
-    assert not allocated
-    assert [cache.read(row, 0, 300)[0, 0, 0, 0, 0].item() for row in range(3)] == [0, 3, 2]
-    assert sampler._seeds.tolist() == [0, 3, 2]
-
-
-def test_asking_and_going_do_not_wait_while_a_cache_is_opened(model, schedule):
+def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, monkeypatch):
     scheduler = schedule()
-    engine, opened, may_go_on = scheduler._lanes[True].engine, threading.Event(), threading.Event()
-    open_cache = engine.open
+    opened, may_go_on, open_like = threading.Event(), threading.Event(), scheduler.pool.open_like
 
-    def slow(sequences):
+    def slow(*given):
         opened.set()
         assert may_go_on.wait(60)
-        return open_cache(sequences)
+        return open_like(*given)
 
-    engine.open = slow
+    monkeypatch.setattr(scheduler.pool, "open_like", slow)
     first, gone = Asked(scheduler, "first", max_new_tokens=5), Asked(scheduler, "gone", max_new_tokens=5)
     assert opened.wait(60)
     done = threading.Event()
@@ -552,57 +403,203 @@ def test_asking_and_going_do_not_wait_while_a_cache_is_opened(model, schedule):
     assert first.wait() == alone(model, "first", max_new_tokens=5)
 
 
-def test_a_request_that_is_cancelled_while_its_cache_is_opened_frees_it(model, schedule):
+def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, schedule):
     scheduler = schedule(max_rows=1)
-    engine, open_cache = scheduler._lanes[True].engine, scheduler._lanes[True].engine.open
+    pool, open_like = scheduler.pool, scheduler.pool.open_like
 
-    def and_cancel(sequences):
-        batch = open_cache(sequences)
+    def and_cancel(*given):
+        row = open_like(*given)
         scheduler.cancel(gone.job)
-        return batch
+        return row
 
     with scheduler._changed:
         gone = Asked(scheduler, "gone", max_new_tokens=1500)
-        engine.open = and_cancel
+        pool.open_like = and_cancel
     while scheduler.num_running or scheduler.num_waiting:
         time.sleep(0.01)
-    engine.open = open_cache
+    pool.open_like = open_like
     assert gone.news.empty() or not isinstance(gone.next(), Failure)
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
 
 
 def test_a_policy_that_cannot_be_prepared_leaves_all_to_plain_decoding(model, monkeypatch):
     engine = Engine(new_model(), byte_tokenizer(), budget=12)
-    monkeypatch.setattr(engine.policy, "prepare", failing(1, OUT_OF_MEMORY, engine.policy.prepare))
+    # Before anybody asks, and when somebody does.
+    monkeypatch.setattr(engine.policy, "prepare", failing(2, OUT_OF_MEMORY, engine.policy.prepare))
     scheduler = Scheduler(engine)
     first, later = (Asked(scheduler, "abab", max_new_tokens=40) for _ in range(2))
     expected = alone(model, "abab", max_new_tokens=40)
     assert first.wait() == later.wait() == expected and first.job.sequences[0].stats.nodes == 0
-    assert Asked(scheduler, "abab", max_new_tokens=40).wait() == expected
+    last = Asked(scheduler, "abab", max_new_tokens=40)
+    assert last.wait() == expected and last.job.sequences[0].stats.nodes > 0
     scheduler.close()
 
 
-# What caches take
+# Prompts are read while others are decoded
 
 
-class Slots:
-    """Counts the slots of all tensors of keys that a target's caches have, whenever there is another."""
+@pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, schedule, kind, options, monkeypatch):
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
+    policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
+    scheduler = schedule(policy, drafter, max_batched_tokens=40)
+    mixed, run_round = [], scheduler.engine.run_round
 
-    def __init__(self, monkeypatch, num_layers, num_heads=2):
-        self.live, self.most = [], 0
-        for owner, name in ((torch.Tensor, "new_zeros"), (torch, "zeros")):
-            monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), num_layers, num_heads))
+    def note(batch, clock, reading=(), meanwhile=lambda: None):
+        mixed.append((len(batch.sequences), len({id(part.batch) for part in reading})))
+        run_round(batch, clock, reading, meanwhile)
 
-    def _noting(self, function, num_layers, num_heads):
-        def note(*given, **more):
-            made = function(*given, **more)
-            is_scheduler = threading.current_thread().name == "graft-scheduler"  # not who answers alone
-            if is_scheduler and made.dim() == 5 and made.shape[0] == num_layers and made.shape[3] == num_heads:
-                self.live = [tensor for tensor in [*self.live, weakref.ref(made)] if tensor() is not None]
-                self.most = max(self.most, sum(t.shape[1] * t.shape[2] for t in (r() for r in self.live)) // 2)
-            return made
+    monkeypatch.setattr(scheduler.engine, "run_round", note)
+    options = options | {"max_new_tokens": 60, "ignore_eos": True}
+    running = [Asked(scheduler, f"abab {number}", seed=number, **options) for number in range(2)]
+    for request in running:
+        request.next()
+    with scheduler._changed:
+        prompts = ["x" * 300, "yz" * 10, "short", "w" * 130]
+        late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
+    for number, request in enumerate(running):
+        assert request.wait() == alone(model, f"abab {number}", seed=number, **options)
+    for prompt, request in zip(prompts, late, strict=True):
+        assert request.wait() == alone(model, prompt, seed=7, n=2 if prompt == "short" else 1, **options)
+    assert max(number for rows, number in mixed if rows >= 2) >= 2, "several are read in one step"
 
-        return note
+
+def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch):
+    scheduler, sizes = schedule("off", max_batched_tokens=40), []
+    step = scheduler.engine.target.step
+
+    def note(cache, tree, chunks=()):
+        sizes.append((tree.tokens.shape[0] if tree is not None else 0, sum(len(chunk.tokens) for chunk in chunks)))
+        return step(cache, tree, chunks)
+
+    monkeypatch.setattr(scheduler.engine.target, "step", note)
+    running = Asked(scheduler, "abc", max_new_tokens=400, ignore_eos=True)
+    running.next()
+    Asked(scheduler, "x" * 300, max_new_tokens=3).wait()
+    scheduler.cancel(running.job)
+    assert (1, 39) in sizes and max(sum(size) for size in sizes) == 40
+
+
+# When the cache is full
+
+
+def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=10):
+    """A scheduler whose pages do not suffice for those who ask, and how often one of them was put back."""
+    scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
+    put_back, backs = scheduler._put_back, []
+    monkeypatch.setattr(scheduler, "_put_back", lambda job: (backs.append(job), put_back(job)))
+    return scheduler, backs
+
+
+def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
+    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
+    scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
+    make_room, backs, numbers = scheduler._make_room, [], iter(range(10**9))
+
+    def and_put_back():
+        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
+        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
+            backs.append(youngest)
+            scheduler._put_back(youngest)
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    return scheduler, backs
+
+
+VARIOUS = [
+    {"seed": 1},
+    {"temperature": 1.0, "seed": 2},
+    {"temperature": 0.9, "seed": 3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"repetition_penalty": 1.3, "logit_bias": {30: 2.0}, "seed": 4},
+    {"temperature": 1.0, "n": 2, "seed": 5, "top_k": 30, "min_tokens": 20},
+]
+
+
+@pytest.mark.parametrize("kind", ["graft", "random trees", "head"])
+@pytest.mark.parametrize("options", VARIOUS)
+def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, schedule, monkeypatch, kind, options):
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
+    policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
+    kept = 0 if kind == "random trees" else None
+    scheduler, backs = unsettled(schedule, monkeypatch, drafter, policy, prefix_cache_tokens=kept)
+    options = {"max_new_tokens": 40, "ignore_eos": True, **options}
+    with scheduler._changed:
+        asked = [Asked(scheduler, f"text {number} " * 9, **options) for number in range(3)]
+    for number, request in enumerate(asked):
+        texts = request.wait()
+        assert texts == alone(model, f"text {number} " * 9, **options)
+        for index, text in enumerate(texts):
+            own = [update for update in request.updates if update.index == index]
+            assert "".join(update.text for update in own) == text, "every piece is told once"
+            assert [token for update in own for token in update.ids] == request.job.sequences[index].new_ids
+    assert asked[2].job in backs and asked[0].job not in backs, "the youngest go"
+
+
+def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule, monkeypatch):
+    schema = '{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 10, "maxItems": 20}'
+    scheduler, backs = unsettled(schedule, monkeypatch)
+    grammars = Grammars(scheduler.engine.tokenizer, BYTE_VOCAB, [2])
+    matcher = grammars._compiled(schema)
+
+    def ask(number):
+        options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}
+        return Asked(scheduler, f"give {number}", constraint=lambda: grammars.constraint(matcher), **options)
+
+    with scheduler._changed:
+        asked = [ask(number) for number in range(3)]
+    texts = [request.wait() for request in asked]
+    assert asked[2].job in backs
+    assert all(set(json.loads(text)) <= {"ab", "cd"} for both in texts for text in both)
+    assert [ask(number).wait() for number in range(3)] == texts
+
+
+def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
+    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
+    options = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0}
+    asked = [Asked(scheduler, f"ask {number}", seed=number, **options) for number in range(4)]
+    for number, request in enumerate(asked):
+        assert request.wait() == alone(model, f"ask {number}", seed=number, **options)
+    assert backs and asked[0].job not in backs
+
+
+def test_a_request_with_stop_strings_that_was_put_back_ends_where_it_would_have(model, schedule, monkeypatch):
+    scheduler, backs = unsettled(schedule, monkeypatch)
+    whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
+    options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
+    with scheduler._changed:
+        young = [Asked(scheduler, "young", **options) for _ in range(3)]
+    assert [request.wait() for request in young] == [alone(model, "young", **options)] * 3
+    assert young[2].job in backs
+
+
+def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
+    scheduler, _ = tight(schedule, model, monkeypatch)
+    room = 10 * PAGE - scheduler._ahead
+    options = {"max_new_tokens": room - 400, "ignore_eos": True}
+    large = [Asked(scheduler, "x" * 400, **options) for _ in range(2)]
+    small = Asked(scheduler, "small", max_new_tokens=20)
+    assert [request.wait() for request in large] == [alone(model, "x" * 400, **options)] * 2
+    assert small.wait() == alone(model, "small", max_new_tokens=20)
+    with pytest.raises(GraftError, match="tokens of cache and there are 640"):
+        Asked(scheduler, "x" * 401, max_new_tokens=room - 400)
+
+
+def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, monkeypatch):
+    scheduler, backs = tight(schedule, model, monkeypatch, num_pages=24)
+    whole = Asked(scheduler, "abc", max_new_tokens=500, ignore_eos=True)  # which takes its pages at once
+    whole.next()
+    assert scheduler.cache_use == pytest.approx(_pages_of(503 + 128) / 24)
+    others = [Asked(scheduler, f"other {number}", max_new_tokens=60, ignore_eos=True) for number in range(3)]
+    for number, request in enumerate(others):
+        assert request.wait() == alone(model, f"other {number}", max_new_tokens=60, ignore_eos=True)
+    assert not backs
+    assert whole.wait() == alone(model, "abc", max_new_tokens=500, ignore_eos=True)
+
+
+def _pages_of(num_tokens):
+    return -(-num_tokens // PAGE)
 
 
 def mixed_load(scheduler, rng, count):
@@ -618,15 +615,56 @@ def mixed_load(scheduler, rng, count):
     return asked
 
 
-@pytest.mark.parametrize("most", [1300, 2500, 6000])
-def test_caches_never_take_more_than_they_may(model, schedule, monkeypatch, most):
-    slots = Slots(monkeypatch, num_layers=3)
-    scheduler = schedule(max_cache_tokens=most, max_rows=8, prefix_cache_tokens=0, chunk_size=64)
-    scheduler._pace = Pace()
-    scheduler._pace.pays = lambda num_rows: num_rows < 3  # rows move to plain decoding and back
-    for request, prompt, options in mixed_load(scheduler, random.Random(most), 40):
+@pytest.mark.parametrize(("most", "kept"), [(1300, 0), (2500, 512), (1300, None), (6000, None)])
+def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, schedule, most, kept):
+    scheduler = schedule(max_cache_tokens=most, max_rows=8, prefix_cache_tokens=kept, max_batched_tokens=64)
+    pool = scheduler.pool
+    assert pool.num_pages == most // PAGE and pool.is_fixed
+    for request, prompt, options in mixed_load(scheduler, random.Random(most), 30):
         if not request.job.cancelled:
             assert request.wait() == alone(model, prompt, **options)
-    assert most // 3 < slots.most <= most
     scheduler.close()
-    assert scheduler._limit.num_taken == 0
+    assert pool.num_pages == most // PAGE == pool.num_free
+    if kept is not None:
+        assert pool.num_kept_tokens <= kept
+
+
+def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypatch):
+    from graft.core import memory
+
+    engine = Engine(new_model(), byte_tokenizer(), drafter=Eagle3Drafter(make_head(new_model())), budget=12)
+    size = memory.bytes_per_token(engine)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 1000 * PAGE * size)
+    assert memory.num_pages_for(engine, SchedulerSettings(memory=0.5)) == 500
+    assert memory.num_pages_for(engine, SchedulerSettings()) == 250
+    assert memory.num_pages_for(engine, SchedulerSettings(max_cache_tokens=700)) == 10
+    assert memory.num_pages_for(engine, SchedulerSettings(max_rows=1, memory=0.5)) == 2 * (2048 // PAGE + 4), "all"
+    engine.generate("abc", max_new_tokens=2)
+    assert size == sum(store.bytes_per_token for store in engine.target.pool.stores), "what tokens do take"
+
+
+def test_a_cache_that_is_too_small_for_anything_is_refused():
+    with pytest.raises(GraftError, match="there is memory for 0 tokens of KV cache and 192 are needed"):
+        Scheduler(Engine(new_model(), byte_tokenizer()), SchedulerSettings(memory=1e-9))
+    with pytest.raises(GraftError, match="memory must be a share"):
+        SchedulerSettings(memory=85)
+
+
+# What is heard, and when
+
+
+def test_listeners_are_told_while_the_device_works_and_of_the_end_at_once(schedule, monkeypatch):
+    scheduler, order = schedule("off"), []
+    target = scheduler.engine.target
+    for name in ("step", "wait_for"):
+        function = getattr(target, name)
+
+        def note(*given, name=name, function=function):
+            order.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(target, name, note)
+    asked = Asked(scheduler, "a", max_new_tokens=3, ignore_eos=True)
+    asked.job.listener = lambda news: (order.append(f"told {len(news.ids)}"), asked.news.put(news))
+    asked.wait()
+    assert order[-8:] == ["wait_for", "step", "told 1", "wait_for", "step", "told 1", "wait_for", "told 1"]

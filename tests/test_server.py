@@ -16,7 +16,6 @@ from llguidance import LLMatcher
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
-from graft.core.prefix_cache import PageStore
 from graft.server import grammar
 from graft.server.app import make_app, make_server
 from graft.server.metrics import Metrics
@@ -215,7 +214,7 @@ def test_small_endpoints(url, client):
 
 
 def test_metrics_take_in_an_answer_that_another_thread_still_decodes(monkeypatch):
-    metrics = Metrics(SimpleNamespace(pages=PageStore(0), num_running=0, num_waiting=0, cache_use=0.0), "tiny")
+    metrics = Metrics(SimpleNamespace(pool=None, num_running=0, num_waiting=0, cache_use=0.0), "tiny")
     stats = Stats()
     counts = (stats.proposed_by_source, stats.accepted_by_source, stats.accepted_by_depth)
     labels = type(metrics._proposed).labels

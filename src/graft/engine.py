@@ -28,7 +28,9 @@ from graft.sequence import Sequence as TokenSequence
 from graft.settings import require
 from graft.spec_decode.acceptance import Chooser, choose_ahead, walk
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.spec_decode.policies.base import DraftResult
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
+from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock, Stats
 
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
@@ -196,35 +198,50 @@ class Engine:
             batch.release()
 
     @torch.no_grad()
-    def run_round(self, batch: Batch, clock: Clock, reading: Sequence[Reading] = ()) -> None:
+    def run_round(
+        self,
+        batch: Batch,
+        clock: Clock,
+        reading: Sequence[Reading] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """The round: proposes a tree for every row, verifies all in one step, and extends each sequence.
 
         reading: rows of other batches, chunks of whose prompts are read in the same step.
+        meanwhile: is called while the device works, when the sequences' texts are those of the rounds before.
         """
         batch.num_other_tokens = sum(len(part.chunk.tokens) for part in reading)
-        draft_result = self.policy.grow(batch, batch.roots(), clock)
-        tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences])
+        speculating = [sequence.speculates for sequence in batch.sequences]
+        speculates = any(speculating)  # else nothing is proposed, and nobody learns from the round
+        if speculates:
+            draft_result = self.policy.grow(batch, batch.roots(), clock)
+        else:
+            draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
+        tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences], speculating)
         with clock("verify") as verify_time:
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in reading])
             assert verified is not None
             choices = choose_ahead(tree, verified, batch.chooser)
-            if choices is not None:
+            if choices is not None and speculates:
                 self.policy.draft_ahead(batch, verified, choices)
             self._catch_up(batch)
+            meanwhile()
             self.target.wait_for(verified)  # the walk would wait for it; here the time counts as the verify's
         with clock("accept"):
             accepted = walk(tree, verified, batch.chooser, choices)
             self.target.commit(batch.cache, accepted.nodes)
         with clock("learn"):
-            self.policy.learn(batch, tree, verified, accepted, verify_time())
+            if speculates:
+                self.policy.learn(batch, tree, verified, accepted, verify_time())
             self._learn_prompts(reading, read)
 
-        considered = draft_result.considered if tree is draft_result.tree else None
-        common = self.policy.common_sources
+        sources, common = self.policy.sources, self.policy.common_sources
         outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
         for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
             try:
-                seen = TreeRow(tree, verified, row, self.policy.sources, considered, common)
+                is_whole = sequence.speculates and sequence.constraint is None
+                considered = draft_result.considered if is_whole else None
+                seen = TreeRow(tree, verified, row, sources, considered, common)
                 sequence.stats.draft_passes += passes
                 sequence.extend(tokens, nodes, seen)
             except Exception as error:  # of this row alone: the others are not affected
@@ -239,8 +256,14 @@ class Engine:
 
     def _learn_prompts(self, reading: Sequence[Reading], read: Sequence[VerifyOutput]) -> None:
         for part, verified in zip(reading, read, strict=True):
-            ids, end = part.batch.sequences[part.row].ids, part.chunk.row.length
-            self.policy.read(part.batch, part.row, verified, ids[end - len(part.chunk.tokens) + 1 : end + 1])
+            sequence, end = part.batch.sequences[part.row], part.chunk.row.length
+            if not sequence.speculates:
+                continue
+            try:
+                following = sequence.ids[end - len(part.chunk.tokens) + 1 : end + 1]
+                self.policy.read(part.batch, part.row, verified, following)
+            except Exception as error:  # of this row alone, as in a round
+                sequence.failure = error
 
     def _catch_up(self, batch: Batch) -> None:
         """What the host does while the device works: nobody waits for it."""
@@ -285,9 +308,19 @@ class Engine:
                 if room == 0:
                     break
             self.read(reading)
+            for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
+                raise failure
             waiting = [row for row in waiting if batch.rest_of(row, 1).tokens]
         for source, target in copies:
             batch.copy_row(source, target)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Does, before there is anything to decode, what would otherwise make the first requests wait.
+
+        max_tokens: of the largest step. What takes long is reported through `target.progress`.
+        """
+        self.target.warm_up(max_tokens)
+        self.policy.prepare()
 
     @property
     def num_setups(self) -> int:

@@ -52,6 +52,7 @@ class Sequence:
         self.failure: Exception | None = None  # why it cannot go on
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # the grammar that its text must fit, such as JSON of a schema
+        self.speculates = True  # whether its rounds may have trees
         self.is_recorded = False  # whether `last_round` is kept, for somebody who watches
         self.shows_all = False  # whether that includes rejected nodes that may be other users' text
         self.last_round: RoundRecord | None = None

@@ -33,8 +33,24 @@ SERVING: Group = {
     "log_prompts": _users(bool, "--log-prompts", "Write prompts to the log."),
     "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
     "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; more get status 429.", "64"),
-    "max_cache_tokens": _limit(int, "--max-cache-tokens", "Slots of all caches, in tokens.", "131072"),
-    "prefix_cache_tokens": _limit(int, "--prefix-cache-tokens", "Tokens kept for texts that begin alike.", "8192"),
+    "max_batched_tokens": _limit(
+        int, "--max-batched-tokens", "Tokens of a step, of prompts and of answers together.", "512"
+    ),
+    "memory": _limit(
+        float,
+        "--memory",
+        "Share of the GPU's memory for weights, KV cache and graphs; on a CPU, of the machine's for the KV cache.",
+        "0.85; on a CPU 0.25",
+    ),
+    "max_cache_tokens": _limit(
+        int, "--max-cache-tokens", "Tokens that the KV cache has room for, in place of --memory.", "what memory allows"
+    ),
+    "prefix_cache_tokens": _limit(
+        int,
+        "--prefix-cache-tokens",
+        "Tokens kept of texts that have ended, for others that begin alike; 0 keeps none.",
+        "what the KV cache has room for",
+    ),
     "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request.", "2097152"),
     "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt.", "the model's context"),
     "max_tokens": _limit(int, "--max-tokens", "Longest answer that may be asked for.", "4096"),

@@ -40,10 +40,7 @@ class Batch:
 
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row what another is: answers to the same prompt share its prefill."""
-        pool, rows = self.cache.pool, self.cache.rows
-        there = pool.fork(rows[source], rows[target].num_slots)
-        pool.release(rows[target])
-        rows[target] = there
+        self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])
         if self.draft is not None:
             self.draft.copy_row(source, target, there)
 
@@ -61,7 +58,8 @@ class Batch:
         chooser = self.chooser.keeping(places)
         draft = self.draft.keeping(places) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in places])
-        gone = [row for number, row in enumerate(self.cache.rows) if number not in set(places)]
+        stay = set(places)
+        gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]
         sequences = [self.sequences[row] for row in places]
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
         for row in gone:

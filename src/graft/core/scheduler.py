@@ -1,8 +1,8 @@
-"""Scheduler: one thread that decodes many requests together. Requests join and leave between rounds.
+"""Scheduler: one thread that decodes many requests together, as one batch. Requests join and leave between rounds.
 
-A request's prompt is read on its own, a chunk between two rounds, and its rows then join those that are decoded.
-Requests that must not speculate are decoded in a lane of their own, which takes turns with the other by time spent.
-When trees do not pay for as many rows as there are, all are decoded there, until there are fewer for whom they do.
+A newcomer's prompt is read in chunks, in the same steps in which others are decoded; then its rows join them. Rows take
+pages of the KV cache as their texts grow. When none are free, the youngest request gives its own up, waits, and is read
+again; its text is the same.
 
 Whatever fails, the thread goes on: a batch is always the one before a step or the one after it, so only requests whose
 own step failed, or whose round did, end without their answers.
@@ -10,31 +10,33 @@ own step failed, or whose round did, end without their answers.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from graft.core.batch import Batch
-from graft.core.pace import Pace
-from graft.core.prefix_cache import PageStore
-from graft.engine import Engine
+from graft.core.memory import num_pages_for
+from graft.engine import Engine, Reading
 from graft.errors import GraftError
-from graft.model import CacheLimit, NoRoomError, TreeCache
+from graft.model import NoRoomError, Row
+from graft.model.kv_cache import PAGE
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, Sequence, TokenLogprob
 from graft.settings import Settings, require
+from graft.spec_decode.acceptance import Chooser
 from graft.spec_decode.policies import MAX_BUDGET
 from graft.stats import Clock
 
 _PATIENCE = 3  # steps in a row that may fail without a known cause, before requests are given up
-_LEAST_CHUNK = 32  # a forward costs as much as this many tokens, however few it reads
+_WORTH_WAITING = 256  # tokens that two prompts have in common, for which the second waits until the first is read
+_LEAST_CHUNK = 32  # tokens of prompts that a step reads at least, however many rows are decoded in it
 
 log = logging.getLogger("graft.server")
 
@@ -45,12 +47,25 @@ class SchedulerSettings(Settings):
 
     max_rows: int = 16  # answers decoded together
     max_waiting: int = 64  # requests that wait for room; more are refused
-    max_cache_tokens: int = 131072  # slots of all caches of the target, whoever has them or had them
-    prefix_cache_tokens: int = 8192  # of texts kept, so that the same beginning is not read again; 0 keeps none
+    max_batched_tokens: int = 512  # tokens of a step, of prompts and of rows that are decoded
+    # Share of the device's memory that weights, KV cache and CUDA graphs may take; on a CPU, of the machine's memory
+    # for the KV cache alone. None: 0.85 of a GPU's, 0.25 of a machine's.
+    memory: float | None = None
+    max_cache_tokens: int | None = None  # tokens that the KV cache has room for, at most; None: what memory allows
+    prefix_cache_tokens: int | None = None  # kept of texts that nobody uses, for others that begin alike; None: all
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_waiting", 0), ("max_cache_tokens", 256), ("prefix_cache_tokens", 0)):
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, least in (
+            ("max_rows", 1),
+            ("max_waiting", 0),
+            ("max_batched_tokens", _LEAST_CHUNK),
+            ("max_cache_tokens", 256),
+            ("prefix_cache_tokens", 0),
+        ):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
+        good = self.memory is None or 0 < self.memory <= 1
+        require(good, f"memory must be a share above 0 and at most 1, such as 0.85, not {self.memory}")
 
 
 class BusyError(Exception):
@@ -80,13 +95,15 @@ class Failure:
     message: str
 
 
+_NUMBERS = itertools.count(1)
+
+
 @dataclass(eq=False)
 class Job:
     """A request as the scheduler sees it. `listener` is called in the scheduler's thread, and must be quick."""
 
     sequences: list[Sequence]
     listener: Callable[[Update | Failure], None]
-    speculates: bool = True
     salt: str = ""  # whose kept pages it may use
     deadline: float | None = None  # by time.monotonic
     cancelled: bool = False
@@ -94,51 +111,34 @@ class Job:
     joined: float | None = None  # when its first round began, by time.monotonic
     told: list[int] = field(default_factory=list)  # tokens of each answer that the listener has heard of
     ended: set[int] = field(default_factory=set)  # answers of whose end it has
+    number: int = field(default_factory=lambda: next(_NUMBERS))  # the youngest's is the highest
+    choosers: list[Chooser] = field(default_factory=list)  # of the answers still open, when it was put back
 
     def __post_init__(self) -> None:
         self.told = [0] * len(self.sequences)
 
     @property
-    def num_slots(self) -> int:
-        first = self.sequences[0]
-        return first.num_prompt_tokens + first.settings.max_new_tokens + MAX_BUDGET + 1
+    def open_answers(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Newcomer:
-    """A request whose prompt is being read."""
+    """A request whose text is being read."""
 
     job: Job
     batch: Batch | None = None  # once it is opened
-    chunks: Iterator[int] = field(default_factory=lambda: iter(()))
-    is_read: bool = False
+    unread: list[int] = field(default_factory=list)  # rows to read
     seconds: float = 0.0
-
-
-@dataclass
-class _Lane:
-    """What is decoded together by one engine."""
-
-    engine: Engine
-    batch: Batch | None = None
-    jobs: dict[Sequence, Job] = field(default_factory=dict)  # of the batch's sequences; replaced, never changed
-    newcomer: _Newcomer | None = None
-    clock: Clock = field(default_factory=Clock)
-    seconds: float = 0.0  # spent on rounds
-
-    @property
-    def all_jobs(self) -> set[Job]:
-        jobs, newcomer = self.jobs, self.newcomer  # others may ask while the scheduler's thread changes them
-        return {*jobs.values(), *([newcomer.job] if newcomer is not None else [])}
 
     @property
     def num_rows(self) -> int:
-        return sum(len(job.sequences) for job in self.all_jobs)
+        return len(self.job.open_answers)
 
-    def num_tokens(self, *more: Job) -> int:
-        """Tokens of cache that it takes, with more requests if given: every row is as long as the longest."""
-        jobs = self.all_jobs | set(more)
-        return sum(len(job.sequences) for job in jobs) * max((job.num_slots for job in jobs), default=0)
+    @property
+    def failure(self) -> Exception | None:
+        sequences = self.batch.sequences if self.batch is not None else []
+        return next((sequence.failure for sequence in sequences if sequence.failure is not None), None)
 
 
 class Scheduler:
@@ -146,24 +146,26 @@ class Scheduler:
 
     def __init__(self, engine: Engine, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
-        plain = Engine(
-            engine.target.model,
-            engine.tokenizer,
-            policy="off",
-            chunk_size=engine.target.chunk_size,
-            exact=engine.target.is_exact,
+        self.engine = engine
+        tree = engine.drafter.settings if engine.drafter is not None else None
+        # Slots that a round may write behind a row's committed text: the target's tree, or the drafter's.
+        self._ahead = max(MAX_BUDGET + 1, tree.depth * tree.topk if tree is not None else 0)
+        num_pages = num_pages_for(engine, self.settings)
+        least = _pages(self._ahead + 2)
+        require(
+            num_pages >= least,
+            f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
+            "or max_cache_tokens if it is set",
         )
-        self._lanes = {True: _Lane(engine), False: _Lane(plain)}
-        self._limit = CacheLimit(self.settings.max_cache_tokens)
-        least = plain.target.num_slots_of(1, MAX_BUDGET + 3)
-        require(least <= self._limit.most, f"max_cache_tokens must be at least {least} here, not {self._limit.most}")
-        for lane in self._lanes.values():
-            lane.engine.target.keep_to(self._limit)
-        self.pages = PageStore(self.settings.prefix_cache_tokens)
+        engine.target.limit_pages(num_pages, self.settings.max_rows)
+        self.pool = engine.target.pool
+        self.is_ready = threading.Event()  # what takes long at first is done
         self._waiting: deque[Job] = deque()
-        self._pace = Pace() if engine.policy.adapts else None  # none: there are to be trees whatever they cost
+        self._newcomers: list[_Newcomer] = []  # replaced, never changed: others may ask meanwhile
+        self._batch: Batch | None = None  # what is decoded
+        self._jobs: dict[Sequence, Job] = {}  # of the batch's sequences; replaced, never changed
+        self._clock = Clock()
         self._is_prepared = False  # whether trees can be grown
-        self._num_resting = 0  # rows for which trees do not pay, while all are decoded plainly
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
@@ -175,11 +177,11 @@ class Scheduler:
         """Raises a GraftError if the request could never be decoded here."""
         num_rows, most = len(job.sequences), self.settings
         require(num_rows <= most.max_rows, f"n={num_rows} answers are more than the {most.max_rows} decoded at once")
-        needed = self._lanes[False].engine.target.num_slots_of(num_rows, job.num_slots)
+        needed = sum(map(self._num_pages_of_all, job.sequences))
         require(
-            needed <= most.max_cache_tokens,
-            f"the request needs {needed} tokens of cache and there are {most.max_cache_tokens}: ask for fewer or "
-            "shorter answers",
+            needed <= self.pool.num_pages,
+            f"the request needs {PAGE * needed} tokens of cache and there are {PAGE * self.pool.num_pages}: ask for "
+            "fewer or shorter answers",
         )
 
     def submit(self, job: Job) -> None:
@@ -220,8 +222,8 @@ class Scheduler:
 
     @property
     def cache_use(self) -> float:
-        """Share of the cache that running requests take."""
-        return sum(lane.num_tokens() for lane in self._lanes.values()) / self.settings.max_cache_tokens
+        """Share of the KV cache's pages that running requests have."""
+        return 1 - self.pool.num_free / self.pool.num_pages
 
     @property
     def is_alive(self) -> bool:
@@ -232,6 +234,8 @@ class Scheduler:
     def _run(self) -> None:
         num_failures = 0
         try:
+            self._prepare()
+            self.is_ready.set()
             while self._wait_for_work():
                 try:
                     self._step()
@@ -240,6 +244,7 @@ class Scheduler:
                     num_failures += 1
                     self._recover(error, gives_up=num_failures >= _PATIENCE)
         except BaseException as error:  # a library's panic, say: nobody is to wait for ever
+            self.is_ready.set()
             with self._changed:
                 self._closing = True
                 jobs = [*self._waiting, *self._running]
@@ -248,42 +253,45 @@ class Scheduler:
                 self._fail(job, error)
 
     def _step(self) -> None:
-        if not self._is_prepared and not any(lane.batch is not None for lane in self._lanes.values()):
+        if not self._running:
             self._prepare()
         self._drop_unwanted()
-        self._take_in()
-        busy = [lane for lane in self._lanes.values() if lane.batch is not None]
-        if busy:
-            self._round(min(busy, key=lambda lane: lane.seconds))
+        self._admit()
+        self._make_room()
+        reading = self._next_chunks()
+        if self._batch is not None:
+            self._round(reading)
+        elif reading:
+            self._read(reading)
+        self._join_those_read()
 
     def _prepare(self) -> None:
         """Until it succeeds, all are decoded plainly."""
-        with _logged("trees cannot be grown, for now"):
-            self._lanes[True].engine.policy.prepare()
-            self._is_prepared = True
+        if not self._is_prepared:
+            with _logged("trees cannot be grown, for now"):
+                self.engine.warm_up(self.settings.max_batched_tokens)
+                self._is_prepared = True
 
     def _recover(self, error: Exception, gives_up: bool) -> None:
         """After a step that failed beside its requests: what they have got is told, and they go on."""
         log.error("a step failed", exc_info=error)
-        for lane in self._lanes.values():
-            try:
-                self._settle(lane)
-            except Exception as another:
-                self._fail_lane(lane, another)
+        try:
+            self._settle()
+        except Exception as another:
+            self._fail_batch(another)
         if gives_up:  # the next would fail as well
             with self._changed:
-                waiting = list(self._waiting)
+                jobs = [*self._waiting, *(newcomer.job for newcomer in self._newcomers)]
                 self._waiting.clear()
-            for lane in self._lanes.values():
-                waiting += [lane.newcomer.job] if lane.newcomer is not None else []
-                lane.newcomer = None
-                self._fail_lane(lane, error)
-            for job in waiting:
+            self._release(self._newcomers)
+            self._newcomers = []
+            self._fail_batch(error)
+            for job in jobs:
                 self._fail(job, error)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._waiting or any(lane.all_jobs for lane in self._lanes.values())):
+            while not (self._waiting or self._running):
                 if self._closing:
                     return False
                 self._changed.wait()
@@ -300,266 +308,396 @@ class Scheduler:
             gone = [job for job in self._waiting if is_unwanted(job)]
             for job in gone:
                 self._waiting.remove(job)
-        for lane in self._lanes.values():
-            gone += [job for job in lane.all_jobs if is_unwanted(job)]
-            self._leave(lane, gone)
-        for job in gone:
+        leaving = {job for job in self._running if is_unwanted(job)}
+        self._leave(leaving)
+        for job in (*gone, *leaving):
             if not job.cancelled:
                 what = "the server is shutting down" if self._closing else "the request took longer than allowed"
                 self._tell(job, Failure("timeout", what))
 
-    # Joining
-
-    def _take_in(self) -> None:
-        """Reads about one chunk of waiting prompts; prompts that are read through join."""
-        self._rest_or_wake()
-        budget = self._lanes[True].engine.target.chunk_size
-        while budget > 0:
-            lane = next((lane for lane in self._lanes.values() if lane.newcomer is not None), None) or self._admit()
-            if lane is None:
-                return
-            num_read = self._read_on(lane)
-            if num_read is None:
-                return
-            budget -= num_read
-
-    def _read_on(self, lane: _Lane) -> int | None:
-        """Reads another chunk of the prompt of the lane's newcomer, who joins when there is none left. Returns what it
-        cost, in tokens; None if the newcomer has to wait for others to go. When this has ended nobody holds what a
-        newcomer had that is gone, and the next may have it."""
-        newcomer = lane.newcomer
-        assert newcomer is not None
-        start = time.perf_counter()
-        num_read = 0
-        try:
-            if newcomer.batch is None:
-                self._open(lane, newcomer)
-            if not newcomer.is_read:
-                num_read = next(newcomer.chunks, 0)
-            if num_read == 0:
-                self._join(lane, newcomer)
-        except NoRoomError as error:
-            if any(other.batch is not None for other in self._lanes.values()):
-                return None
-            lane.newcomer = None
-            self._fail(newcomer.job, error)
-            return 0
-        except Exception as error:
-            lane.newcomer = None
-            self._fail(newcomer.job, error)
-            return 0
-        newcomer.seconds += time.perf_counter() - start
-        return max(num_read, _LEAST_CHUNK) if num_read else 0
-
-    def _admit(self) -> _Lane | None:
-        """Takes in the request that has waited longest, if there is room for it; where nothing runs there is."""
-        with self._changed:
-            if not self._waiting or (self._running and not self._is_room_for(self._waiting[0])):
-                return None
-            job = self._waiting.popleft()
-            lane = self._lane_for(job)
-            lane.newcomer = _Newcomer(job)
-        return lane
-
-    def _open(self, lane: _Lane, newcomer: _Newcomer) -> None:
-        """Not under the lock: a cache may take long, and others ask and go meanwhile."""
-        job = newcomer.job
-        batch = lane.engine.open(job.sequences)
-        with _logged("kept pages are not used"):
-            job.num_cached_tokens = self.pages.load(job.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
-        newcomer.batch, newcomer.chunks = batch, lane.engine.prefill_row(batch, 0)
+    # Who is there
 
     @property
     def _running(self) -> set[Job]:
-        """Requests that are read or decoded; one that moves may be in both lanes for a moment."""
-        return {job for lane in self._lanes.values() for job in lane.all_jobs}
+        """Requests that are read or decoded."""
+        return {*self._jobs.values(), *(newcomer.job for newcomer in self._newcomers)}
 
     @property
     def _num_rows(self) -> int:
-        return sum(lane.num_rows for lane in self._lanes.values())
+        return len(self._jobs) + sum(newcomer.num_rows for newcomer in self._newcomers)
 
     def _is_room_for(self, job: Job) -> bool:
-        own = self._lane_for(job)
-        num_tokens = sum(lane.num_tokens(*([job] if lane is own else [])) for lane in self._lanes.values())
-        num_rows = self._num_rows + len(job.sequences)
-        fits = num_rows <= self.settings.max_rows and num_tokens <= self.settings.max_cache_tokens
-        return fits and self._limit.has(own.engine.target.num_slots_of(len(job.sequences), job.num_slots))
+        """Whether it can be read: rows that are decoded already are to have a page each to go on with."""
+        num_rows, answers = self._num_rows, job.open_answers
+        needed = _pages(len(answers[0].ids) + self._ahead) + (len(answers) - 1) * _pages(self._ahead)
+        if job.choosers:  # each answer has a text of its own
+            needed = sum(_pages(len(sequence.ids) + self._ahead) for sequence in answers)
+        return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
 
-    def _join(self, lane: _Lane, newcomer: _Newcomer) -> None:
-        """The prompt is read: its rows, one an answer, are decoded with the others from now on."""
+    def _num_pages_of_all(self, sequence: Sequence) -> int:
+        """Of its whole text."""
+        return _pages(sequence.num_prompt_tokens + sequence.settings.max_new_tokens + self._ahead)
+
+    # Joining
+
+    def _admit(self) -> None:
+        """Takes in requests in the order in which they came, as long as there is room; where nothing runs there is."""
+        while True:
+            with self._changed:
+                if not self._waiting or (self._running and not self._is_room_for(self._waiting[0])):
+                    return
+                if self._is_being_read(self._waiting[0]):
+                    return
+                newcomer = _Newcomer(self._waiting.popleft())
+                self._newcomers = [*self._newcomers, newcomer]
+            if not self._open(newcomer):
+                return
+
+    def _is_being_read(self, job: Job) -> bool:
+        """Whether much of its prompt is read for another just now: in a few steps it need not be read again."""
+        if self.settings.prefix_cache_tokens == 0:
+            return False
+        sequence = job.sequences[0]
+        count = max(_WORTH_WAITING, len(sequence.ids) // 2)
+        return any(
+            self._salt(other.job, other.job.sequences[0]) == self._salt(job, sequence)
+            and len(sequence.ids) > count < len(other.job.sequences[0].ids)
+            and sequence.ids[:count] == other.job.sequences[0].ids[:count]
+            for other in self._newcomers
+        )
+
+    def _open(self, newcomer: _Newcomer) -> bool:
+        """Not under the lock: others ask and go meanwhile. False if it has to wait for others to go."""
+        job = newcomer.job
+        try:
+            self._open_rows(newcomer)
+        except NoRoomError as error:
+            self._newcomers = [other for other in self._newcomers if other is not newcomer]
+            if not self._running:
+                self._fail(job, error)
+                return True
+            with self._changed:
+                self._waiting.appendleft(job)
+            return False
+        except Exception as error:
+            self._newcomers = [other for other in self._newcomers if other is not newcomer]
+            self._fail(job, error)
+        return True
+
+    def _open_rows(self, newcomer: _Newcomer) -> None:
+        job, pool = newcomer.job, self.pool
+        sequences, is_new = job.open_answers, not job.choosers
+        for sequence in sequences:
+            sequence.speculates = sequence.speculates and self._is_prepared
+        # Answers to a prompt share what is read of it; those that were put back have texts of their own.
+        unread = [0] if is_new else list(range(len(sequences)))
+        rows: list[Row] = []
+        try:
+            for number, sequence in enumerate(sequences):
+                if number in unread:
+                    rows.append(pool.open_like(sequence.ids, self._salt(job, sequence), self._num_slots_of(sequence)))
+                else:
+                    rows.append(pool.open_row(0))
+            # What one that was put back has drawn so far stays what it was.
+            chooser = functools.reduce(lambda one, other: one.joining(other), job.choosers) if job.choosers else None
+            batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
+        except Exception:
+            for row in rows:
+                pool.release(row)
+            raise
+        if is_new:
+            job.num_cached_tokens = rows[0].length
+        newcomer.unread, newcomer.batch = unread, batch
+
+    def _num_slots_of(self, sequence: Sequence) -> int:
+        """Room for the whole answer if plenty is free, as pages that lie together are read faster; else for a start."""
+        whole = self._num_pages_of_all(sequence)
+        if self.pool.num_free - whole > self.pool.num_pages // 2:
+            return PAGE * whole
+        return len(sequence.ids) + self._ahead
+
+    def _next_chunks(self) -> list[Reading]:
+        """The chunks of newcomers' texts that the coming step reads, in the order in which they came."""
+        room = max(self.settings.max_batched_tokens - len(self._jobs), _LEAST_CHUNK)
+        reading: list[Reading] = []
+        for newcomer in self._newcomers:
+            batch = newcomer.batch
+            assert batch is not None
+            for row in newcomer.unread:
+                chunk = batch.rest_of(row, room)
+                if chunk.tokens:
+                    reading.append(Reading(batch, row, chunk))
+                    room -= len(chunk.tokens)
+                if room == 0:
+                    return reading
+        return reading
+
+    def _read(self, reading: list[Reading]) -> None:
+        """A step of prompts alone: nobody is decoded."""
+        start = time.perf_counter()
+        try:
+            self.engine.read(reading)
+        except Exception as error:
+            self._fail_readers(reading, error)
+        self._count_reading(reading, time.perf_counter() - start)
+
+    def _count_reading(self, reading: list[Reading], seconds: float) -> None:
+        batches = {id(part.batch) for part in reading}
+        for newcomer in self._newcomers:
+            if id(newcomer.batch) in batches:
+                newcomer.seconds += seconds
+
+    def _fail_readers(self, reading: list[Reading], error: Exception) -> None:
+        batches = {id(part.batch) for part in reading}
+        failed = [newcomer.job for newcomer in self._newcomers if id(newcomer.batch) in batches]
+        self._leave(failed)
+        for job in failed:
+            self._fail(job, error)
+
+    def _join_those_read(self) -> None:
+        for newcomer in self._newcomers:
+            if newcomer not in self._newcomers:  # it has given up its pages for one before it
+                continue
+            try:
+                self._join_if_read(newcomer)
+            except Exception as error:
+                self._leave([newcomer.job])
+                self._fail(newcomer.job, error)
+
+    def _join_if_read(self, newcomer: _Newcomer) -> None:
+        """If its text is read, its rows, one an answer, are decoded with the others from now on."""
         job, batch = newcomer.job, newcomer.batch
         assert batch is not None
-        if not newcomer.is_read:
-            with _logged("a prompt's pages are not kept"):
-                self.pages.save(batch.sequences[0].ids, _salt(job, batch), _caches(batch), 0)
+        if (failure := newcomer.failure) is not None:
+            raise failure
+        if any(batch.rest_of(row, 1).tokens for row in newcomer.unread):
+            return
+        for row in newcomer.unread:
+            self._keep_pages(job, batch, row)
+        if not job.choosers:
             for row in range(1, len(batch.sequences)):
-                batch.copy_row(0, row)
-            newcomer.is_read = True
-        jobs = dict.fromkeys(job.sequences, job)
-        if lane is not self._lanes[False] and self._num_resting and lane.batch is None:  # since its prompt was begun
-            try:
-                self._leave_to_plain(batch, jobs)
-            except torch.OutOfMemoryError:
-                self._add(lane, batch, jobs)
+                if not self._with_room(job, lambda row=row: batch.copy_row(0, row)):  # type: ignore[misc]
+                    return
+        if self._batch is None:
+            self._batch = batch
         else:
-            self._add(lane, batch, jobs)
-        job.joined = time.monotonic()
-        for sequence in job.sequences:
-            sequence.stats.prefill_seconds = newcomer.seconds
-        lane.newcomer = None
+            self._batch.join(batch)
+        self._jobs = self._jobs | dict.fromkeys(batch.sequences, job)
+        self._newcomers = [other for other in self._newcomers if other is not newcomer]
+        job.choosers = []
+        job.joined = job.joined or time.monotonic()
+        for sequence in batch.sequences:
+            sequence.stats.prefill_seconds += newcomer.seconds
 
-    def _add(self, lane: _Lane, batch: Batch, jobs: dict[Sequence, Job]) -> None:
-        jobs = lane.jobs | jobs
-        if lane.batch is None:
-            others = [other.seconds for other in self._lanes.values() if other.batch is not None]
-            with _logged("rows have no room in advance: they move when they must"):
-                batch.reserve(self.settings.max_rows)
-            lane.batch, lane.seconds = batch, min(others, default=0.0)
-        else:
-            lane.batch.join(batch)
-        lane.jobs = jobs
+    # Pages
 
-    def _lane_for(self, job: Job) -> _Lane:
-        """Where a request is decoded from now on."""
-        return self._lanes[job.speculates and self._is_prepared and not self._num_resting]
+    def _salt(self, job: Job, sequence: Sequence) -> str:
+        # What does not speculate leaves nothing for a drafter, so its pages are others.
+        return f"{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
 
-    def _leave_to_plain(self, batch: Batch, jobs: dict[Sequence, Job]) -> None:
-        """Adds the rows to plain decoding, which needs nothing but their cache."""
-        plain = self._lanes[False]
-        room = plain.engine.target.open(len(batch.sequences), max(job.num_slots for job in jobs.values()))
-        self._add(plain, Batch(batch.sequences, room.keeping([]).joining(batch.cache), batch.chooser), jobs)
-
-    def _rest_or_wake(self) -> None:
-        """Leaves all rows to plain decoding when trees do not pay for as many as there will be, and new ones no longer
-        when they are fewer by a good part, or after long."""
-        lane, plain, pace = self._lanes[True], self._lanes[False], self._pace
-        if pace is None or not (self._waiting or lane.all_jobs):
+    def _keep_pages(self, job: Job, batch: Batch, row: int) -> None:
+        """Keeps what a row has read and written for others that begin alike."""
+        most = self.settings.prefix_cache_tokens
+        if most == 0:
             return
-        num_rows = self._num_speculating()
-        if self._num_resting:
-            # Fewer by a good part: at the edge of two sizes it would go back and forth. As many: for another trial.
-            is_time = num_rows <= 0.75 * self._num_resting or pace.pays(self._num_resting)
-            if is_time and pace.pays(num_rows):
-                self._num_resting = 0
-                lane.engine.policy.reconsider(num_rows)
+        with _logged("a text's pages are not kept"):
+            sequence = batch.sequences[row]
+            num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
+            self.pool.keep(batch.cache.rows[row], sequence.ids, self._salt(job, sequence), num_entries)
+
+    def _make_room(self) -> None:
+        """Every row that is decoded has pages for what the coming round writes."""
+        if self._batch is None:
             return
-        if pace.pays(num_rows) or plain.num_tokens(*lane.all_jobs) > self.settings.max_cache_tokens:
-            return
-        if lane.batch is not None:
+        ahead = self._ahead
+        short = [
+            (sequence, row)
+            for sequence, row in zip(self._batch.sequences, self._batch.cache.rows, strict=True)
+            if PAGE * len(row.pages) < row.length + ahead
+        ]
+        for sequence, row in sorted(short, key=lambda pair: self._jobs[pair[0]].number):
+            job = self._jobs.get(sequence)
+            if job is None:  # it has given its pages up
+                continue
             try:
-                self._leave_to_plain(lane.batch, lane.jobs)
-            except torch.OutOfMemoryError:
-                log.warning("there is no memory to leave %d rows to plain decoding", len(lane.batch.sequences))
-                pace.restart(num_rows)
-                return
-            except Exception:
-                log.exception("%d rows could not be left to plain decoding", len(lane.batch.sequences))
-                pace.restart(num_rows)
-                return
-        lane.batch, lane.jobs, self._num_resting = None, {}, num_rows
+                self._with_room(job, lambda row=row: self.pool.ensure(row, row.length + ahead))  # type: ignore[misc]
+            except Exception as error:
+                self._leave([job])
+                self._fail(job, error)
 
-    def _num_speculating(self) -> int:
-        """Rows that may speculate: of requests that are there, and of those that wait as far as there is room."""
-        jobs = self._running
-        num_rows, longest = sum(len(job.sequences) for job in jobs), max((job.num_slots for job in jobs), default=0)
+    def _with_room(self, job: Job, take: Callable[[], None]) -> bool:
+        """Takes pages for a request; while there are none, the youngest give theirs up. False if that was itself."""
+        while True:
+            try:
+                take()
+                return True
+            except NoRoomError:
+                if self._trim():
+                    continue
+                youngest = max(self._running, key=lambda other: other.number)
+                if youngest is job and len(self._running) == 1:
+                    raise
+            self._put_back(youngest)
+            if youngest is job:
+                return False
+
+    def _trim(self) -> bool:
+        """Gives back the pages that rows have for later. Whether there were any."""
+        before = self.pool.num_free
+        batches = [self._batch, *(newcomer.batch for newcomer in self._newcomers)]
+        for batch in (batch for batch in batches if batch is not None):
+            for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
+                self.pool.trim(row, len(sequence.ids) + self._ahead)
+        return self.pool.num_free > before
+
+    def _put_back(self, job: Job) -> None:
+        """The request gives its pages up, waits before all others, and goes on when it has been read again."""
+        try:
+            batch = self._batch
+            own = [row for row, sequence in enumerate(self._sequences) if self._jobs[sequence] is job]
+            if batch is not None and own:
+                choosers = [batch.chooser.keeping([row]) for row in own]
+                for row in own:
+                    batch.sequences[row].settle()
+                    self._tell_of(batch.sequences[row])
+                job.choosers = choosers
+            self._leave([job])
+        except Exception as error:
+            self._leave([job])
+            self._fail(job, error)
+            return
+        log.info("the cache is full: a request waits, and is read again")
         with self._changed:
-            for job in self._waiting:
-                num_rows, longest = num_rows + len(job.sequences), max(longest, job.num_slots)
-                if num_rows > self.settings.max_rows or num_rows * longest > self.settings.max_cache_tokens:
-                    break
-                jobs.add(job)
-        return sum(len(job.sequences) for job in jobs if job.speculates)
+            self._waiting.appendleft(job)
 
     # The round
 
-    def _round(self, lane: _Lane) -> None:
-        assert lane.batch is not None
-        start, num_setups, num_rows = time.perf_counter(), lane.engine.num_setups, len(lane.batch.sequences)
+    @property
+    def _sequences(self) -> list[Sequence]:
+        return self._batch.sequences if self._batch is not None else []
+
+    def _round(self, reading: list[Reading]) -> None:
+        assert self._batch is not None
+        start = time.perf_counter()
         try:
-            round = lane.engine.run_round(lane.batch, lane.clock)
+            self.engine.run_round(self._batch, self._clock, reading, self._tell_all)
         except Exception as error:
-            # Whose fault it was cannot be told, and their caches are no longer what they should be.
-            self._fail_lane(lane, error)
+            # Whose fault it was cannot be told, and their rows are no longer what they should be.
+            self._fail_batch(error)
+            self._fail_readers(reading, error)
             return
         seconds = time.perf_counter() - start
-        lane.seconds += seconds
-        for sequence in lane.batch.sequences:
+        self._count_reading(reading, seconds)
+        for sequence in self._sequences:
             sequence.stats.decode_seconds += seconds
-        self._settle(lane)
-        with _logged("a round's pace is not noted"):
-            if self._pace is not None and lane.engine.num_setups == num_setups:  # else later ones will not take as long
-                if lane is self._lanes[True]:
-                    self._pace.observe(num_rows, seconds, round.num_tokens, round.is_plain)
-                elif self._num_resting:
-                    self._pace.rested(min(num_rows, self._num_resting))
+        self._settle()
 
-    def _settle(self, lane: _Lane) -> None:
-        """Tells requests what they have got; those that have ended or failed go. May be repeated."""
-        if lane.batch is None:
+    def _tell_all(self) -> None:
+        """While the device works: tells requests what the rounds before have brought them."""
+        for sequence in self._sequences:
+            self._tell_of(sequence)
+
+    def _tell_of(self, sequence: Sequence) -> None:
+        job = self._jobs[sequence]
+        if job.cancelled or sequence.failure is not None:
             return
-        failed = set[Job]()
-        for sequence in lane.batch.sequences:
-            job = lane.jobs[sequence]
-            if job.cancelled:
-                continue
-            try:
-                if sequence.failure is not None:
-                    raise sequence.failure
-                if sequence.constraint is not None and sequence.constraint.error is not None:
-                    raise GraftError(sequence.constraint.error)
-                if (update := _update(job, sequence)) is not None:
-                    self._tell(job, update)
-            except Exception as error:
-                failed.add(job)
-                self._fail(job, error)
-        self._leave(lane, failed)
-        self._end(lane, {sequence for sequence in lane.jobs if sequence.finish_reason is not None})
+        try:
+            update = _update(job, sequence)
+        except Exception as error:
+            sequence.failure = error
+            return
+        if update is not None:
+            self._tell(job, update)
+
+    def _settle(self) -> None:
+        """Rows that have ended or failed hear of it and go. May be repeated."""
+        ended = [
+            sequence
+            for sequence in self._sequences
+            if sequence.finish_reason is not None
+            or sequence.failure is not None
+            or (sequence.constraint is not None and sequence.constraint.error is not None)
+        ]
+        if not ended:
+            return
+        failed = dict[Job, Exception]()
+        for sequence in ended:
+            self._tell_of(sequence)
+            if sequence.failure is not None:
+                failed[self._jobs[sequence]] = sequence.failure
+            elif sequence.constraint is not None and sequence.constraint.error is not None:
+                failed[self._jobs[sequence]] = GraftError(sequence.constraint.error)
+        for job, error in failed.items():
+            self._fail(job, error)
+        self._end({sequence for sequence, job in self._jobs.items() if job in failed or sequence in ended})
 
     # Leaving
 
-    def _leave(self, lane: _Lane, jobs: set[Job] | list[Job]) -> None:
+    def _leave(self, jobs: Collection[Job]) -> None:
         """Requests go before they have ended."""
-        if lane.newcomer is not None and lane.newcomer.job in jobs:
-            lane.newcomer = None
-        self._end(lane, {sequence for sequence, job in lane.jobs.items() if job in jobs})
-
-    def _end(self, lane: _Lane, gone: set[Sequence]) -> None:
-        """Frees rows; what they have read and written is kept as pages."""
-        if lane.batch is None or not gone:
+        if not jobs:
             return
-        for row, sequence in enumerate(lane.batch.sequences):
+        going = [newcomer for newcomer in self._newcomers if newcomer.job in jobs]
+        self._newcomers = [newcomer for newcomer in self._newcomers if newcomer.job not in jobs]
+        self._release(going)
+        self._end({sequence for sequence, job in self._jobs.items() if job in jobs})
+
+    def _end(self, gone: set[Sequence]) -> None:
+        """Frees rows; what they have read and written is kept."""
+        batch = self._batch
+        if batch is None or not gone:
+            return
+        for row, sequence in enumerate(batch.sequences):
             if sequence in gone:
-                job = lane.jobs[sequence]
-                with _logged("an answer's pages are not kept"):
-                    self.pages.save(sequence.ids, _salt(job, lane.batch), _caches(lane.batch), row)
-                if sequence.finish_reason is not None:
+                self._keep_pages(self._jobs[sequence], batch, row)
+                if sequence.finish_reason is not None and sequence.speculates:
                     with _logged("nothing is learned from an answer"):
-                        self._lanes[job.speculates].engine.policy.finish(sequence)
-        rows = [row for row, sequence in enumerate(lane.batch.sequences) if sequence not in gone]
-        if rows and (error := self._keep(lane.batch, rows) and self._keep(lane.batch, rows)) is not None:
-            self._fail_lane(lane, error, gone)
+                        self.engine.policy.finish(sequence)
+        rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
+        if rows and (error := self._keep(batch, rows) and self._keep(batch, rows)) is not None:
+            self._fail_batch(error, gone)
             return
         for sequence in gone:
             sequence.failure = None  # its traceback has the whole batch
-        lane.batch = lane.batch if rows else None
-        lane.jobs = {sequence: job for sequence, job in lane.jobs.items() if sequence not in gone}
+        if not rows:
+            self._release_rows(batch.cache.rows)
+            self._batch = None
+        self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
+        if self.settings.prefix_cache_tokens is not None:
+            with _logged("texts are kept longer"):
+                self.pool.forget(self.settings.prefix_cache_tokens)
 
-    @staticmethod
-    def _keep(batch: Batch, rows: list[int]) -> Exception | None:
-        """Takes no memory, and what fails has changed nothing: a second time it may succeed."""
+    def _keep(self, batch: Batch, rows: list[int]) -> Exception | None:
+        """Goes on with these rows alone. What fails has changed nothing: a second time it may succeed."""
+        before, going = batch.cache, [row for number, row in enumerate(batch.cache.rows) if number not in set(rows)]
         try:
             batch.keep(rows)
         except Exception as error:
             log.warning("rows could not go", exc_info=error)
-            return error
+            if batch.cache is before:
+                return error
+            self._release_rows(going)
         return None
 
-    def _fail_lane(self, lane: _Lane, error: Exception, gone: Collection[Sequence] = ()) -> None:
-        """Ends all that are decoded there but those that are gone already."""
-        jobs = {job for sequence, job in lane.jobs.items() if sequence not in gone}
-        for sequence in lane.jobs:
+    def _release(self, newcomers: Iterable[_Newcomer]) -> None:
+        for batch in (newcomer.batch for newcomer in newcomers if newcomer.batch is not None):
+            for sequence in batch.sequences:
+                sequence.failure = None  # its traceback has the whole batch
+            self._release_rows(batch.cache.rows)
+
+    def _release_rows(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            with _logged("pages are given back when nobody knows them any more"):
+                self.pool.release(row)
+
+    def _fail_batch(self, error: Exception, gone: Collection[Sequence] = ()) -> None:
+        """Ends all that are decoded but those that are gone already."""
+        jobs = {job for sequence, job in self._jobs.items() if sequence not in gone}
+        for sequence in self._jobs:
             sequence.failure = None
-        lane.batch, lane.jobs = None, {}
+        batch, self._batch, self._jobs = self._batch, None, {}
+        if batch is not None:
+            self._release_rows(batch.cache.rows)
         for job in jobs:
             self._fail(job, error)
 
@@ -592,30 +730,25 @@ def _logged(what: str) -> Iterator[None]:
         log.warning("%s", what, exc_info=True)
 
 
-def _caches(batch: Batch) -> list[TreeCache]:
-    return [batch.cache] if batch.draft is None else [batch.cache, batch.draft.cache]
-
-
-def _salt(job: Job, batch: Batch) -> str:
-    # Plain decoding keeps nothing for a drafter, so its pages are others.
-    return f"{batch.draft is not None}/{job.salt}"
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
 
 
 def _update(job: Job, sequence: Sequence) -> Update | None:
     """What the listener has not heard of yet, if anything."""
     assert sequence.text is not None
     index, ended = job.sequences.index(sequence), sequence.finish_reason is not None
-    told = job.told[index]
-    if index in job.ended or (told == sequence.stats.tokens and not ended):
+    told, count, start = job.told[index], sequence.stats.tokens, sequence.num_prompt_tokens
+    if index in job.ended or (told == count and not ended):
         return None
     update = Update(
         index=index,
         text=sequence.text.take(final=ended),
-        ids=sequence.new_ids[told:],
-        logprobs=sequence.logprobs[told:],
+        ids=sequence.ids[start + told : start + count],  # what lies behind a stop string is not the answer's
+        logprobs=sequence.logprobs[told:count],
         round=sequence.last_round,
         finish_reason=sequence.finish_reason,
     )
-    job.told[index] = sequence.stats.tokens
+    job.told[index] = count
     job.ended |= {index} if ended else set()
     return update

@@ -32,13 +32,18 @@ class Constraint(Protocol):
         ...
 
 
-def pruned(tree: DraftTree, constraints: Sequence[Constraint | None]) -> DraftTree:
-    """The tree without the nodes that its rows' constraints forbid, narrower where that leaves only padding."""
-    if not any(constraints) or tree.width == 1:
+def pruned(tree: DraftTree, constraints: Sequence[Constraint | None], speculating: Sequence[bool]) -> DraftTree:
+    """The tree without nodes in rows that do not speculate, and without those that rows' constraints forbid.
+
+    It is narrower where that leaves only padding.
+    """
+    if tree.width == 1 or (all(speculating) and not any(constraints)):
         return tree
     keep = tree.valid.clone()
-    for row, constraint in enumerate(constraints):
-        if constraint is not None:
+    for row, (constraint, speculates) in enumerate(zip(constraints, speculating, strict=True)):
+        if not speculates:
+            keep[row, 1:] = False
+        elif constraint is not None:
             keep[row] = _allowed(tree, row, constraint)
     order = (~keep).int().argsort(dim=1, stable=True)  # stable, so that parents stay before their children
     place = order.argsort(dim=1)

@@ -8,6 +8,7 @@ rows; nobody writes to a shared page.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from array import array
@@ -63,8 +64,8 @@ class KVStore:
     def shape(self, like: Tensor, key_heads: tuple[int, int], value_heads: tuple[int, int] | None = None) -> None:
         """Allocates, as (heads, head_dim) of keys and of values, if other than the keys', say."""
         # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
-        self.keys = like.new_zeros(self._num_layers, self._num_slots, *key_heads)
-        self.values = like.new_zeros(self._num_layers, self._num_slots, *(value_heads or key_heads))
+        self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
+        self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
     def resize(self, num_slots: int) -> None:
         """Makes room for so many slots; what is stored stays where it is."""
@@ -73,8 +74,8 @@ class KVStore:
         for name in ("keys", "values"):
             stored = getattr(self, name)
             if stored is not None:
-                larger = stored.new_zeros(self._num_layers, num_slots, *stored.shape[2:])
-                larger[:, :old] = stored
+                larger = _zeros(stored, (self._num_layers, num_slots, *stored.shape[2:]))
+                larger[:, :old] = stored[:, :num_slots]
                 setattr(self, name, larger)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -103,12 +104,13 @@ class PagePool:
         device: torch.device,
         max_positions: int | None,
         num_pages: int | None = None,
+        num_rows: int = 7,
         first_pages: int = _FIRST_PAGES,
     ) -> None:
         """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for, from
         `first_pages` on.
 
-        max_positions: of the model; no row is longer.
+        max_positions: of the model; no row is longer. num_rows: for as many the tables stay where they are.
         """
         self.device = device
         self.is_fixed = num_pages is not None
@@ -127,7 +129,7 @@ class PagePool:
         self._loaded: torch.cuda.Event | None = None
         self._is_changed = True
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._resize(num_pages + 1 if num_pages is not None else first_pages, 8)
+        self._resize(num_pages + 1 if num_pages is not None else first_pages, num_rows + 1)
 
     # Size
 
@@ -198,8 +200,13 @@ class PagePool:
     def open_row(self, num_slots: int) -> Row:
         """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
         with self._lock:
-            pages = self._take(-(-num_slots // PAGE))
-            return self._row_of(pages)
+            row = self._new_row()
+            try:
+                self.ensure(row, num_slots)
+            except Exception:
+                self.release(row)
+                raise
+            return row
 
     def ensure(self, row: Row, num_slots: int) -> None:
         """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
@@ -207,7 +214,11 @@ class PagePool:
         if more > 0:
             with self._lock:
                 start = len(row.pages)
-                row.pages.extend(self._take(more, row.pages[-1] + 1 if row.pages else 0))
+                pages = self._take(more, row.pages[-1] + 1 if row.pages else 0)
+                row.pages.extend(pages)
+                if len(row.pages) > self._here.shape[1]:
+                    self.trim(row, PAGE * start)
+                    raise GraftError(f"a text of {num_slots} tokens is longer than the model's context")
                 self._here[row.line, start : len(row.pages)] = row.pages[start:]
                 self._is_changed = True
 
@@ -225,14 +236,25 @@ class PagePool:
             finalizer()
         row.length = row.num_shared = 0
 
-    def fork(self, row: Row, num_slots: int) -> Row:
-        """A row that goes on from another's committed text: whole pages are shared, the last is copied."""
+    def copy(self, source: Row, target: Row) -> None:
+        """Makes one row go on from another's committed text: whole pages are shared, the last is copied.
+
+        The pages that it has behind them stay its own. A NoRoomError, and no change, if there are too few.
+        """
         with self._lock:
-            shared = row.length // PAGE
-            there = self._sharing(row.pages[:shared], row.pages[shared] if row.length % PAGE else None, num_slots)
-            there.length = row.length
-            row.num_shared = max(row.num_shared, shared)
-            return there
+            self.ensure(target, source.length)
+            shared = source.length // PAGE
+            self._uses[source.pages[:shared]] += 1
+            self._give_back(target.pages[:shared])
+            target.pages[:shared] = source.pages[:shared]
+            if source.length % PAGE:
+                for store in self.stores:
+                    store.copy_page(source.pages[shared], target.pages[shared])
+            self._here[target.line, :shared] = target.pages[:shared]
+            self._is_changed = True
+            target.length = source.length
+            source.num_shared = max(source.num_shared, shared)
+            target.num_shared = shared
 
     # Kept texts
 
@@ -250,7 +272,12 @@ class PagePool:
                 self._kept.move_to_end(name)
                 found.append(self._kept[name])
             self.num_asked += len(prompt)
-            row = self._sharing(found[:-1], found[-1] if found else None, num_slots)
+            row = self._new_row()
+            try:
+                self._share(row, found[:-1], found[-1] if found else None, num_slots)
+            except Exception:
+                self.release(row)
+                raise
             row.length = max(len(found) * PAGE - 1, 0)
             self.num_found += row.length
             return row
@@ -280,37 +307,33 @@ class PagePool:
 
     # Pages
 
-    def _row_of(self, pages: list[int]) -> Row:
+    def _new_row(self) -> Row:
+        """A row without pages. Whatever it comes to have is given back when nobody knows it any more."""
         if not self._free_lines:
             self._resize(len(self._uses), 2 * len(self._here))
-        row = Row(self._free_lines.pop(0), pages)
-        if len(pages) > self._here.shape[1]:
-            self._free_lines.insert(0, row.line)
-            self._give_back(pages)
-            raise GraftError(f"a text of {len(pages) * PAGE} tokens is longer than the model's context")
-        self._here[row.line] = 0
-        self._here[row.line, : len(pages)] = pages
-        self._is_changed = True
+        row = Row(self._free_lines.pop(0))
         row.__dict__["_finalizer"] = weakref.finalize(row, _end, weakref.ref(self), row.line, row.pages)
         row.__dict__["_finalizer"].atexit = False
+        self._here[row.line] = 0
+        self._is_changed = True
         return row
 
-    def _sharing(self, shared: list[int], copied: int | None, num_slots: int) -> Row:
-        """A row that reads others' pages, has a copy of one and, behind it, pages of its own."""
-        for page in (*shared, *([copied] if copied is not None else [])):
-            self._uses[page] += 1  # before others are taken: nothing kept is to go meanwhile
-        try:
-            own = self._take(max(-(-num_slots // PAGE) - len(shared), copied is not None))
-        except NoRoomError:
-            self._give_back([*shared, *([copied] if copied is not None else [])])
-            raise
-        if copied is not None:
-            for store in self.stores:
-                store.copy_page(copied, own[0])
-            self._give_back([copied])
-        row = self._row_of([*shared, *own])
+    def _share(self, row: Row, shared: list[int], copied: int | None, num_slots: int) -> None:
+        """Gives a new row others' pages, a copy of one and, behind it, pages of its own."""
+        self._uses[shared] += 1
+        row.pages.extend(shared)
+        self._here[row.line, : len(shared)] = shared
         row.num_shared = len(shared)
-        return row
+        if copied is None:
+            self.ensure(row, num_slots)
+            return
+        self._uses[copied] += 1  # it is not to go meanwhile
+        try:
+            self.ensure(row, max(num_slots, PAGE * (len(shared) + 1)))
+            for store in self.stores:
+                store.copy_page(copied, row.pages[len(shared)])
+        finally:
+            self._uses[copied] -= 1
 
     def _take(self, count: int, after: int = 0) -> list[int]:
         """So many free pages, one behind the other if there are such, from `after` on if that can be."""
@@ -439,6 +462,14 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; transformers would derive positions from it, but ours are given."""
         return max(self.lengths, default=0)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """On a CPU memory that is taken when it is first written to: a pool may be far larger than what is used of it."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
 
 
 def _heads_of(states: Tensor) -> tuple[int, int]:

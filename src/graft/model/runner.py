@@ -20,7 +20,11 @@ from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
 from graft.progress import Report
+from graft.settings import require
 from graft.spec_decode.tree import DraftTree
+
+
+_IN_USE = "the KV cache is in use already: set its size before anything is decoded"
 
 
 class TargetRunner:
@@ -81,16 +85,31 @@ class TargetRunner:
             assert self._pool is not None
         return self._pool
 
-    def limit_pages(self, num_pages: int) -> None:
-        """Has so many pages for all KV caches, once and for all; while there are no caches."""
-        self._use_pool(PagePool(self.device, self.max_positions, num_pages))
-
     def _use_pool(self, pool: PagePool) -> None:
         self._pool = pool
         pool.add_store(self._store)
 
+    def limit_pages(self, num_pages: int, num_rows: int = 7) -> None:
+        """There are so many pages from now on, for all KV caches together; nobody may have any yet.
+
+        num_rows: as many as there will be at once, so that nothing moves when they come.
+        """
+        require(self._pool is None or self.pool.num_free == self.pool.num_pages, _IN_USE)
+        self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
+
+    @torch.no_grad()
+    def bytes_per_token(self) -> int:
+        """Bytes of the KV cache that a token takes."""
+        found = _bytes_per_token(self.model)
+        if found is None:  # the config does not tell: the first step does
+            cache = self.open(1, 1)
+            self.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
+            cache.release()
+            found = self._store.bytes_per_token
+        return found
+
     def warm_up(self, max_tokens: int) -> None:
-        """Does what only the first steps of up to so many tokens do."""
+        """Does one-time work for steps of up to so many tokens; here there is none."""
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on the device beside the model's weights and a generation's own tensors, by purpose."""
@@ -206,6 +225,19 @@ def outputs_of(
 def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
     """Hidden states [..., H] of some layers as one [..., layers * H]; [..., 0] if there are none."""
     return torch.cat(list(hidden), dim=-1) if hidden else like[..., :0]
+
+
+def _bytes_per_token(model: PreTrainedModel) -> int | None:
+    """By the config, of a model whose keys and values are alike in all layers; None if it does not say so."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and heads and getattr(config, "hidden_size", None):
+        head_dim = config.hidden_size // config.num_attention_heads
+    differs = any(getattr(config, name, None) for name in ("v_head_dim", "kv_lora_rank", "num_kv_shared_layers"))
+    if not isinstance(heads, int) or not isinstance(head_dim, int) or differs:
+        return None
+    return 2 * int(config.num_hidden_layers) * heads * head_dim * model.dtype.itemsize
 
 
 def _num_logits(model: PreTrainedModel) -> int:

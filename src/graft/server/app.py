@@ -101,6 +101,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         scheduler = Scheduler(engine, settings)
+        await asyncio.to_thread(scheduler.is_ready.wait)
         app.state.serving = Serving(engine, settings, name, grammars, scheduler)
         yield
         await asyncio.to_thread(scheduler.close)
@@ -261,11 +262,12 @@ class Serving:
         settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
         sequences = self.engine.new_sequences(prompt, settings)
         for sequence in sequences:
+            sequence.speculates = body.speculate is not False
             sequence.is_recorded = bool(body.return_rounds)
             sequence.owner = self._owner(tenant)
             if grammar is not None:
                 sequence.constraint = self.grammars.constraint(grammar)
-        job = Job(sequences, lambda news: None, speculates=body.speculate is not False, salt=tenant)
+        job = Job(sequences, lambda news: None, salt=tenant)
         self.scheduler.check(job)
         return job
 

@@ -73,20 +73,20 @@ class _SchedulerCollector:
         self._scheduler, self._model = scheduler, model_name
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, pages = self._scheduler, self._scheduler.pages
+        scheduler, pool = self._scheduler, self._scheduler.pool
         gauges = {
             "num_requests_running": ("Requests that are decoded.", scheduler.num_running),
             "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
-            "kv_cache_usage_perc": ("Share of the cache that running requests take.", scheduler.cache_use),
-            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pages.num_tokens),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages that running requests have.", scheduler.cache_use),
+            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pool.num_kept_tokens),
         }
         for name, (words, value) in gauges.items():
             gauge = GaugeMetricFamily(f"graft:{name}", words, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         counts = {
-            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pages.num_asked),
-            "prefix_cache_hits": ("Of them, tokens that were not read again.", pages.num_found),
+            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pool.num_asked),
+            "prefix_cache_hits": ("Of them, tokens that were not read again.", pool.num_found),
         }
         for name, (words, value) in counts.items():
             counter = CounterMetricFamily(f"graft:{name}", words, labels=["model_name"])

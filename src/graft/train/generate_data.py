@@ -1,7 +1,7 @@
 """Training data of a draft head: the target's own answers to many prompts.
 
-Many rows decode together, with a CUDA graph per step on a GPU. Answers go to disk in shards, each written whole or not
-at all, so an interrupted run resumes where it stopped.
+Many rows decode together, all in one step of the target. Answers go to disk in shards, each written whole or not at
+all, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graft.errors import GraftError
-from graft.model import TargetRunner
+from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
-
-_SLOT_STEP = 256  # KV caches are sized in multiples of this many tokens, so that CUDA graphs can be reused
-_CHECK_EVERY = 16  # steps between checks whether all rows have ended
+from graft.spec_decode.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -50,61 +48,57 @@ class Answered:
 
 
 class BatchDecoder:
-    """Plain decoding of a fixed number of rows, without a host synchronization per token."""
+    """Plain decoding of a fixed number of rows."""
 
     def __init__(self, target: TargetRunner, num_rows: int, num_slots: int) -> None:
-        self.num_slots = num_slots
         self._target = target
         self._cache = target.open(num_rows, num_slots)
-        device = target.device
-        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._temperature = torch.zeros((), device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
     ) -> list[list[int]]:
         """One answer per prompt, its end token included; greedy at temperature 0."""
-        if self._graph is None and self._target.device.type == "cuda":
-            self._capture()  # before the prefill, whose first slots the warm-up steps would overwrite
-        self._cache.lengths = [0] * len(prompts)
-        self._target.prefill_batch(self._cache, [prompt[:-1] for prompt in prompts])
-        self._tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
-        self._lengths.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
-        self._temperature.fill_(temperature)
-        endings = torch.tensor(list(eos_token_ids), device=self._tokens.device)
-        ended = torch.zeros_like(self._tokens, dtype=torch.bool)
+        self._read(prompts)
+        tokens = torch.tensor([prompt[-1] for prompt in prompts])
+        endings = torch.tensor(list(eos_token_ids), dtype=torch.int64)
+        ended = torch.zeros_like(tokens, dtype=torch.bool)
         answers = []
-        for step in range(max_new_tokens):
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._step()
-            answers.append(self._tokens.clone())
-            ended |= torch.isin(self._tokens, endings)
-            if step % _CHECK_EVERY == _CHECK_EVERY - 1 and bool(ended.all()):
+        for _ in range(max_new_tokens):
+            tokens = self._next(tokens, temperature)
+            answers.append(tokens)
+            ended |= torch.isin(tokens, endings)
+            if bool(ended.all()):
                 break
         return [_cut(row, eos_token_ids) for row in torch.stack(answers, dim=1).tolist()]
 
-    def _step(self) -> None:
-        logits = self._target.step(self._cache, self._tokens, self._lengths)  # [B, V]
-        noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-12).log()
-        self._tokens.copy_((logits + self._temperature * noise).argmax(dim=1))
-        self._lengths.add_(1)
+    def release(self) -> None:
+        self._cache.release()
 
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # warm-up: libraries initialize outside the graph
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._lengths.zero_()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._step()
+    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Commits every prompt but its last token, several in a step."""
+        for row in self._cache.rows:
+            row.length = 0
+        while True:
+            room, chunks = self._target.chunk_size, []
+            for row, prompt in zip(self._cache.rows, prompts, strict=True):
+                end = min(row.length + room, len(prompt) - 1)
+                if end > row.length:
+                    chunks.append(Chunk(row, prompt[row.length : end]))
+                    room -= end - row.length
+            if not chunks:
+                return
+            _, read = self._target.step(None, None, chunks)
+            self._target.wait_for(read[0])
+
+    def _next(self, tokens: Tensor, temperature: float) -> Tensor:
+        """The tokens [B] after these, on the host."""
+        verified = self._target.verify(self._cache, DraftTree.roots(tokens))
+        logits = verified.logits[verified.index[:, 0].to(verified.logits.device)]
+        noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-12).log()
+        chosen = (logits + temperature * noise).argmax(dim=1).cpu()
+        self._target.commit(self._cache, [[] for _ in tokens])
+        return chosen
 
 
 def write_answers(
@@ -127,21 +121,17 @@ def write_answers(
     by_length = sorted(fitting, key=len)
     groups = [by_length[i : i + settings.num_rows] for i in range(0, len(by_length), settings.num_rows)]
     shards = [(group, t) for group in range(len(groups)) for t in range(len(settings.temperatures))]
-    decoder: BatchDecoder | None = None
     for done, (group, rank) in enumerate(shards):
         path = folder / f"answers-{group:05d}-{rank:02d}.safetensors"
         num_tokens = 0
         if not path.exists():
             prompt_group, temperature = groups[group], settings.temperatures[rank]
-            rows = [*prompt_group, *[prompt_group[-1]] * (settings.num_rows - len(prompt_group))]  # a full batch
-            num_slots = -(-(len(rows[-1]) + settings.max_new_tokens) // _SLOT_STEP) * _SLOT_STEP
-            if decoder is None or decoder.num_slots != num_slots:
-                decoder = None  # its memory first
-                decoder = BatchDecoder(target, settings.num_rows, num_slots)
+            decoder = BatchDecoder(target, len(prompt_group), len(prompt_group[-1]) + settings.max_new_tokens)
             torch.manual_seed(settings.seed + 1_000_003 * group + rank)
-            answers = decoder.answer(rows, settings.max_new_tokens, temperature, eos_token_ids)
-            _save_shard(path, prompt_group, answers[: len(prompt_group)])
-            num_tokens = sum(map(len, answers[: len(prompt_group)]))
+            answers = decoder.answer(prompt_group, settings.max_new_tokens, temperature, eos_token_ids)
+            decoder.release()
+            _save_shard(path, prompt_group, answers)
+            num_tokens = sum(map(len, answers))
         progress(done + 1, len(shards), num_tokens)
 
 
