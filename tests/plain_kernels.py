@@ -85,13 +85,20 @@ def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:
 
 
 def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
-    items = []
-    for row, (count, length) in enumerate(zip(layout.counts.tolist(), layout.lengths.tolist(), strict=True)):
-        num_splits = tiles.count_splits(length // tiles.keys * tiles.keys)
-        num_tiles = -(-count * group // tiles.rows)
+    items, chains = [], []
+    by_row = zip(*(part.tolist() for part in (layout.starts, layout.counts, layout.lengths)), strict=True)
+    tokens = tiles.rows // group
+    for row, (start, count, length) in enumerate(by_row):
+        own = list(range(count))
+        end = slice(start, start + count)
+        chains.append(int(count > 0 and layout.places[end].tolist() == layout.depths[end].tolist() == own))
+        num_tiles = -(-count // tokens) if tokens else -(-count * group // tiles.rows)
+        prefix = length + (chains[-1] * (num_tiles - 1) * tokens)
+        num_splits = tiles.count_splits(prefix // tiles.keys * tiles.keys)
         items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
     numbers = torch.tensor(items, dtype=torch.int32, device=layout.rows.device).view(-1, 3)
-    return attention_kernels.Plan(numbers, layout.rows.new_tensor([len(items)]))
+    numbers_of = layout.rows.new_tensor
+    return attention_kernels.Plan(numbers, numbers_of([len(items)]), numbers_of(chains))
 
 
 def tree_attention(

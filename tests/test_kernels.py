@@ -235,24 +235,18 @@ def test_few_programs_do_all_items_of_a_plan(monkeypatch):
     assert torch.equal(problem.attend(), expected)
 
 
-def test_a_plan_holds_every_split_of_whole_committed_blocks_for_every_tile():
+def test_a_plan_holds_every_split_of_whole_blocks_of_prefix_for_every_tile():
     rng = random.Random(0)
     for group in (1, 3, 20):
         for _ in range(6):
             num_rows = rng.choice([1, 5, 9])
-            counts, lengths = (
-                [rng.choice(few) for _ in range(num_rows)] for few in ([0, 1, 5, 40], [0, 15, 16, 33, 300])
-            )
-            layout = replace(
-                Problem.random([3]).layout(max(lengths)),
-                rows=ints([row for row, count in enumerate(counts) for _ in range(count)]),
-                counts=ints(counts),
-                lengths=ints(lengths),
-            )
+            lengths = [rng.choice([0, 15, 16, 33, 300]) for _ in range(num_rows)]
+            trees = [make(rng.choice([1, 5, 40])) for make in rng.choices([some_tree, chain], k=num_rows)]
+            layout = Problem.make(lengths, trees, padding=1).layout()
             ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
             number = int(ours.num_items)
             assert number == int(expected.num_items) <= len(ours.items)
-            assert torch.equal(ours.items[:number], expected.items)
+            assert torch.equal(ours.items[:number], expected.items) and torch.equal(ours.chains, expected.chains)
 
 
 def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(monkeypatch):
@@ -333,8 +327,9 @@ def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_pla
     monkeypatch.setattr(attention_kernels, "plan", lambda *args: made.append(args) or make(*args))
     step = KernelStep(problem.layout())
     query = problem.query.transpose(0, 1)[None].contiguous()  # [1, heads, T, D]
+    stored = [part.transpose(0, 1)[None] for part in (problem.keys, problem.values)]  # [1, kv_heads, slots, D]
     for _ in range(2):
-        out = model_attention._by_kernels(query, problem.keys, problem.values, step, None, 40)
+        out = model_attention._by_kernels(query, *stored, step, None, 40)
     assert torch.equal(out.flatten(2)[0], expected) and out.shape == (1, len(problem.query), 2, 16)
     assert len(made) == 1
 

@@ -9,6 +9,9 @@ tree, in any batch. Three rules make it so:
 - Prefix and tail do the same operations to a block, spelled so that a compiler has nothing to choose, and a block of
   which a row sees nothing leaves the row's sums as they are.
 
+Where a row's tokens are one chain, a part of a prompt or a tree of one path, they stand in the row's pages as text
+does: what lies before a tile's first token is prefix to all of the tile, as if it were committed.
+
 A step is flat: tokens of many rows one after the other, and keys in pages that a row's block table names. Neither is
 seen in a sum. Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch: a
 launch can be captured in a graph and replayed while the text grows.
@@ -63,6 +66,14 @@ class Tiles:
     def splits(self) -> tuple[int, int, int]:
         return self.short_split, self.border, self.long_split
 
+    def tokens(self, group: int) -> int:
+        """Tokens of a tile of query rows, each with all its query heads; 0 where a token needs more than one tile."""
+        return self.rows // group
+
+    def used_rows(self, group: int) -> int:
+        """Query rows of a tile: those of its tokens, or some of a token that needs more than one tile."""
+        return self.tokens(group) * group or self.rows
+
     def count_splits(self, num_positions: int) -> int:
         """Splits that hold the first positions of a text."""
         short = min(num_positions, self.border)
@@ -92,27 +103,33 @@ class Plan:
 
     items: Tensor  # [N, 3] int32 row, tile of the row, split
     num_items: Tensor  # [1] int32, how many of them there are
+    chains: Tensor  # [R] int32, 1 where what stands before a tile's first token in the step is prefix to the tile
 
 
 def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
-    """Tiles of query rows and splits with whole committed blocks. group: query heads that share a key head."""
+    """Tiles of query rows and splits with whole blocks of prefix. group: query heads that share a key head."""
     num_tokens, num_rows = len(layout.rows), len(layout.counts)
-    _check_indices(layout.counts, layout.lengths)
+    _check_indices(layout.starts, layout.counts, layout.lengths, layout.places, layout.depths)
     items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
-    num_items = layout.counts.new_empty(1)
+    num_items, chains = layout.counts.new_empty(1), torch.empty_like(layout.counts)
     _plan_kernel[(num_rows,)](
+        layout.starts,
         layout.counts,
         layout.lengths,
+        layout.places,
+        layout.depths,
         items,
         num_items,
+        chains,
         num_rows,
         GROUP=group,
-        BLOCK_M=tiles.rows,
+        TOKENS=tiles.tokens(group),
+        USED=tiles.used_rows(group),
         BLOCK_N=tiles.keys,
         SPLITS=tiles.splits,
         BLOCK=_PLANNED_AT_ONCE,
     )
-    return Plan(items, num_items)
+    return Plan(items, num_items, chains)
 
 
 def tree_attention(
@@ -146,10 +163,11 @@ def tree_attention(
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale)
-    by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
+    by_row = (layout.lengths, plan.chains, layout.lines, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or 0, sums, maxima, totals)
     cut: dict[str, Any] = {
         "GROUP": group,
+        "TOKENS": tiles.tokens(group),
         "HEAD_DIM": head_dim,
         "BLOCK_N": tiles.keys,
         "BLOCK_D": _padded(head_dim),
@@ -157,11 +175,12 @@ def tree_attention(
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
     }
-    if layout.max_context >= tiles.keys:
+    if _most_prefix(num_tokens, layout.max_context, group, tiles) >= tiles.keys:
         programs = min(len(plan.items), max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS))
         _prefix_kernel[programs, kv_heads](
             *(*stored, *by_row, layout.starts, layout.counts, layout.depths, plan.items, plan.num_items, *states),
             **cut,
+            USED=tiles.used_rows(group),
             BLOCK_M=tiles.rows,
             num_warps=tiles.warps,
             num_stages=tiles.prefix_stages,
@@ -211,8 +230,15 @@ def commit(
 
 def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, tiles: Tiles) -> int:
     """Items of a plan at most: each row in use may have one tile that is not full."""
-    num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (tiles.rows - 1)) // tiles.rows
-    return num_tiles * tiles.count_splits(max_context // tiles.keys * tiles.keys)
+    used = tiles.used_rows(group)
+    num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (used - 1)) // used
+    return num_tiles * tiles.count_splits(_most_prefix(num_tokens, max_context, group, tiles) // tiles.keys * tiles.keys)
+
+
+def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
+    """Tokens of a tile's prefix at most: all that is committed and, of a chain, all but the last tile's tokens."""
+    tokens = tiles.tokens(group)
+    return max_context + ((num_tokens - 1) // tokens * tokens if tokens else 0)
 
 
 def _num_splits(layout: Layout, tiles: Tiles) -> int:
@@ -270,11 +296,20 @@ def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int)
 
 
 @triton.jit
-def _first_block(length: int, window: int, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr) -> int:
-    """Start of the first block in the root's window, and so in any node's."""
+def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
+    """Tokens of a row's part of the step that are prefix to the tile of the token at this place of a chain."""
+    if TOKENS == 0:
+        return place * 0
+    else:
+        return is_chain * (place // TOKENS * TOKENS)
+
+
+@triton.jit
+def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr) -> int:
+    """Start of the first block in the window of the first token behind the prefix, and so of any in its tile."""
     first = 0
     if WINDOWED:
-        first = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(prefix - window + 1, 0) // BLOCK_N * BLOCK_N
     return first
 
 
@@ -394,31 +429,61 @@ def _combine(
 
 
 @triton.jit
+def _is_chain(
+    starts: tl.tensor,
+    counts: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+) -> tl.tensor:
+    """1 for rows whose last token has all others before it on its path, and no more than those: their places and
+    depths are 0, 1, 2, ..."""
+    count = tl.load(counts + row, mask=real, other=0)
+    last = tl.load(starts + row, mask=real, other=0) + count - 1
+    in_use = count > 0
+    place = tl.load(places + last, mask=in_use, other=-1)
+    depth = tl.load(depths + last, mask=in_use, other=-1)
+    return (in_use & (place == count - 1) & (depth == count - 1)).to(tl.int32)
+
+
+@triton.jit
 def _tiles_and_splits(
+    starts: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
     row: tl.tensor,
     real: tl.tensor,
     GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    USED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many tiles of query rows some rows have, and how many splits with whole committed blocks."""
-    num_tiles = (tl.load(counts + row, mask=real, other=0) * GROUP + BLOCK_M - 1) // BLOCK_M
-    end = tl.load(lengths + row, mask=real, other=0) // BLOCK_N * BLOCK_N
-    return num_tiles, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
+    """How many tiles of query rows some rows have, and how many splits with whole blocks of the last one's prefix."""
+    count = tl.load(counts + row, mask=real, other=0)
+    is_chain = _is_chain(starts, counts, places, depths, row, real)
+    prefix = tl.load(lengths + row, mask=real, other=0) + _before_tile(count - 1, is_chain, TOKENS)
+    end = prefix // BLOCK_N * BLOCK_N
+    return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
+    starts: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
     items: tl.tensor,
     num_items: tl.tensor,
+    chains: tl.tensor,
     num_rows: int,
     GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    USED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -430,13 +495,16 @@ def _plan_kernel(
     for start in range(0, num_rows, BLOCK):
         other = start + index
         num_tiles, num_splits = _tiles_and_splits(
-            counts, lengths, other, other < num_rows, GROUP, BLOCK_M, BLOCK_N, SPLITS
+            starts, counts, lengths, places, depths, other, other < num_rows, GROUP, TOKENS, USED, BLOCK_N, SPLITS
         )
         before += tl.sum(tl.where(other < row, num_tiles * num_splits, 0), axis=0)
         total += tl.sum(num_tiles * num_splits, axis=0)
     if row == 0:
         tl.store(num_items, total)
-    num_tiles, num_splits = _tiles_and_splits(counts, lengths, row, row >= 0, GROUP, BLOCK_M, BLOCK_N, SPLITS)
+    tl.store(chains + row, _is_chain(starts, counts, places, depths, row, row >= 0))
+    num_tiles, num_splits = _tiles_and_splits(
+        starts, counts, lengths, places, depths, row, row >= 0, GROUP, TOKENS, USED, BLOCK_N, SPLITS
+    )
     for start in range(0, num_tiles * num_splits, BLOCK):
         item = start + index
         real = item < num_tiles * num_splits
@@ -458,6 +526,7 @@ def _prefix_kernel(
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
+    chains: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
@@ -472,6 +541,8 @@ def _prefix_kernel(
     maxima: tl.tensor,  # [T * heads, splits]
     totals: tl.tensor,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    USED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -480,20 +551,23 @@ def _prefix_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Whole blocks of committed tokens, the same for all tokens of a row: some items of the plan, for one key head."""
+    """Whole blocks of prefix, the same for all tokens of a tile: some items of the plan, for one key head."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
     values += kv_head * cache_head
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         batch = tl.load(items + item * 3)
+        tile = tl.load(items + item * 3 + 1)
         split = tl.load(items + item * 3 + 2)
         length = tl.load(lengths + batch)
-        begin = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
-        end = tl.minimum(_start_of(split + 1, SPLITS), length // BLOCK_N * BLOCK_N)
-        if begin < end:  # or all of it is outside of the window
+        prefix = length + _before_tile(tile * TOKENS, tl.load(chains + batch), TOKENS)
+        begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, WINDOWED))
+        end = tl.minimum(_start_of(split + 1, SPLITS), prefix // BLOCK_N * BLOCK_N)
+        if begin < end:  # or all of it is outside of the window, or behind the tile
             first = tl.load(starts + batch)
-            row = tl.load(items + item * 3 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
-            real = row < tl.load(counts + batch) * GROUP
+            within = tl.arange(0, BLOCK_M)
+            row = tile * USED + within
+            real = (within < USED) & (row < tl.load(counts + batch) * GROUP)
             token, member = first + row // GROUP, row % GROUP
             q = _load_rows(
                 query,
@@ -538,6 +612,7 @@ def _tail_kernel(
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
+    chains: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
@@ -553,6 +628,7 @@ def _tail_kernel(
     totals: tl.tensor,
     out: tl.tensor,  # [T, heads * head_dim]
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -563,7 +639,7 @@ def _tail_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A token's own last blocks, the end of the committed tokens and then its path, and all its splits together.
+    """A token's own last blocks, the end of the committed tokens and of its path, and all its splits together.
 
     Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real; to combine splits
     there are no others.
@@ -571,10 +647,12 @@ def _tail_kernel(
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
     length, depth = tl.load(lengths + batch), tl.load(depths + token)
-    branches = depth != tl.load(places + token)
+    own_place = tl.load(places + token)
+    branches = depth != own_place
     position = length + depth
-    prefix_end = length // BLOCK_N * BLOCK_N
-    first = _first_block(length, window, BLOCK_N, WINDOWED)
+    prefix = length + _before_tile(own_place, tl.load(chains + batch), TOKENS)
+    prefix_end = prefix // BLOCK_N * BLOCK_N
+    first = _first_block(prefix, window, BLOCK_N, WINDOWED)
 
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP
