@@ -42,7 +42,7 @@ class Batch:
         """Makes one row what another is: answers to the same prompt share its prefill."""
         self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])
         if self.draft is not None:
-            self.draft.copy_row(source, target, there)
+            self.draft.copy_row(source, target, self.cache.rows[target])
 
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""

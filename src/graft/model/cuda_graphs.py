@@ -282,6 +282,10 @@ class CapturedTarget(TargetRunner):
             assert graphs.pool is not None
         return graphs.pool
 
+    @property
+    def _is_in_use(self) -> bool:
+        return self._graphs.is_in_use
+
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()
         self._graphs.pool = pool

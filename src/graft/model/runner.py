@@ -23,7 +23,6 @@ from graft.progress import Report
 from graft.settings import require
 from graft.spec_decode.tree import DraftTree
 
-
 _IN_USE = "the KV cache is in use already: set its size before anything is decoded"
 
 
@@ -94,8 +93,12 @@ class TargetRunner:
 
         num_rows: as many as there will be at once, so that nothing moves when they come.
         """
-        require(self._pool is None or self.pool.num_free == self.pool.num_pages, _IN_USE)
+        require(not self._is_in_use, _IN_USE)
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
+
+    @property
+    def _is_in_use(self) -> bool:
+        return self._pool is not None and self._pool.num_free < self._pool.num_pages
 
     @torch.no_grad()
     def bytes_per_token(self) -> int:
