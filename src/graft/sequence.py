@@ -98,10 +98,7 @@ class Sequence:
         if self.finish_reason is not None or self.is_recorded:
             self.settle()
         if self.finish_reason is not None:
-            if self._is_stopped:
-                self._drop_behind_stop()
-            elif self.text is not None:
-                self.text.finish()
+            self._end_text()
 
     def settle(self) -> None:
         """Catches up with the rounds so far: text, stop strings, statistics, and what a watcher sees."""
@@ -137,6 +134,12 @@ class Sequence:
             stats.accepted_by_source[row.source(node)] += 1
         if self.is_recorded:
             self.last_round = row.record(accepted, round.tokens[:num_new], self.shows_all)
+
+    def _end_text(self) -> None:
+        if self._is_stopped:
+            self._drop_behind_stop()
+        elif self.text is not None:
+            self.text.finish()
 
     def _drop_behind_stop(self) -> None:
         del self.ids[self.num_prompt_tokens + self.stats.tokens :]

@@ -446,6 +446,7 @@ class KVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Writes one layer's new keys and values [1, heads, T, head_dim]; returns the layer's whole store, likewise."""
         store = self.store
+        assert self._slots is not None
         if store.keys is None:
             store.shape(key_states, _heads_of(key_states), _heads_of(value_states))
         for stored, states in zip(store.stored, (key_states, value_states), strict=True):

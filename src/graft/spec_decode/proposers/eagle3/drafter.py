@@ -90,9 +90,10 @@ class Eagle3Drafter:
         store = self._stores.get(pool)
         if store is None:
             config, weight = self.head.config, self.head.fc.weight
-            store = self._stores[pool] = KVStore(1)
+            store = KVStore(1)
             pool.add_store(store)
             store.shape(weight, (config.num_key_value_heads, config.head_dim))
+            self._stores[pool] = store  # last: what has failed is made again
         return store
 
     @torch.no_grad()
