@@ -251,6 +251,7 @@ class Engine:
     def read(self, reading: Sequence[Reading]) -> None:
         """A step of prompt chunks alone."""
         _, read = self.target.step(None, None, [part.chunk for part in reading])
+        self.policy.catch_up()
         self.target.wait_for(read[0])
         self._learn_prompts(reading, read)
 
@@ -311,6 +312,7 @@ class Engine:
             for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
                 raise failure
             waiting = [row for row in waiting if batch.rest_of(row, 1).tokens]
+        self.policy.catch_up()
         for source, target in copies:
             batch.copy_row(source, target)
 

@@ -63,6 +63,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -97,7 +98,8 @@ class Policy(ABC):
             start = batch.cache.lengths[row] - verified.tokens.shape[1]
             sequence = batch.sequences[row]
             preceding = sequence.ids[max(start - 2, 0) : start]
-            self.learn_top_k(TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
+            # Later, while the device works; what the next step writes over is copied.
+            self._unlearned = (*self._unlearned, TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
         if self.drafter is not None:
             self.drafter.read(batch.draft, row, verified, following)
 
@@ -118,8 +120,11 @@ class Policy(ABC):
     def reconsider(self, num_rows: int) -> None:  # noqa: B027 - optional
         """Forgets that trees did not pay for so many rows, so that they are tried again."""
 
-    def catch_up(self) -> None:  # noqa: B027 - optional
-        """Does postponed learning while the device verifies."""
+    def catch_up(self) -> None:
+        """Does postponed learning, while the device works."""
+        unlearned, self._unlearned = self._unlearned, ()
+        for top_k in unlearned:
+            self.learn_top_k(top_k)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
         """Learns the target's top-k successors of verified tokens."""
@@ -136,10 +141,12 @@ class Policy(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name; empty for a policy that learns nothing."""
+        self.catch_up()
         return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Replaces what was learned by what `state` once gave, on any device; what is missing there starts anew."""
+        self._unlearned = ()
         for retriever in self.retrievers:
             retriever.restore(state)
 

@@ -178,6 +178,7 @@ class Graft(Policy):
             super().draft_ahead(batch, verified, choices)
 
     def catch_up(self) -> None:
+        super().catch_up()
         # Cleared first, so that what fails is not tried again in every round.
         uncounted, unjudged, self._uncounted, self._unjudged = self._uncounted, self._unjudged, None, None
         if uncounted is not None:
