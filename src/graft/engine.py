@@ -323,6 +323,7 @@ class Engine:
         """
         self.target.warm_up(max_tokens)
         self.policy.prepare()
+        self.policy.measure()
 
     @property
     def num_setups(self) -> int:

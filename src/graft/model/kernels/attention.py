@@ -175,7 +175,7 @@ def tree_attention(
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
     }
-    if _most_prefix(num_tokens, layout.max_context, group, tiles) >= tiles.keys:
+    if _most_prefix(num_tokens, layout.max_context, group, tiles) > 0:
         programs = min(len(plan.items), max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS))
         _prefix_kernel[programs, kv_heads](
             *(*stored, *by_row, layout.starts, layout.counts, layout.depths, plan.items, plan.num_items, *states),
@@ -232,14 +232,12 @@ def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, ti
     """Items of a plan at most: each row in use may have one tile that is not full."""
     used = tiles.used_rows(group)
     num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (used - 1)) // used
-    most = _most_prefix(num_tokens, max_context, group, tiles)
-    return num_tiles * tiles.count_splits(most // tiles.keys * tiles.keys)
+    return num_tiles * tiles.count_splits(_most_prefix(num_tokens, max_context, group, tiles))
 
 
 def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
-    """Tokens of a tile's prefix at most: all that is committed and, of a chain, all but the last tile's tokens."""
-    tokens = tiles.tokens(group)
-    return max_context + ((num_tokens - 1) // tokens * tokens if tokens else 0)
+    """Positions that the prefix kernel takes of a text at most: whole committed blocks, and all of a chain."""
+    return max_context + num_tokens if tiles.tokens(group) else max_context // tiles.keys * tiles.keys
 
 
 def _num_splits(layout: Layout, tiles: Tiles) -> int:
@@ -425,8 +423,32 @@ def _combine(
         total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
         acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
-    # Rows that are not real have no total.
+    return _divided(acc, total)
+
+
+@triton.jit
+def _divided(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Rows that are not real may have no total."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _store_result(
+    out: tl.tensor,
+    token: int,
+    member: tl.tensor,
+    real: tl.tensor,
+    result: tl.tensor,
+    kv_head: int,
+    kv_heads: int,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    dims = tl.arange(0, BLOCK_D)
+    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -468,6 +490,8 @@ def _tiles_and_splits(
     is_chain = _is_chain(starts, counts, places, depths, row, real)
     prefix = tl.load(lengths + row, mask=real, other=0) + _before_tile(count - 1, is_chain, TOKENS)
     end = prefix // BLOCK_N * BLOCK_N
+    if TOKENS > 0:
+        end = tl.where(is_chain > 0, tl.load(lengths + row, mask=real, other=0) + count, end)
     return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 
@@ -562,13 +586,18 @@ def _prefix_kernel(
         split = tl.load(items + item * 3 + 2)
         length = tl.load(lengths + batch)
         prefix = length + _before_tile(tile * TOKENS, tl.load(chains + batch), TOKENS)
+        count = tl.load(counts + batch)
+        last = prefix // BLOCK_N * BLOCK_N
         begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, WINDOWED))
-        end = tl.minimum(_start_of(split + 1, SPLITS), prefix // BLOCK_N * BLOCK_N)
-        if begin < end:  # or all of it is outside of the window, or behind the tile
+        end = tl.minimum(_start_of(split + 1, SPLITS), last)
+        if TOKENS > 0:  # a chain's tokens see the same keys, each up to its own: a tile takes all of them
+            last = tl.where(tl.load(chains + batch) > 0, length + tl.minimum((tile + 1) * TOKENS, count), last)
+        stop = tl.minimum(_start_of(split + 1, SPLITS), last)
+        if begin < stop:  # or all of it is outside of the window, or behind the tile
             first = tl.load(starts + batch)
             within = tl.arange(0, BLOCK_M)
             row = tile * USED + within
-            real = (within < USED) & (row < tl.load(counts + batch) * GROUP)
+            real = (within < USED) & (row < count * GROUP)
             token, member = first + row // GROUP, row % GROUP
             q = _load_rows(
                 query,
@@ -598,6 +627,19 @@ def _prefix_kernel(
                 acc, maximum, total = _add_block(
                     q, key, value, seen, log2_scale, acc, maximum, total, WINDOWED, PRECISION
                 )
+            if TOKENS > 0:
+                for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):
+                    positions = start + tl.arange(0, BLOCK_N)
+                    exists = positions < last
+                    slots = slot_of(table, positions, exists, max_pages)
+                    seen = positions[None, :] <= position[:, None]
+                    if WINDOWED:
+                        seen = seen & (positions[None, :] > position[:, None] - window)
+                    key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+                    acc, maximum, total = _add_block(
+                        q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION
+                    )
             state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
             _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
@@ -665,7 +707,14 @@ def _tail_kernel(
     values += kv_head * cache_head
     table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
     paths += token.to(tl.int64) * max_path
-    for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
+    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    own_split = _split_of(prefix_end, SPLITS)
+    if TOKENS > 0:  # of a chain all is done but to combine the splits
+        own_split = tl.where(tl.load(chains + batch) > 0, last_split + 1, own_split)
+    for split in range(own_split, last_split + 1):
         # What the prefix left in this split, or nothing.
         going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
         acc = _load_rows(sums, (state + split) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
@@ -688,21 +737,20 @@ def _tail_kernel(
             acc, maximum, total = _add_block(
                 q, key, value, seen[None, :], log2_scale, acc, maximum, total, True, PRECISION
             )
-        _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+        if first_split < last_split:
+            _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
-    tl.debug_barrier()  # what this program's other threads have stored
-    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
-    real = member < GROUP
-    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
-    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
-    state = head * num_splits
-    result = _combine(sums, maxima, totals, state, real, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
-    dims = tl.arange(0, BLOCK_D)
-    tl.store(
-        out + (head * HEAD_DIM)[:, None] + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-    )
+    if (first_split == last_split) & (own_split <= last_split):
+        # The one split's weight is 1, and what it is added to is 0, which makes a negative zero a positive one.
+        _store_result(out, token, member, real, _divided(acc + 0.0, total), kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
+    else:
+        tl.debug_barrier()  # what this program's other threads have stored
+        few = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
+        states = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + few) * num_splits
+        result = _combine(
+            sums, maxima, totals, states, few < GROUP, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S
+        )
+        _store_result(out, token, few, few < GROUP, result, kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])
