@@ -112,10 +112,9 @@ class Sampler:
         device: torch.device,
         constraints: Sequence[Constraint | None] | None = None,
     ) -> None:
-        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
-
         self._settings = list(settings)
+        self._device = device
+        self._columns: dict[str, Tensor] = {}  # [B] of settings on the device, made when they are needed
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._is_known = [
@@ -123,15 +122,9 @@ class Sampler:
         ]
         self._is_random = [s.temperature > 0 for s in settings]
         self._too_early = [s.min_tokens > 0 for s in settings]  # to end
-        self._seeds = column("seed", torch.int64)
         # What changes with every token is on the host, in plain numbers.
         self._positions = [len(h) for h in histories]  # of the token to choose
         self._generated = [0] * len(settings)
-        self._min_tokens = torch.tensor([s.min_tokens for s in settings])
-        self._temperature = column("temperature")
-        self._top_k, self._top_p, self._min_p = column("top_k", torch.int64), column("top_p"), column("min_p")
-        self._repetition = column("repetition_penalty")
-        self._presence, self._frequency = column("presence_penalty"), column("frequency_penalty")
 
         shape = (len(settings), vocab_size)
         self._seen: Tensor | None = None  # [B, V] bool, in prompt or answer
@@ -157,6 +150,7 @@ class Sampler:
     def keeping(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows alone, in this order."""
         there = copy.copy(self)
+        there._columns = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(there, name, value[torch.tensor(rows, dtype=torch.int64, device=value.device)])
@@ -168,6 +162,7 @@ class Sampler:
         """A sampler of its own rows and, behind them, those of another."""
         num_own, num_new = len(self._settings), len(other._settings)
         there = copy.copy(self)
+        there._columns = {}
         for name, own in vars(self).items():
             new = getattr(other, name)
             if isinstance(own, list):
@@ -179,14 +174,23 @@ class Sampler:
                 setattr(there, name, torch.cat([own, new]))
         return there
 
+    def _column(self, name: str) -> Tensor:
+        """A setting of all rows, [B] on the device."""
+        if name not in self._columns:
+            dtype = torch.int64 if name in ("seed", "top_k") else torch.float32
+            values = [getattr(s, name) for s in self._settings]
+            self._columns[name] = torch.tensor(values, dtype=dtype, device=self._device)
+        return self._columns[name]
+
     def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
         scores = self._constrained(self._penalized(logits.float()), walking)
         tokens = scores.argmax(dim=1)
         if any(s.temperature for s in self._settings):
-            noise = gumbel_noise(self._seeds, torch.tensor(self._positions, device=logits.device), self._vocab_size)
-            scores = scores / self._temperature.clamp(min=1e-6)[:, None]
+            positions, temperature = torch.tensor(self._positions, device=logits.device), self._column("temperature")
+            noise = gumbel_noise(self._column("seed"), positions, self._vocab_size)
+            scores = scores / temperature.clamp(min=1e-6)[:, None]
             drawn = (self._truncated(scores) + noise).argmax(dim=1)
-            tokens = torch.where(self._temperature > 0, drawn, tokens)
+            tokens = torch.where(temperature > 0, drawn, tokens)
         self._remember(tokens, walking)
         return tokens
 
@@ -207,7 +211,8 @@ class Sampler:
         with torch.cuda.device_of(logits):
             rows = step.rows[:num_tokens].long()
             there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
-            return topk_kernels.draw(logits, self._seeds[rows], there, self._temperature[rows]), is_known
+            seeds, temperatures = (self._column(name)[rows] for name in ("seed", "temperature"))
+            return topk_kernels.draw(logits, seeds, there, temperatures), is_known
 
     def move_on(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
@@ -221,12 +226,13 @@ class Sampler:
         if self._bias is not None:
             logits = logits + self._bias
         if self._seen is not None:
-            penalty = self._repetition[:, None]
+            penalty = self._column("repetition_penalty")[:, None]
             logits = torch.where(self._seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         if self._counts is not None:
-            logits = logits - self._presence[:, None] * (self._counts > 0) - self._frequency[:, None] * self._counts
+            presence, frequency = (self._column(name)[:, None] for name in ("presence_penalty", "frequency_penalty"))
+            logits = logits - presence * (self._counts > 0) - frequency * self._counts
         if self._endings is not None:
-            too_early = (torch.tensor(self._generated) < self._min_tokens)[:, None].to(logits.device)
+            too_early = torch.tensor(self._too_early, device=logits.device)[:, None]
             logits = logits.masked_fill(self._endings & too_early, -torch.inf)
         return logits
 
@@ -248,12 +254,13 @@ class Sampler:
             return scores
         ordered, order = scores.sort(dim=1, descending=True, stable=True)
         rank = torch.arange(self._vocab_size, device=scores.device)
-        top_k = torch.where(self._top_k > 0, self._top_k, self._vocab_size)
+        top_k, top_p, min_p = (self._column(name) for name in ("top_k", "top_p", "min_p"))
+        top_k = torch.where(top_k > 0, top_k, self._vocab_size)
         keep = rank < top_k[:, None]
         probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)
         before = probability.cumsum(dim=1) - probability
-        keep &= (before < self._top_p[:, None]) | (self._top_p[:, None] >= 1)  # the first is always kept
-        keep &= probability >= self._min_p[:, None] * probability[:, :1]
+        keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # the first is always kept
+        keep &= probability >= min_p[:, None] * probability[:, :1]
         return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
 
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
