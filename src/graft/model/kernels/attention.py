@@ -185,17 +185,28 @@ def tree_attention(
             num_warps=tiles.warps,
             num_stages=tiles.prefix_stages,
         )
-    members = min(triton.next_power_of_2(group), tiles.rows)
-    _tail_kernel[num_tokens, triton.cdiv(group, tiles.rows), kv_heads](
+    parts = triton.cdiv(group, tiles.rows)
+    _tail_kernel[num_tokens, parts, kv_heads](
         *(*stored, *by_row, layout.rows, layout.places, layout.depths, layout.paths, layout.paths.shape[1], *states),
-        out,
         **cut,
         BLOCK_M=tiles.rows,
-        BLOCK_G=members,
-        BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
         num_warps=tiles.warps,
         num_stages=tiles.tail_stages,
         maxnreg=tiles.tail_registers,
+    )
+    members = min(triton.next_power_of_2(group), tiles.rows)
+    _combine_kernel[num_tokens, parts, kv_heads](
+        *(layout.lengths, plan.chains, layout.rows, layout.places, layout.depths, *states, out),
+        GROUP=group,
+        TOKENS=tiles.tokens(group),
+        HEAD_DIM=head_dim,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.keys,
+        BLOCK_D=_padded(head_dim),
+        BLOCK_G=members,
+        BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
+        SPLITS=tiles.splits,
+        WINDOWED=window is not None,
     )
     return out
 
@@ -423,32 +434,8 @@ def _combine(
         total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
         acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
-    return _divided(acc, total)
-
-
-@triton.jit
-def _divided(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Rows that are not real may have no total."""
+    # Rows that are not real may have no total.
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@triton.jit
-def _store_result(
-    out: tl.tensor,
-    token: int,
-    member: tl.tensor,
-    real: tl.tensor,
-    result: tl.tensor,
-    kv_head: int,
-    kv_heads: int,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    dims = tl.arange(0, BLOCK_D)
-    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -669,33 +656,31 @@ def _tail_kernel(
     sums: tl.tensor,
     maxima: tl.tensor,
     totals: tl.tensor,
-    out: tl.tensor,  # [T, heads * head_dim]
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A token's own last blocks, the end of the committed tokens and of its path, and all its splits together.
+    """A tree node's own last blocks, the end of the committed tokens and of its path.
 
-    Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real; to combine splits
-    there are no others.
+    Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real.
     """
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
+    if TOKENS > 0:  # noqa: SIM102 - known when the kernel is compiled
+        if tl.load(chains + batch) > 0:  # the prefix kernel has done all of it
+            return
     length, depth = tl.load(lengths + batch), tl.load(depths + token)
     own_place = tl.load(places + token)
     branches = depth != own_place
     position = length + depth
-    prefix = length + _before_tile(own_place, tl.load(chains + batch), TOKENS)
-    prefix_end = prefix // BLOCK_N * BLOCK_N
-    first = _first_block(prefix, window, BLOCK_N, WINDOWED)
+    prefix_end = length // BLOCK_N * BLOCK_N
+    first = _first_block(length, window, BLOCK_N, WINDOWED)
 
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP
@@ -707,14 +692,7 @@ def _tail_kernel(
     values += kv_head * cache_head
     table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
     paths += token.to(tl.int64) * max_path
-    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    own_split = _split_of(prefix_end, SPLITS)
-    if TOKENS > 0:  # of a chain all is done but to combine the splits
-        own_split = tl.where(tl.load(chains + batch) > 0, last_split + 1, own_split)
-    for split in range(own_split, last_split + 1):
+    for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
         # What the prefix left in this split, or nothing.
         going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
         acc = _load_rows(sums, (state + split) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
@@ -737,20 +715,47 @@ def _tail_kernel(
             acc, maximum, total = _add_block(
                 q, key, value, seen[None, :], log2_scale, acc, maximum, total, True, PRECISION
             )
-        if first_split < last_split:
-            _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+        _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
-    if (first_split == last_split) & (own_split <= last_split):
-        # The one split's weight is 1, and what it is added to is 0, which makes a negative zero a positive one.
-        _store_result(out, token, member, real, _divided(acc + 0.0, total), kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
-    else:
-        tl.debug_barrier()  # what this program's other threads have stored
-        few = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
-        states = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + few) * num_splits
-        result = _combine(
-            sums, maxima, totals, states, few < GROUP, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S
-        )
-        _store_result(out, token, few, few < GROUP, result, kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
+
+@triton.jit(do_not_specialize=_VARYING)
+def _combine_kernel(
+    lengths: tl.tensor,
+    chains: tl.tensor,
+    rows: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    num_splits: int,
+    window: int,
+    sums: tl.tensor,
+    maxima: tl.tensor,
+    totals: tl.tensor,
+    out: tl.tensor,  # [T, heads * head_dim]
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> None:
+    """All splits of one token together, for the query heads that share a key head."""
+    token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    batch = tl.load(rows + token)
+    length = tl.load(lengths + batch)
+    prefix = length + _before_tile(tl.load(places + token), tl.load(chains + batch), TOKENS)
+    first = _split_of(_first_block(prefix, window, BLOCK_N, WINDOWED), SPLITS)
+    last = _split_of(length + tl.load(depths + token), SPLITS)
+    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
+    real = member < GROUP
+    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
+    result = _combine(sums, maxima, totals, head * num_splits, real, first, last, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])
