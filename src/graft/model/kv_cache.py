@@ -232,8 +232,8 @@ class PagePool:
         with self._lock:
             self.ensure(target, source.length)
             shared = source.length // PAGE
-            self._uses[source.pages[:shared]] += 1
             self._give_back(target.pages[:shared])
+            self._uses[source.pages[:shared]] += 1
             target.pages[:shared] = source.pages[:shared]
             if source.length % PAGE:
                 for store in self.stores:
