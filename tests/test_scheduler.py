@@ -557,7 +557,7 @@ def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule
 
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
     scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
-    options = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0}
+    options = {"max_new_tokens": 150, "ignore_eos": True, "temperature": 1.0}
     asked = [Asked(scheduler, f"ask {number}", seed=number, **options) for number in range(4)]
     for number, request in enumerate(asked):
         assert request.wait() == alone(model, f"ask {number}", seed=number, **options)

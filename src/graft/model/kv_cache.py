@@ -231,9 +231,10 @@ class PagePool:
 
     def release(self, row: Row) -> None:
         """Gives back all that a row has; may be repeated."""
-        finalizer = row.__dict__.pop("_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+        finalizer = row.__dict__["_finalizer"]
+        if finalizer.alive:
+            self.end(row.line, row.pages)
+            finalizer.detach()  # last: what has failed is done when nobody knows the row any more
         row.length = row.num_shared = 0
 
     def copy(self, source: Row, target: Row) -> None:
@@ -244,8 +245,8 @@ class PagePool:
         with self._lock:
             self.ensure(target, source.length)
             shared = source.length // PAGE
-            self._uses[source.pages[:shared]] += 1
             self._give_back(target.pages[:shared])
+            self._uses[source.pages[:shared]] += 1
             target.pages[:shared] = source.pages[:shared]
             if source.length % PAGE:
                 for store in self.stores:
