@@ -424,8 +424,32 @@ def _combine(
         total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
         acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
-    # Rows that are not real have no total.
+    return _divided(acc, total)
+
+
+@triton.jit
+def _divided(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Rows that are not real may have no total."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _store_result(
+    out: tl.tensor,
+    token: int,
+    member: tl.tensor,
+    real: tl.tensor,
+    result: tl.tensor,
+    kv_head: int,
+    kv_heads: int,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    dims = tl.arange(0, BLOCK_D)
+    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -664,7 +688,11 @@ def _tail_kernel(
     values += kv_head * cache_head
     table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
     paths += token.to(tl.int64) * max_path
-    for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
+    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for split in range(_split_of(prefix_end, SPLITS), last_split + 1):
         # What the prefix left in this split, or nothing.
         going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
         acc = _load_rows(sums, (state + split) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
@@ -687,21 +715,20 @@ def _tail_kernel(
             acc, maximum, total = _add_block(
                 q, key, value, seen[None, :], log2_scale, acc, maximum, total, True, PRECISION
             )
-        _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+        if first_split < last_split:
+            _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
-    tl.debug_barrier()  # what this program's other threads have stored
-    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
-    real = member < GROUP
-    head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
-    first_split, last_split = _split_of(first, SPLITS), _split_of(position, SPLITS)
-    state = head * num_splits
-    result = _combine(sums, maxima, totals, state, real, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
-    dims = tl.arange(0, BLOCK_D)
-    tl.store(
-        out + (head * HEAD_DIM)[:, None] + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=real[:, None] & (dims < HEAD_DIM)[None, :],
-    )
+    if first_split == last_split:
+        # The one split's weight is 1, and what it is added to is 0, which makes a negative zero a positive one.
+        _store_result(out, token, member, real, _divided(acc + 0.0, total), kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
+    else:
+        tl.debug_barrier()  # what this program's other threads have stored
+        few = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
+        states = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + few) * num_splits
+        result = _combine(
+            sums, maxima, totals, states, few < GROUP, first_split, last_split, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S
+        )
+        _store_result(out, token, few, few < GROUP, result, kv_head, kv_heads, GROUP, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_places"])
