@@ -232,7 +232,9 @@ def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, ti
     """Items of a plan at most: each row in use may have one tile that is not full."""
     used = tiles.used_rows(group)
     num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (used - 1)) // used
-    return num_tiles * tiles.count_splits(_most_prefix(num_tokens, max_context, group, tiles) // tiles.keys * tiles.keys)
+    return num_tiles * tiles.count_splits(
+        _most_prefix(num_tokens, max_context, group, tiles) // tiles.keys * tiles.keys
+    )
 
 
 def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
