@@ -356,11 +356,13 @@ def test_room_for_a_longer_context_changes_nothing():
     assert torch.equal(problem.attend(), problem.attend(max_context=200))
 
 
-def test_what_is_left_in_the_scratch_changes_nothing():
-    problem = Problem.random([3, 70])
+@pytest.mark.parametrize("window", [None, 24])
+def test_what_is_left_in_the_scratch_changes_nothing(window):
+    problem = Problem.make([3, 70], [chain(60), some_tree(5)])
     size = scratch_size(problem.layout(), *problem.query.shape[1:], SMALL)
     first, second = (
-        problem.attend(scratch=torch.full((size,), rubbish, device=DEVICE)) for rubbish in (torch.nan, 1e30)
+        problem.attend(window=window, scratch=torch.full((size,), rubbish, device=DEVICE))
+        for rubbish in (torch.nan, 1e30)
     )
     assert torch.equal(first, second)
 

@@ -438,7 +438,7 @@ def _divided(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
 @triton.jit
 def _store_result(
     out: tl.tensor,
-    token: int,
+    token: tl.tensor,
     member: tl.tensor,
     real: tl.tensor,
     result: tl.tensor,
