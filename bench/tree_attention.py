@@ -12,6 +12,9 @@ through all of it with small shapes, without a GPU in Triton's interpreter.
 
 `--search` times many tiles instead, those of `--tiles` or a list of its own: pieces first, then splits for the best of
 them. The best have the smallest mean over contexts and widths of their time relative to that of the tiles in use.
+
+`--tail` times the tail kernel alone, with many rows of few nodes and one row of many, for some stages and registers,
+and says whether they give the bits of the tiles in use.
 """
 
 from __future__ import annotations
@@ -61,7 +64,10 @@ SPLITS = (
     "short_split=128,border=1024,long_split=1024",
 )
 
-Changes = dict[str, int]  # of tiles
+Changes = dict[str, int | None]  # of tiles
+# What --tail times: rows, nodes of each and context; stages and registers.
+TAILS = ((64, 4, 300), (1, 64, 2_000))
+TAIL_STAGES, TAIL_REGISTERS = (1, 2, 3), (None, 128, 168)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
@@ -165,20 +171,36 @@ class Case:
         return tree_attention(self.query[node : node + 1], keys, values, layout, own, tiles=self.tiles)[0]
 
 
+class ManyRows(Case):
+    """The same tree in many rows, to time alone."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, rows: int, width: int, context: int) -> None:
+        self.tiles = tiles_for(head_dim, DTYPE)
+        num_pages = -(-(context + width) // PAGE)
+        layer_bytes = 2 * rows * context * kv_heads * head_dim * DTYPE.itemsize
+        num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
+        shape = (num_layers, (rows * num_pages + 1) * PAGE, kv_heads, head_dim)
+        self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
+        self.query = torch.randn(rows * width, heads, head_dim, dtype=DTYPE, device=DEVICE)
+        pages = 1 + torch.randperm(rows * num_pages, device=DEVICE).view(rows, num_pages)
+        self.layout = layout_of(random_tree(width).to(DEVICE), context, pages)
+
+
 def layout_of(tree: DraftTree, context: int, pages: Tensor) -> Layout:
-    """A step of one row."""
-    width = tree.width
-    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    """A step of one row, or of one for each line of pages."""
+    pages = pages.view(-1, pages.shape[-1])
+    width, num_rows = tree.width, len(pages)
+    row = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     return Layout(
-        rows=one.repeat(width),
-        places=torch.arange(width, dtype=torch.int32, device=DEVICE),
-        depths=tree.depths()[0].int(),
-        paths=tree.paths()[0].int().contiguous(),
-        starts=one,
-        counts=one + width,
-        lengths=one + context,
-        lines=one + 1,
-        tables=torch.stack([torch.zeros_like(pages), pages]).int(),
+        rows=row.repeat_interleave(width),
+        places=torch.arange(width, dtype=torch.int32, device=DEVICE).repeat(num_rows),
+        depths=tree.depths()[0].int().repeat(num_rows),
+        paths=tree.paths()[0].int().repeat(num_rows, 1),
+        starts=row * width,
+        counts=torch.full_like(row, width),
+        lengths=torch.full_like(row, context),
+        lines=row + 1,
+        tables=torch.cat([torch.zeros_like(pages[:1]), pages]).int(),
         max_context=context,
     )
 
@@ -218,15 +240,15 @@ def microseconds(run: Callable[[int], Tensor], num_layers: int, replays: int = 2
     return start.elapsed_time(end) / replays / num_layers * 1e3, graph.replay
 
 
-def kernel_times(replay: Callable[[], None]) -> str:
-    """Mean microseconds of each of our kernels."""
+def kernel_times(replay: Callable[[], None]) -> dict[str, float]:
+    """Mean microseconds of each of our kernels; of none without a GPU."""
     activity = torch.profiler.ProfilerActivity.CUDA if DEVICE.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         replay()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
     events = [event for event in profile.key_averages() if event.key.endswith("_kernel")]
-    return ", ".join(f"{event.key.strip('_')} {event.device_time:.1f}" for event in events)
+    return {event.key.strip("_"): event.device_time for event in events}
 
 
 def copy_bandwidth(num_bytes: int) -> float:
@@ -269,6 +291,30 @@ def search(
     print(f"best: {written(best[1])} with {best[0]:.3f} of the time")
 
 
+def time_tails(shape: tuple[int, int, int], sizes: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether all had the bits of the tiles in use."""
+    all_same = True
+    for rows, width, context in sizes:
+        print(f"{rows} rows of {width} nodes at {context}: microseconds of the tail, and of both kernels")
+        case = ManyRows(*shape, rows, width, context)
+        usual = case.tiles
+        case.prepare()
+        expected = case.by_kernels(0)
+        for stages in TAIL_STAGES:
+            for registers in TAIL_REGISTERS:
+                changes: Changes = {"tail_stages": stages, "tail_registers": registers}
+                case.tiles = replace(usual, **changes)
+                case.prepare()
+                both, replay = microseconds(case.by_kernels, case.num_layers)
+                tail = kernel_times(replay).get("tail_kernel", math.nan)
+                is_same = torch.equal(case.by_kernels(0), expected)
+                all_same &= is_same
+                print(
+                    f"{written(changes):44s}{tail:9.1f}{both:9.1f}  {'same' if is_same else 'other'} bits", flush=True
+                )
+    return all_same
+
+
 def time_tiles(cases: list[Case], changes: Changes, usual: list[float] | None = None) -> list[float]:
     """Microseconds of each case; infinite for tiles that are refused or give other bits than plain decoding."""
     times: list[float] = []
@@ -302,6 +348,7 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--tiles", action="append", type=parse_tiles, help="changes to the tiles, as keys=32,warps=8")
     parser.add_argument("--search", action="store_true", help="many tiles, and which are the best")
+    parser.add_argument("--tail", action="store_true", help="the tail kernel alone, by stages and registers")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, compiled anew for every line")
     parser.add_argument("--parts", action="store_true", help="the time of each kernel too")
     parser.add_argument("--dry-run", action="store_true")
@@ -317,6 +364,12 @@ def main() -> None:
         for shape_name, shape in shapes.items():
             print(shape_name)
             search(shape, options.width or widths[:3], contexts, options.tiles)
+        return
+    if options.tail:
+        for shape_name, shape in shapes.items():
+            print(shape_name)
+            if not time_tails(shape, ((3, 4, 70), (1, 5, 130)) if options.dry_run else TAILS):
+                sys.exit("other bits than with the tiles in use")
         return
     bandwidth = copy_bandwidth(copied)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
@@ -344,7 +397,8 @@ def main() -> None:
                         flush=True,
                     )
                     if options.parts:
-                        print(f"{'':14s}{kernel_times(replay)}")
+                        parts = ", ".join(f"{name} {spent:.1f}" for name, spent in kernel_times(replay).items())
+                        print(f"{'':14s}{parts}")
                     del case
     if wrong:
         sys.exit(f"{wrong} lines are wrong")

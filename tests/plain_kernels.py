@@ -89,11 +89,10 @@ def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attentio
     by_row = zip(*(part.tolist() for part in (layout.starts, layout.counts, layout.lengths)), strict=True)
     tokens = tiles.rows // group
     for row, (start, count, length) in enumerate(by_row):
-        own = list(range(count))
-        end = slice(start, start + count)
-        chains.append(int(count > 0 and layout.places[end].tolist() == layout.depths[end].tolist() == own))
+        places, depths = (part[start : start + count].tolist() for part in (layout.places, layout.depths))
+        chains.append(int(count > 0 and places == depths == list(range(count))))
         num_tiles = -(-count // tokens) if tokens else -(-count * group // tiles.rows)
-        prefix = length + (chains[-1] * (num_tiles - 1) * tokens)
+        prefix = length + chains[-1] * (num_tiles - 1) * tokens  # of the last tile
         num_splits = tiles.count_splits(prefix // tiles.keys * tiles.keys)
         items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
     numbers = torch.tensor(items, dtype=torch.int32, device=layout.rows.device).view(-1, 3)

@@ -28,6 +28,8 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combined=64, prefix_stages=2)
 
 
+in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
+
 NOBODY = -(2**20)  # in place of numbers that may not be read
 
 
@@ -145,11 +147,13 @@ class Problem:
         (_, heads, head_dim), kv_heads = self.query.shape, self.keys.shape[1]
         return {"kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": head_dim, "dtype": self.query.dtype}
 
-    def decoded_plainly(self) -> "Problem":
-        """Every token as a row of its own, in which its path is committed."""
-        texts = [slots for _, slots in self.texts()]
+    def decoded_plainly(self, tokens: list[int] | None = None) -> "Problem":
+        """These tokens of the step, or all, each as a row of its own, in which its path is committed."""
+        every = self.texts()
+        tokens = list(range(len(every))) if tokens is None else tokens
+        texts = [every[token][1] for token in tokens]
         plain = Problem.make([len(slots) - 1 for slots in texts], [[0]] * len(texts), seed=1, **self.shape)
-        return plain.holding(texts, self.query[: len(texts)], self)
+        return plain.holding(texts, self.query[tokens], self)
 
     def only(self, row: int, seed: int = 2) -> "Problem":
         """One row without the others, in other pages."""
@@ -173,12 +177,13 @@ def chain(width: int) -> list[int]:
     return [max(place - 1, 0) for place in range(width)]
 
 
-def check(problem: Problem, window: int | None = None, tiles: Tiles = SMALL) -> None:
-    """Attention is what it should be, and for every token has the very bits of plain decoding."""
+def check(problem: Problem, window: int | None = None, tiles: Tiles = SMALL, tokens: list[int] | None = None) -> None:
+    """Attention is what it should be, and for every token, or for these, has the very bits of plain decoding."""
     out = problem.attend(tiles, window=window)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     torch.testing.assert_close(out.double(), problem.expected(window), atol=tolerance, rtol=tolerance)
-    assert torch.equal(out, problem.decoded_plainly().attend(tiles, window=window))
+    chosen = out if tokens is None else out[tokens]
+    assert torch.equal(chosen, problem.decoded_plainly(tokens).attend(tiles, window=window))
 
 
 # No text at all, then lengths around the borders of blocks (16), of short splits (32) and of long ones (64, 112).
@@ -195,6 +200,61 @@ def test_a_path_may_cross_several_splits_and_most_of_it_be_of_earlier_forwards()
 
 def test_a_wide_tree_fills_several_tiles():
     check(Problem.random([40], width=20))
+
+
+# Chunks that start inside of a block, at a split's and a page's border, at the text's start and inside of a split.
+@pytest.mark.parametrize(
+    ("length", "width", "window"), [(5, 200, None), (64, 200, 40), (0, 40, 16), (75, 40, None), (75, 40, 16)]
+)
+def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, window):
+    """Around borders of tiles, which are 8 tokens, of blocks, splits and pages."""
+    tokens = [token for token in (0, 7, 8, 16, 31, 39, 64, 105, 127, 128, 191, 199) if token < width]
+    check(Problem.make([length], [chain(width)]), window, tokens=tokens)
+
+
+@pytest.mark.parametrize(("group", "window"), [(3, None), (3, 20), (16, None), (20, None), (20, 20)])
+def test_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(group, window):
+    """Five tokens a tile of 16 rows, one of which is not used; one token; and more than a tile for each token."""
+    problem = Problem.make([13, 30], [chain(22), some_tree(4)], group=group, padding=1)
+    check(problem, window, tokens=[0, 4, 5, 9, 10, 14, 15, 19, 21, 25])
+
+
+def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others():
+    """Three nodes of depth 2, whose ancestors are of an earlier forward: places 4, 5 and 6."""
+    problem = Problem.make([31, 16], [[0, 0, 0, 1, 1, 2, 2], chain(3)], nodes=[[4, 5, 6], [0, 1, 2]])
+    plan = attention_kernels.plan(problem.layout(), 2, SMALL)
+    assert plan.chains.tolist() == plain_kernels.plan(problem.layout(), 2, SMALL).chains.tolist() == [0, 1, 0, 0]
+    check(problem)
+
+
+def count_calls(monkeypatch, name: str) -> list:
+    """What is added at every call of one of the kernels' functions, which the interpreter runs as Python."""
+    calls, function = [], getattr(attention_kernels, name)
+    monkeypatch.setattr(attention_kernels, name, lambda *args: calls.append(name) or function(*args))
+    return calls
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("window", [None, 24])
+def test_tokens_of_a_chunk_walk_over_their_last_blocks_alone(window, monkeypatch):
+    """64 tokens in 8 tiles: each tile takes the whole blocks before it once, and each token the one it stands in."""
+    calls = count_calls(monkeypatch, "_add_block")
+    Problem.make([0], [chain(64)]).attend(window=window)
+    before = {None: [0, 0, 1, 1, 2, 2, 3, 3], 24: [0, 0, 1, 1, 2, 1, 2, 1]}[window]
+    assert len(calls) == 64 + sum(before)
+
+
+@in_the_interpreter
+def test_splits_are_combined_only_where_there_are_several(monkeypatch):
+    calls = count_calls(monkeypatch, "_combine")
+    Problem.make([3, 30], [some_tree(4), chain(5)]).attend()
+    assert len(calls) == 3, "the last three of the chain are behind position 32"
+
+
+def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():
+    """Deep nodes see nothing of the first split, where the root's window begins; decoded plainly, they have but one."""
+    problem = Problem.make([31], [[0, 0, 0, 2, 3, 4, 5]])
+    assert torch.equal(problem.attend(window=3), problem.decoded_plainly().attend(window=3))
 
 
 def mixed(width: int) -> Problem:
@@ -296,11 +356,13 @@ def test_room_for_a_longer_context_changes_nothing():
     assert torch.equal(problem.attend(), problem.attend(max_context=200))
 
 
-def test_what_is_left_in_the_scratch_changes_nothing():
-    problem = Problem.random([3, 70])
+@pytest.mark.parametrize("window", [None, 24])
+def test_what_is_left_in_the_scratch_changes_nothing(window):
+    problem = Problem.make([3, 70], [chain(60), some_tree(5)])
     size = scratch_size(problem.layout(), *problem.query.shape[1:], SMALL)
     first, second = (
-        problem.attend(scratch=torch.full((size,), rubbish, device=DEVICE)) for rubbish in (torch.nan, 1e30)
+        problem.attend(window=window, scratch=torch.full((size,), rubbish, device=DEVICE))
+        for rubbish in (torch.nan, 1e30)
     )
     assert torch.equal(first, second)
 
