@@ -126,7 +126,9 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     tree = tree_of([[0, 0, 1, 2]], [[0, 0, 1, 2]])  # the chain that plain decoding takes: 0, then 1, then 2
     settings = SamplingSettings(frequency_penalty=1.0)
     accepted = walk(
-        tree, VerifyOutput(tree.tokens, torch.arange(4)[None], [4], logits, logits), Sampler([settings], [[3]], [], vocab, torch.device("cpu"))
+        tree,
+        VerifyOutput(tree.tokens, torch.arange(4)[None], [4], logits, logits),
+        Sampler([settings], [[3]], [], vocab, torch.device("cpu")),
     )
     assert accepted.tokens == [[0, 1, 2, 3]]
 

@@ -132,11 +132,11 @@ class Moves:
     def load(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Rows and the places of their accepted tokens below the root."""
         self._loaded.wait()
-        for part in self._by_row:
-            part[:] = 0
-        for number, (row, path) in enumerate(moves):
-            for part, value in zip(self._by_row, (row.line, row.length, len(path)), strict=True):
-                part[number] = value
+        rows = [(row.line, row.length, len(path)) for row, path in moves]
+        for part, values in zip(self._by_row, zip(*rows, strict=True) if rows else [()] * 3, strict=True):
+            part[: len(rows)] = values
+            part[len(rows) :] = 0
+        for number, (_, path) in enumerate(moves):
             self._places[number, : len(path)] = path
         self._there.copy_(self._here, non_blocking=True)
         self._loaded.record()
@@ -409,11 +409,8 @@ class CapturedTarget(TargetRunner):
         graphs = self._graphs
         if graphs.failure is not None or not graphs.steps:  # kernels may not run here
             return super().commit(cache, paths)
-        moves = [
-            (row, path)
-            for row, path in zip(cache.rows, paths, strict=True)
-            if any(place != step for step, place in enumerate(path, start=1))
-        ]
+        # Places rise along a path, so that only one without gaps ends at its own length.
+        moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
         with graphs.lock, torch.cuda.device_of(self._store_like):
             for first in range(0, len(moves), _MOVED[-1]):
                 self._move(moves[first : first + _MOVED[-1]])

@@ -354,7 +354,8 @@ class PagePool:
                 del self._kept[self._names.pop(page)]
             free = np.sort(np.concatenate([free, np.array(unused, dtype=free.dtype)]))
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-        first = next((run for run in runs if free[run] == after), runs[0] if len(runs) else 0)
+        behind = runs[free[runs] == after]
+        first = behind[0] if len(behind) else runs[0] if len(runs) else 0
         pages = free[first : first + count].tolist()
         self._uses[pages] = 1
         return pages

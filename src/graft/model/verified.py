@@ -56,8 +56,13 @@ class VerifyOutput:
             first, end = int(self.index[0, 0]), int(self.index[-1, 0]) + self.counts[-1]
             tokens, logits = likeliest(self.logits[first:end])
             tokens, logits = tokens.cpu().int(), logits.cpu()
-            return tokens[self.index - first], logits[self.index - first]
-        return tokens[self.index], logits[self.index]
+            return _at(tokens, self.index - first), _at(logits, self.index - first)
+        return _at(tokens, self.index), _at(logits, self.index)
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """values [T, k] at index [B, W]: [B, W, k]."""
+    return values.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
 def likeliest(logits: Tensor, k: int = NUM_SUCCESSORS) -> tuple[Tensor, Tensor]:

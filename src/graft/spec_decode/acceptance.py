@@ -73,7 +73,7 @@ class Choices:
     @property
     def here(self) -> Tensor:
         """[B, N] int64 on the host."""
-        return self.flat[self.index]
+        return self.flat.index_select(0, self.index.flatten()).view_as(self.index)
 
 
 def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Choices | None:

@@ -157,8 +157,8 @@ class Budget:
         rate = self.rate(plans[0].num_rows)
         return max(plans, key=lambda plan: plan.worth(rate))
 
-    def pays_to_draft(self, plans: Sequence[Plan], num_others: int, num_done: int, reach: float) -> bool:
-        """Whether some number of further draft passes is worth more than stopping here.
+    def num_passes(self, plans: Sequence[Plan], num_others: int, num_done: int, reach: float) -> int:
+        """The number of further draft passes that are worth most; 0 if none is worth more than stopping here.
 
         plans: with the candidates so far. num_done: passes so far. reach: P(one of a row's beams is accepted), summed
         over the rows.
@@ -170,11 +170,12 @@ class Budget:
         rate, truth = self.rate(num_rows), self._truth
         price, now = rate * self.pass_seconds(num_rows), max(plan.worth(rate) for plan in plans)
         priced = [(plan.worth(rate), plan.num_nodes - plan.gain) for plan in there]  # and what it has room for
-        return any(
-            worth + min(truth * gain, room) - count * price > now
-            for count, gain in enumerate(self.passes.of_further(num_done, reach), start=1)
-            for worth, room in priced
-        )
+        best = 0
+        for count, gain in enumerate(self.passes.of_further(num_done, reach), start=1):
+            worth = max(own + min(truth * gain, room) for own, room in priced) - count * price
+            if worth > now:
+                best, now = count, worth
+        return best
 
     def pays_to_draft_row(self, num_rows: int, num_done: int, reach: float) -> bool:
         """Likewise for one of the rows, where each has its own nodes and the step costs the same whatever they are."""

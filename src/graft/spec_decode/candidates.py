@@ -87,7 +87,7 @@ class _Room:
     """Memory for candidates, and the C struct that points to it."""
 
     def __init__(self, fields: Tensor, paths: Tensor) -> None:
-        self.fields, self.paths = fields, paths
+        self.fields, self.paths = self.memory = fields, paths
         addresses = (fields.data_ptr(), paths.data_ptr(), None, DEPTH_FACTORS.data_ptr())
         self.struct = PoolStruct(*paths.shape, 0, 0, *addresses, DEPTH_FACTORS.numel())
         self.ref = byref(self.struct)
@@ -426,17 +426,22 @@ def _numbers(count: int) -> array[int]:
 
 
 def _room_for(num_rows: int) -> _Room:
-    """Spare memory for so many rows, or new."""
+    """Spare memory for so many rows, or new: for a power of two of them, as rows come and go."""
+    num_fields, size = len(Nodes._fields), num_rows * _CAPACITY
     for _ in range(len(_SPARE)):
         try:
             room = _SPARE.popleft()
         except IndexError:  # another thread was quicker
             break
-        if len(room.paths) == num_rows:
+        if room.paths.shape == (num_rows, _CAPACITY):
             return room
+        if room.paths.untyped_storage().nbytes() >= 4 * size:
+            fields, paths = (torch.empty(0, dtype=part.dtype).set_(part.untyped_storage()) for part in room.memory)
+            return _Room(fields[: num_fields * size].view(num_fields, num_rows, -1), paths[:size].view(num_rows, -1))
         _SPARE.append(room)
-    fields = torch.empty(len(Nodes._fields), num_rows, _CAPACITY, dtype=torch.int64)
-    return _Room(fields, torch.empty(num_rows, _CAPACITY))
+    most = _CAPACITY << (num_rows - 1).bit_length()
+    fields, paths = torch.empty(num_fields * most, dtype=torch.int64), torch.empty(most)
+    return _Room(fields[: num_fields * size].view(num_fields, num_rows, -1), paths[:size].view(num_rows, -1))
 
 
 @lru_cache(maxsize=64)

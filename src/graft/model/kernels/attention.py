@@ -48,7 +48,7 @@ class Tiles:
     short_split: int = 256
     long_split: int = 1024
     border: int = 4096  # the position from which on splits are long
-    combined: int = 8192  # numbers of splits that are added up at once
+    combined: int = 2048  # numbers of splits that are added up at once
     warps: int = 4
     prefix_stages: int = 3
     tail_stages: int = 1
@@ -207,6 +207,7 @@ def tree_attention(
         BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
         SPLITS=tiles.splits,
         WINDOWED=window is not None,
+        num_warps=2,
     )
     return out
 

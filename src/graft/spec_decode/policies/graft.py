@@ -31,6 +31,7 @@ from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
+_MANY = 8  # rows for which the passes of a round are planned before the first
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
 _OBSERVE_EVERY = 4  # rounds between two updates of what passes bring: it changes slowly, and computing it takes time
 
@@ -78,6 +79,7 @@ class Graft(Policy):
         self._num_others = 0  # tokens of this round's step that are no rows'
         self._setups_before = 0
         self._num_looks = 0
+        self._num_planned = 0  # draft passes of this round, where they are planned beforehand
 
     def _make_budget(self) -> Budget:
         settings, num_passes = self._settings, self.drafter.settings.depth + 1 if self.drafter is not None else 0
@@ -237,12 +239,15 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[float] = []
+        self._num_planned = 0
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
         num_free = self.drafter.num_prefetched(batch.draft) if self.adapts else 0
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]
-            if number == 0 or number >= num_free:  # before the first pass: whether to draft at all
+            if self._num_planned and number == max(self._num_planned, num_free):
+                break
+            if number == 0 or (number >= num_free and not self._num_planned):  # at first: whether to draft at all
                 going = self.goes_on(candidates, number, reach, going)
             if not any(going):
                 break
@@ -274,8 +279,10 @@ class Graft(Policy):
         caps = [MAX_BUDGET if is_going else 0 for is_going in going]
         ranking = candidates.ranked(self.budget.max_nodes(num_rows, self._num_others), caps)
         plans = self.budget.plans(ranking.gains, num_rows, self._num_others)
-        pays = self.budget.pays_to_draft(plans, self._num_others, num_done, sum(compress(reach, going)))
-        return [is_going and pays for is_going in going]
+        more = self.budget.num_passes(plans, self._num_others, num_done, sum(compress(reach, going)))
+        # What a pass brings many rows together hardly varies, and to ask again takes as long as many rows do.
+        self._num_planned = num_done + more if num_rows >= _MANY else 0
+        return [is_going and more > 0 for is_going in going]
 
     def _judge_passes(self, look: _Look) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
