@@ -210,7 +210,7 @@ class Engine:
         reading: rows of other batches, chunks of whose prompts are read in the same step.
         meanwhile: is called while the device works, when the sequences' texts are those of the rounds before.
         """
-        batch.num_other_tokens = sum(len(part.chunk.tokens) for part in reading)
+        batch.begin_round(sum(len(part.chunk.tokens) for part in reading))
         speculating = [sequence.speculates for sequence in batch.sequences]
         speculates = any(speculating)  # else nothing is proposed, and nobody learns from the round
         if speculates:
