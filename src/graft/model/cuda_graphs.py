@@ -135,10 +135,8 @@ class Moves:
         self._here = on_host((size,), torch.int32, device)
         self._loaded = Event(device)
         (self.lines, self.lengths, self.counts), self.places = self._parts(self._there, rows)
-        self._by_row, self._places = (
-            [part.numpy() for part in group] if isinstance(group, list) else group.numpy()
-            for group in self._parts(self._here, rows)
-        )
+        by_row, places = self._parts(self._here, rows)
+        self._by_row, self._places = [part.numpy() for part in by_row], places.numpy()
 
     @staticmethod
     def _parts(numbers: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
