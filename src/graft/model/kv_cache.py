@@ -469,7 +469,7 @@ class KVCache(Cache):
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """On a CPU memory that is taken when it is first written to: a pool may be far larger than what is used of it."""
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or 0 in shape:
         return like.new_zeros(shape)
     memory = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
     return torch.from_numpy(memory).view(like.dtype).view(shape)
