@@ -304,8 +304,8 @@ class CapturedTarget(TargetRunner):
         return graphs.pool
 
     @property
-    def _is_in_use(self) -> bool:
-        return self._graphs.is_in_use
+    def _shared_pool(self) -> PagePool | None:
+        return self._graphs.pool
 
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()

@@ -170,7 +170,7 @@ class Graft(Policy):
         num_nodes = sum(sum(counts[1:]) for counts in tree.counts_by_source)
         budget.step.observe(base + num_nodes, seconds, least=base)
         drafting = look.draft_seconds if look is not None else 0.0
-        if took:  # all that is neither the step nor drafting
+        if took and not self._num_others:  # all that is neither the step nor drafting
             host = budget.host if look is not None else budget.plain_host
             host.observe(num_rows, max(took - seconds - drafting, 0.0), most=seconds)
         if look is not None and any(look.passes):
@@ -262,7 +262,7 @@ class Graft(Policy):
                 passes[row] += 1
                 reach[row] = reached[row]
         if not any(passes):
-            self.budget.passes.doubt()
+            self.budget.passes_of(num_rows).doubt()
         return passes, reaches
 
     def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
@@ -288,11 +288,11 @@ class Graft(Policy):
     def _judge_passes(self, look: _Look) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
         self._num_looks += 1
-        if not look.reaches or self._num_looks % _OBSERVE_EVERY:
+        if not look.reaches or (self._num_looks % _OBSERVE_EVERY and len(look.passes) < _MANY):
             return
         most = look.plan.num_nodes or self.budget.max_nodes(len(look.passes))
         values = look.candidates.values_by_need(len(look.reaches), most, look.caps)
-        self.budget.passes.observe(look.reaches, values)
+        self.budget.passes_of(len(look.passes)).observe(look.reaches, values)
 
     # Graft
 
