@@ -39,7 +39,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from graft.model.attention import Layout, attend
 from graft.model.kernels.attention import PAGE, Tiles, plan, scratch_size, tiles_for, tree_attention
-from graft.spec_decode.tree import DraftTree
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
@@ -73,6 +72,29 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 
 
+class Tree:
+    """One tree, by the parents of its nodes."""
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        self.width = len(parents)
+        self.paths: list[list[int]] = []  # from the root to each node
+        for node, parent in enumerate(parents):
+            self.paths.append([*self.paths[parent], node] if node else [0])
+
+    def padded_paths(self) -> Tensor:
+        """[width, longest] int32"""
+        longest = max(map(len, self.paths))
+        padded = [path + [0] * (longest - len(path)) for path in self.paths]
+        return torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+
+    def ancestors(self) -> Tensor:
+        """[width, width] bool, [i, j] when j is i or an ancestor of i."""
+        seen = torch.zeros(self.width, self.width, dtype=torch.bool)
+        for node, path in enumerate(self.paths):
+            seen[node, path] = True
+        return seen.to(DEVICE)
+
+
 class Case:
     """A tree of one row over random layers."""
 
@@ -80,7 +102,7 @@ class Case:
         self, heads: int, kv_heads: int, head_dim: int, width: int, context: int, tiles: Tiles, is_chain: bool = False
     ) -> None:
         self.context, self.tiles = context, tiles
-        self.tree = (DraftTree.chain(torch.zeros(1, width).long()) if is_chain else random_tree(width)).to(DEVICE)
+        self.tree = Tree([max(node - 1, 0) for node in range(width)]) if is_chain else random_tree(width)
         layer_bytes = 2 * context * kv_heads * head_dim * DTYPE.itemsize
         num_layers = min(max(round(FAR_FROM_CACHED / layer_bytes), 2), 40) if DEVICE.type == "cuda" else 2
         num_layers = 1 if is_chain else num_layers
@@ -93,7 +115,7 @@ class Case:
         self.slots = pages[index // PAGE] * PAGE + index % PAGE
         self.layout = layout_of(self.tree, context, pages)
         self.prepare()
-        seen = torch.cat([self.tree.ancestors().new_ones(1, width, context), self.tree.ancestors()], dim=2)
+        seen = nn.functional.pad(self.tree.ancestors(), (context, 0), value=True)[None]
         mask = torch.zeros(seen.shape, dtype=DTYPE, device=DEVICE).masked_fill_(~seen, -torch.inf)
         self.mask = mask[:, None].repeat(1, 1, heads // kv_heads, 1)
         self.read_bytes = layer_bytes
@@ -128,7 +150,7 @@ class Case:
 
     def flex(self) -> Callable[[int], Tensor]:
         """FlexAttention with the tree's mask, compiled for this case."""
-        ancestors, length = self.tree.ancestors()[0], self.context
+        ancestors, length = self.tree.ancestors(), self.context
         num_keys, query = self.mask.shape[3], self.query.transpose(0, 1)[None]
 
         def seen(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
@@ -158,11 +180,10 @@ class Case:
         return sum(not torch.equal(out[node], self.decoded_plainly(node)) for node in nodes)
 
     def decoded_plainly(self, node: int) -> Tensor:
-        path = self.tree.paths()[0, node, : int(self.layout.depths[node]) + 1]
+        path = torch.tensor(self.tree.paths[node], device=DEVICE)
         slots = torch.cat([self.slots[: self.context], self.slots[self.context + path]])
         num_pages = -(-len(slots) // PAGE)
-        root = DraftTree.roots(torch.zeros(1, dtype=torch.int64)).to(DEVICE)
-        layout = layout_of(root, len(slots) - 1, torch.arange(num_pages, device=DEVICE))
+        layout = layout_of(Tree([0]), len(slots) - 1, torch.arange(num_pages, device=DEVICE))
         keys, values = (
             nn.functional.pad(stored[0, slots], (0, 0, 0, 0, 0, -len(slots) % PAGE))
             for stored in (self.keys, self.values)
@@ -183,10 +204,10 @@ class ManyRows(Case):
         self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
         self.query = torch.randn(rows * width, heads, head_dim, dtype=DTYPE, device=DEVICE)
         pages = 1 + torch.randperm(rows * num_pages, device=DEVICE).view(rows, num_pages)
-        self.layout = layout_of(random_tree(width).to(DEVICE), context, pages)
+        self.layout = layout_of(random_tree(width), context, pages)
 
 
-def layout_of(tree: DraftTree, context: int, pages: Tensor) -> Layout:
+def layout_of(tree: Tree, context: int, pages: Tensor) -> Layout:
     """A step of one row, or of one for each line of pages."""
     pages = pages.view(-1, pages.shape[-1])
     width, num_rows = tree.width, len(pages)
@@ -194,8 +215,8 @@ def layout_of(tree: DraftTree, context: int, pages: Tensor) -> Layout:
     return Layout(
         rows=row.repeat_interleave(width),
         places=torch.arange(width, dtype=torch.int32, device=DEVICE).repeat(num_rows),
-        depths=tree.depths()[0].int().repeat(num_rows),
-        paths=tree.paths()[0].int().repeat(num_rows, 1),
+        depths=torch.tensor([len(path) - 1 for path in tree.paths], dtype=torch.int32, device=DEVICE).repeat(num_rows),
+        paths=tree.padded_paths().repeat(num_rows, 1),
         starts=row * width,
         counts=torch.full_like(row, width),
         lengths=torch.full_like(row, context),
@@ -205,14 +226,9 @@ def layout_of(tree: DraftTree, context: int, pages: Tensor) -> Layout:
     )
 
 
-def random_tree(width: int) -> DraftTree:
+def random_tree(width: int) -> Tree:
     rng = random.Random(width)
-    parents = [0, *(rng.randrange(node) for node in range(1, width))]
-    depths = [0] * width
-    for node in range(1, width):
-        depths[node] = depths[parents[node]] + 1
-    numbers = torch.zeros(1, width, dtype=torch.int64)
-    return DraftTree(max(depths), numbers, torch.tensor([parents]), numbers.float(), numbers, numbers)
+    return Tree([0, *(rng.randrange(node) for node in range(1, width))])
 
 
 def microseconds(run: Callable[[int], Tensor], num_layers: int, replays: int = 20) -> tuple[float, Callable[[], None]]:
@@ -295,7 +311,7 @@ def time_tails(shape: tuple[int, int, int], sizes: Sequence[tuple[int, int, int]
     """Whether all had the bits of the tiles in use."""
     all_same = True
     for rows, width, context in sizes:
-        print(f"{rows} rows of {width} nodes at {context}: microseconds of the tail, and of both kernels")
+        print(f"{rows} rows of {width} nodes at {context}: microseconds of the tail, and of all kernels")
         case = ManyRows(*shape, rows, width, context)
         usual = case.tiles
         case.prepare()
@@ -305,12 +321,13 @@ def time_tails(shape: tuple[int, int, int], sizes: Sequence[tuple[int, int, int]
                 changes: Changes = {"tail_stages": stages, "tail_registers": registers}
                 case.tiles = replace(usual, **changes)
                 case.prepare()
-                both, replay = microseconds(case.by_kernels, case.num_layers)
+                all_kernels, replay = microseconds(case.by_kernels, case.num_layers)
                 tail = kernel_times(replay).get("tail_kernel", math.nan)
                 is_same = torch.equal(case.by_kernels(0), expected)
                 all_same &= is_same
                 print(
-                    f"{written(changes):44s}{tail:9.1f}{both:9.1f}  {'same' if is_same else 'other'} bits", flush=True
+                    f"{written(changes):44s}{tail:9.1f}{all_kernels:9.1f}  {'same' if is_same else 'other'} bits",
+                    flush=True,
                 )
     return all_same
 

@@ -39,11 +39,6 @@ class Batch:
     def begin_round(self, num_other_tokens: int) -> None:
         self.num_other_tokens, self._max_depth = num_other_tokens, None
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens that a row may come to have with all its answer."""
-        return max(sequence.num_prompt_tokens + sequence.settings.max_new_tokens for sequence in self.sequences)
-
     def copy_row(self, source: int, target: int) -> None:
         """Makes one row what another is: answers to the same prompt share its prefill."""
         self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])

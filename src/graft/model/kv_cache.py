@@ -40,11 +40,6 @@ class Row:
     line: int
     pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
     length: int = 0  # committed tokens of the target
-    num_shared: int = 0  # first pages that others may read too
-
-    @property
-    def num_slots(self) -> int:
-        return PAGE * len(self.pages)
 
 
 class KVStore:
@@ -235,7 +230,7 @@ class PagePool:
         if finalizer.alive:
             self.end(row.line, row.pages)
             finalizer.detach()  # last: what has failed is done when nobody knows the row any more
-        row.length = row.num_shared = 0
+        row.length = 0
 
     def copy(self, source: Row, target: Row) -> None:
         """Makes one row go on from another's committed text: whole pages are shared, the last is copied.
@@ -254,8 +249,6 @@ class PagePool:
             self._here[target.line, :shared] = target.pages[:shared]
             self._is_changed = True
             target.length = source.length
-            source.num_shared = max(source.num_shared, shared)
-            target.num_shared = shared
 
     # Kept texts
 
@@ -295,7 +288,6 @@ class PagePool:
                 if name not in self._kept and page not in self._names:
                     self._kept[name] = page
                     self._names[page] = name
-                    row.num_shared = max(row.num_shared, number + 1)
                 if name in self._kept:
                     self._kept.move_to_end(name)
 
@@ -324,7 +316,6 @@ class PagePool:
         self._uses[shared] += 1
         row.pages.extend(shared)
         self._here[row.line, : len(shared)] = shared
-        row.num_shared = len(shared)
         if copied is None:
             self.ensure(row, num_slots)
             return

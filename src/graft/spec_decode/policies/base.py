@@ -70,11 +70,6 @@ class Policy(ABC):
         """Sources that may propose other users' text: of their nodes, a watched round shows only the accepted ones."""
         return frozenset(name for retriever in self.retrievers for name in retriever.common)
 
-    @property
-    def adapts(self) -> bool:
-        """Whether it chooses the budget itself; then a server may decode plainly where trees do not pay."""
-        return False
-
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
@@ -116,9 +111,6 @@ class Policy(ABC):
         """Lets the drafter begin the next round on the device before the host knows what this one accepted."""
         if self.drafter is not None:
             self.drafter.draft_ahead(batch.draft, verified, choices.there)
-
-    def reconsider(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Forgets that trees did not pay for so many rows, so that they are tried again."""
 
     def catch_up(self) -> None:
         """Does postponed learning, while the device works."""
