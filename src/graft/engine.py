@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock, Stats
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
 
@@ -78,6 +81,18 @@ class Reading(NamedTuple):
     batch: Batch
     row: int
     chunk: Chunk
+
+
+def _in_turn(work: Callable[P, T]) -> Callable[P, T]:
+    """A method of the engine that reads what steps give: engines in other threads wait for it."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        engine = cast(Engine, args[0])
+        with engine.target.turn():
+            return work(*args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -194,9 +209,10 @@ class Engine:
                     batch.keep(unfinished)
         finally:
             for sequence in batch.sequences:
-                sequence.settle()
+                sequence.conclude()
             batch.release()
 
+    @_in_turn
     @torch.no_grad()
     def run_round(
         self,
@@ -247,6 +263,7 @@ class Engine:
             except Exception as error:  # of this row alone: the others are not affected
                 sequence.failure = error
 
+    @_in_turn
     @torch.no_grad()
     def read(self, reading: Sequence[Reading]) -> None:
         """A step of prompt chunks alone."""
@@ -407,6 +424,7 @@ class Stream(Iterator[str]):
 
     @property
     def result(self) -> Generation:
+        self._sequence.conclude()
         return _generation([self._sequence])
 
 

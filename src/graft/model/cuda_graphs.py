@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +162,7 @@ class Graphs(Captures):
         self.moves: dict[int, Moves] = {}
         self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
-        self._num_resized = -1
+        self.num_resized = -1  # of the pool, when graphs over its memory could be made
 
     @property
     def is_in_use(self) -> bool:
@@ -192,9 +194,9 @@ class Graphs(Captures):
     def settle(self) -> Tensor:
         """The block tables on the device; graphs over memory that has moved since are dropped."""
         assert self.pool is not None
-        if self.pool.num_resized != self._num_resized:
+        if self.pool.num_resized != self.num_resized:
             self.forget()
-            self._num_resized = self.pool.num_resized
+            self.num_resized = self.pool.num_resized
             positions = self.pool.tables.shape[1] * PAGE
             self.rotary = self.layers.rotary(positions) if self.layers is not None else None
         return self.pool.sync()
@@ -289,6 +291,7 @@ class CapturedTarget(TargetRunner):
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()
         self._graphs.pool = pool
+        self._graphs.num_resized = -1
         pool.add_store(self._store)
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
@@ -298,9 +301,16 @@ class CapturedTarget(TargetRunner):
                 self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
             return super().open(num_rows, num_slots)
 
+    def turn(self) -> AbstractContextManager[Any]:
+        return self._graphs.lock  # all runners of the model have the same buffers and the same store
+
     @property
     def step_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in self.sizes if size <= FEW) if self._graphs.failure is None else ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sizes[-1] if self._graphs.failure is None else None
 
     @property
     def num_setups(self) -> int:
@@ -323,7 +333,9 @@ class CapturedTarget(TargetRunner):
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures the graphs of all sizes up to `max_tokens`, at short contexts."""
-        sizes = [size for size in self.sizes if size <= max_tokens] or [self.sizes[0]]
+        rooms = [PAGE * self.pool.num_pages] if self.pool.is_fixed else []
+        most = min(max_tokens, self.pool.max_slots or max_tokens, *rooms)
+        sizes = [size for size in self.sizes if size <= most] or [self.sizes[0]]
         cache = self.open(1, sizes[-1])
         try:
             for number, size in enumerate(reversed(sizes)):  # the largest first, which the others' memory is part of

@@ -7,6 +7,8 @@ It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,10 +73,19 @@ class TargetRunner:
         else:
             self.synchronize()
 
+    def turn(self) -> AbstractContextManager[Any]:
+        """Context of a round: meanwhile nobody else writes over its steps' outputs, nor moves the KV cache."""
+        return nullcontext()
+
     @property
     def step_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that steps are padded to; none if steps take as many as there are."""
         return ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that a step can have; None: any number."""
+        return None
 
     @property
     def pool(self) -> PagePool:
