@@ -143,6 +143,7 @@ def main() -> None:
 def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int]) -> list[Method]:
     """Plain decoding, Graft, and Graft with fixed budgets, each with a scheduler of its own over the same weights."""
     scheduler = Scheduler(engine, settings)
+    scheduler.is_ready.wait()
     methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
     for budget in (budget for budget in budgets if budget > 0):  # none is plain decoding
         old = engine.drafter
@@ -150,8 +151,7 @@ def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int])
         fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
         equip(fixed, "auto")
         methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
-    for method in methods:
-        method.scheduler.is_ready.wait()
+        methods[-1].scheduler.is_ready.wait()
     return methods
 
 

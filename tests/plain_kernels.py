@@ -87,13 +87,12 @@ def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:
 def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
     items, chains = [], []
     by_row = zip(*(part.tolist() for part in (layout.starts, layout.counts, layout.lengths)), strict=True)
-    tokens = tiles.rows // group
     for row, (start, count, length) in enumerate(by_row):
         places, depths = (part[start : start + count].tolist() for part in (layout.places, layout.depths))
         chains.append(int(count > 0 and places == depths == list(range(count))))
-        num_tiles = -(-count // tokens) if tokens else -(-count * group // tiles.rows)
-        prefix = length + chains[-1] * (num_tiles - 1) * tokens  # of the last tile
-        num_splits = tiles.count_splits(prefix // tiles.keys * tiles.keys)
+        takes_all = chains[-1] and tiles.tokens(group)
+        num_splits = tiles.count_splits(length + count if takes_all else length // tiles.keys * tiles.keys)
+        num_tiles = -(-count * group // tiles.used_rows(group))
         items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
     numbers = torch.tensor(items, dtype=torch.int32, device=layout.rows.device).view(-1, 3)
     numbers_of = layout.rows.new_tensor

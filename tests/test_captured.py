@@ -6,7 +6,6 @@ import random
 import threading
 import time
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -15,17 +14,17 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
-from graft.core.pace import Pace
 from graft.core.scheduler import Job, Scheduler, SchedulerSettings
-from graft.model import TargetRunner
-from graft.model import arena as arenas
+from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
-from graft.model.attention import Paths
-from graft.model.cuda_graphs import CapturedTarget, Graphs
+from graft.model.captures import CaptureError, Captures
+from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
+from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
+from graft.model.step import Chunk
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import Oracle, RandomTrees, random_tree, tree_of
@@ -39,10 +38,9 @@ FAST = ["llama", "mistral", "qwen2", "qwen2_window", "qwen3"]
 
 
 class Small(CapturedTarget):
-    """Few and narrow buckets, whose borders short texts and small trees cross."""
+    """Few and small sizes, whose borders short texts and small trees cross."""
 
-    widths = (1, 4, 8, 16)
-    prompt_widths = (4, 8, 16)
+    sizes = (1, 4, 8, 16, 64, 256)
     contexts = (16, 32)
 
 
@@ -66,58 +64,13 @@ def model_of(name, **changes):
     return model.to(DEVICE)
 
 
-# The kernels of a layer
+def sizes_of(target):
+    """Tokens of the steps that are captured."""
+    return {key[2] for key in target._graphs.steps if key[0] == "step"}
 
 
-def test_adding_and_norm():
-    torch.manual_seed(0)
-    stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
-    for more in (delta, None):
-        expected = plain_kernels.add_norm(stream, more, weight, 1e-5)
-        ours = layer_kernels.add_norm(*(None if t is None else t.to(DEVICE) for t in (stream, more, weight)), 1e-5)
-        torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-def test_turning_and_storing(normed):
-    """Ragged rows, a head dimension that is no power of two, and a position past the tables."""
-    torch.manual_seed(0)
-    heads, kv_heads, head_dim, rows, width = 5, 3, 12, 2, 2
-    qkv = torch.randn(rows * width, (heads + 2 * kv_heads) * head_dim)
-    keys, values = torch.randn(2, rows, 12, kv_heads, head_dim)
-    cos, sin = torch.randn(2, 9, head_dim // 2)
-    lengths, depths = torch.tensor([3, 8], dtype=torch.int32), torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
-    norms = (torch.randn(head_dim), torch.randn(head_dim)) if normed else None
-    results = []
-    for module, device in ((plain_kernels, "cpu"), (layer_kernels, DEVICE)):
-        mine = [t.clone().to(device) for t in (qkv, keys, values)]
-        seen = Paths(lengths.to(device), depths.to(device), depths[:, :, None].to(device), 8)
-        weights = (*(t.to(device) for t in norms), 1e-5) if norms else None
-        module.rotate_and_store(*mine, seen, cos.to(device), sin.to(device), weights)
-        mine[0][:, heads * head_dim :] = 0  # keys and values are of no use there any more
-        results.append([t.cpu() for t in mine])
-    torch.testing.assert_close(results[1], results[0])
-
-
-def test_activation():
-    gate_up = torch.randn(2, 2 * 37)
-    torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
-
-
-def test_trees_are_laid_out_and_what_is_behind_them_passes_for_the_root():
-    tree = random_tree(random.Random(0), [5, 6], 4, 61)
-    room = 7
-    tokens, parents = (torch.full((2, room), 6, dtype=torch.int32) for _ in range(2))
-    tokens[:, : tree.width], parents[:, : tree.width] = tree.tokens, tree.parents
-    width = torch.tensor([tree.width], dtype=torch.int32)
-    laid, depths, paths = (t.cpu() for t in layer_kernels.lay_out(*(t.to(DEVICE) for t in (tokens, parents, width))))
-    assert torch.equal(laid[:, : tree.width], tree.tokens) and (laid[:, tree.width :] == tree.tokens[:, :1]).all()
-    assert torch.equal(depths[:, : tree.width].long(), tree.depths()) and (depths[:, tree.width :] == 0).all()
-    for row in range(2):
-        for node in range(tree.width):
-            depth = int(depths[row, node])
-            assert paths[row, node, : depth + 1].tolist() == tree.paths()[row, node, : depth + 1].tolist()
-    assert (paths[:, tree.width :, 0] == 0).all()
+def logits_of(verified):
+    return verified.logits[verified.index].clone()
 
 
 # Fused layers
@@ -130,11 +83,9 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
     results = []
     for target in (ordinary, fast):
         cache = target.open(2, 64)
-        chunks = [
-            chunk.logits.clone() for row in (0, 1) for chunk in target.prefill(cache, row, PROMPT[: 12 - 7 * row])
-        ]
+        chunks = [logits_of(chunk) for row in (0, 1) for chunk in target.prefill(cache, row, PROMPT[: 12 - 7 * row])]
         verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
-        results.append((torch.cat(chunks, dim=1), verified.logits, verified.hidden))
+        results.append((torch.cat(chunks, dim=1), logits_of(verified), verified.hidden[verified.index]))
     assert fast._graphs.layers is not None and fast._graphs.failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
@@ -146,7 +97,7 @@ def test_fused_layers_with_the_real_kernels():
         cache = target.open(1, 64)
         list(target.prefill(cache, 0, [7, 8]))
         verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]])))
-        results.append((verified.logits, verified.hidden))
+        results.append((logits_of(verified), verified.hidden[verified.index]))
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
@@ -191,9 +142,9 @@ def test_a_model_with_hooks_is_left_to_transformers():
 # Captured steps
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("name", [*FAST, "gpt_neox"])
 def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkeypatch):
-    """Greedy and sampled, over trees of all widths, with gpt_neox in transformers' own layers."""
+    """Greedy and sampled, over trees of many sizes, with gpt_neox in transformers' own layers."""
     model = model_of(name)
     for options in ({}, {"temperature": 1.0, "seed": 5}):
         options = {"max_new_tokens": 40, **options}
@@ -201,7 +152,6 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
             ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
         engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
-        # The last is wider than all buckets.
         engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 12, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
@@ -220,55 +170,98 @@ def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
         cut = [ids[: ids.index(stops[0]) + 1] if stops[0] in ids else ids for ids in alone]
         together = engine.generate_batch(prompts, max_new_tokens=40, stop_token_ids=stops)
         assert [generation.ids for generation in together] == cut
-    buckets = {key[:2] for arena in engine.target._graphs.arenas for key in arena.steps}
-    assert buckets >= {(8, 8), (4, 8), (1, 8)}
+    assert sizes_of(engine.target) >= {8, 16, 64}
 
 
-def test_an_arena_is_used_again_and_grows(plain, monkeypatch):
-    monkeypatch.setattr(arenas, "CONTEXTS", (32,))  # arenas of few slots
+def test_a_step_of_more_tokens_than_any_size_is_refused(plain):
+    engine = Engine(model_of("llama"), policy=RandomTrees(100, merge=True))
+    with pytest.raises(GraftError, match="tokens is more than the 256 that one can have: verify fewer nodes"):
+        engine.generate_batch([PROMPT] * 6, max_new_tokens=8)
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == engine.generate(PROMPT, max_new_tokens=8).ids
+
+
+def test_graphs_over_a_pool_that_has_grown_are_captured_anew(plain, monkeypatch):
+    """And texts that were begun before go on."""
+    monkeypatch.setattr(captured, "_FIRST_TOKENS", 8 * PAGE)
     model = model_of("llama")
+    expected = Engine(tiny := model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=20).ids
+    long = Engine(tiny, policy="off").generate(PROMPT * 6, max_new_tokens=60).ids
     engine = Engine(model, policy=RandomTrees(6))
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
-    first = engine.generate(PROMPT * 6, max_new_tokens=60).ids
-    (arena,) = engine.target._graphs.arenas
-    assert arena.num_slots == 512 and arena.is_free
-    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected  # over what the longer text left
-    assert engine.target._graphs.arenas == [arena]
-    assert engine.generate_batch([PROMPT, PROMPT[:4]], max_new_tokens=20)[0].ids == expected
-    (larger,) = engine.target._graphs.arenas
-    assert larger is not arena and larger.keys.shape[1:3] == (2, 256)
+    target, (sequence,) = engine.target, engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=20))
+    rounds = engine.rounds([sequence])
+    next(rounds)
+    pages, tables, keys = target.pool.num_pages, target.pool.tables, target._store.keys
+    num_captured, before = target.num_setups, sizes_of(target)
+    together = engine.generate_batch([PROMPT * 6, PROMPT], max_new_tokens=60)
+    assert together[0].ids == long and together[1].ids[:20] == expected
+    assert target.pool.num_pages > pages and target.pool.tables is not tables and target._store.keys is not keys
+    for _ in rounds:
+        pass
+    assert sequence.new_ids == expected
+    assert before & sizes_of(target) and target.num_setups > num_captured
+
+
+def test_what_is_kept_on_the_device_is_reported(plain):
+    engine = Engine(model_of("llama"), policy="off")
+    engine.generate(PROMPT, max_new_tokens=4)
     report = engine.target.memory_report()
-    assert report["cache"] == 2 * larger.keys.nbytes and report["logits"] > 0
-    assert engine.generate(PROMPT * 6, max_new_tokens=60).ids == first
+    keys, values = engine.target._store.stored
+    assert report["cache"] == keys.nbytes + values.nbytes and keys.shape[1] == (1 + engine.target.pool.num_pages) * PAGE
+    assert report["logits"] == 4 * 61 * captured._USUAL_ROOM and report["rotary tables"] > 0
 
 
-def test_logits_of_few_steps_are_kept(plain, monkeypatch):
-    monkeypatch.setattr(captured, "_MAX_LOGITS", 4 * 61 * 16)
+def test_larger_steps_get_larger_buffers(plain, monkeypatch):
+    monkeypatch.setattr(captured, "_USUAL_ROOM", 8)
     model = model_of("llama")
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
-    for policy in (RandomTrees(12), Oracle(expected, len(PROMPT), depth=3), "off"):
-        engine = Engine(model, policy=policy)
-        assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-        assert engine.target.memory_report()["logits"] <= captured._MAX_LOGITS
+    expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=20).ids
+    engine = Engine(model, policy=RandomTrees(3))
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
+    room = engine.target.memory_report()["logits"] // (4 * 61)
+    assert [g.ids for g in engine.generate_batch([PROMPT] * 9, max_new_tokens=20)] == [expected] * 9
+    assert (room, engine.target.memory_report()["logits"] // (4 * 61)) == (16, 64)
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
 
 
-def test_prompts_of_first_rows_are_read_by_graphs(plain):
+def test_prompts_are_read_by_graphs_several_in_a_step(plain):
     model = model_of("llama", num_hidden_layers=4)
-    ordinary, captured_one = TargetRunner(model, (1, 3), chunk_size=5), Small(model, (1, 3), chunk_size=5)
+    ordinary, ours = TargetRunner(model, (1, 3)), Small(model, (1, 3))
     for prompt in (PROMPT, PROMPT[::-1] * 2, PROMPT[:3], [*PROMPT, 7, 8]):
-        caches = [target.open(2, 64) for target in (ordinary, captured_one)]
-        for row in (0, 1):
-            both = zip(
-                ordinary.prefill(caches[0], row, prompt), captured_one.prefill(caches[1], row, prompt), strict=True
-            )
-            for expected, ours in both:
-                assert torch.equal(ours.tokens, expected.tokens)
-                torch.testing.assert_close(ours.logits, expected.logits, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(ours.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(ours.likeliest(), expected.likeliest(), atol=1e-4, rtol=1e-4)
+        caches = [target.open(2, 64) for target in (ordinary, ours)]
+        for start in range(0, len(prompt), 5):
+            parts = (prompt[start : start + 5], prompt[::-1][start : start + 5])
+            read = []
+            for target, cache in zip((ordinary, ours), caches, strict=True):
+                read.append(target.step(None, None, [Chunk(*each) for each in zip(cache.rows, parts, strict=True)])[1])
+            for expected, got in zip(*read, strict=True):
+                assert torch.equal(got.tokens, expected.tokens)
+                torch.testing.assert_close(logits_of(got), logits_of(expected), atol=1e-4, rtol=1e-4)
+                hidden = (each.hidden[each.index] for each in (got, expected))
+                torch.testing.assert_close(*hidden, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(got.likeliest(), expected.likeliest(), atol=1e-4, rtol=1e-4)
             assert caches[1].lengths == caches[0].lengths
-    keys = {key for arena in captured_one._graphs.arenas for key in arena.steps}
-    assert {key[1] for key in keys if key[0] == 1} >= {4, 8}
+    assert sizes_of(ours) == {4, 8, 16}
+
+
+def test_a_step_of_trees_and_prompts_has_the_numbers_of_two_steps(plain):
+    """In any order of rows, with rows that are in no step, and padding."""
+    model = model_of("llama", num_hidden_layers=4)
+    results = []
+    for target, is_one in ((TargetRunner(model, (1,)), False), (Small(model, (1,)), True)):
+        cache, other = target.open(3, 64), target.open(1, 64)
+        for row in range(3):
+            list(target.prefill(cache, row, PROMPT[row:]))
+        batch = cache.with_rows([cache.rows[2], cache.rows[0]])
+        tree, chunk = random_tree(random.Random(2), [3, 4], 5, 61), Chunk(other.rows[0], PROMPT[:7])
+        if is_one:
+            trees, (read,) = target.step(batch, tree, [chunk])
+            parts = [logits_of(trees), logits_of(read), trees.hidden[trees.index]]
+        else:
+            trees = target.verify(batch, tree)
+            parts = [logits_of(trees), logits_of(target.step(None, None, [chunk])[1][0]), trees.hidden[trees.index]]
+        target.commit(batch, [[], []])
+        assert other.rows[0].length == 7 and cache.rows[2].length == len(PROMPT) - 1
+        results.append(parts)
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
@@ -286,21 +279,9 @@ def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
         captured.append(engine.target.num_setups + drafter.num_setups)
     scheduler.close()
     assert captured[0] > 0 and captured[1] == captured[2]
-    assert [arena.keys.shape[1] for arena in engine.target._graphs.arenas] in ([1, 4], [4, 1])
 
 
-def test_the_smallest_and_the_largest_arena_stay_for_who_comes_next(plain, monkeypatch):
-    monkeypatch.setattr(arenas, "CONTEXTS", (32,))
-    graphs = Engine(model_of("llama"), policy=RandomTrees(6)).target.open(1, 30)._owner
-    opened = [graphs.lease(rows, 30, None) for rows in (1, 2, 4)]  # beside the first, which is gone
-    smallest, _, largest = (cache.arena for cache in opened)
-    del opened
-    assert graphs.lease(4, 30, None).arena is largest
-    assert graphs.arenas == [smallest, largest]
-    assert graphs.lease(1, 30, None).arena is smallest
-
-
-def test_two_generations_at_once_do_not_share_an_arena(plain):
+def test_two_generations_take_turns(plain):
     model = model_of("llama")
     engine = Engine(model, policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=10).ids
@@ -309,30 +290,38 @@ def test_two_generations_at_once_do_not_share_an_arena(plain):
     for _ in range(10):
         next(first), next(second)
     assert [each[0].new_ids for each in sequences] == [expected, expected]
-    assert len(engine.target._graphs.arenas) == 2
 
 
-def test_engines_in_several_threads_do_not_share_an_arena(plain, monkeypatch):
-    model = model_of("llama")
+def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, monkeypatch):
+    model, wait = model_of("llama"), Small.wait_for
+    monkeypatch.setattr(Small, "wait_for", lambda *given: (time.sleep(0.002), wait(*given)))  # others go on meanwhile
     engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
-    assert engines[0].target._graphs is engines[1].target._graphs
-    expected = engines[0].generate(PROMPT, max_new_tokens=20).ids
-    holds = arenas.Arena.holds
+    assert engines[0].target._graphs is engines[1].target._graphs and engines[0].target.pool is engines[1].target.pool
+    prompts = [PROMPT, PROMPT[::-1]]
+    expected = [Engine(model, policy="off").generate(prompt, max_new_tokens=40).ids for prompt in prompts]
+    decoded = [[], []]
 
-    def holds_after_a_while(*given):
-        time.sleep(0.02)
-        return holds(*given)
+    def decode(number):
+        for _ in range(2):
+            decoded[number].append(engines[number].generate(prompts[number], max_new_tokens=40).ids)
 
-    monkeypatch.setattr(arenas.Arena, "holds", holds_after_a_while)
-    decoded = []
-    threads = [
-        threading.Thread(target=lambda e=e: decoded.append(e.generate(PROMPT, max_new_tokens=20).ids)) for e in engines
-    ]
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert decoded == [expected, expected]
+    assert decoded == [[ids] * 2 for ids in expected]
+
+
+def test_engines_that_take_turns_share_graphs(plain):
+    model = model_of("llama")
+    first = Engine(model, policy=RandomTrees(6))
+    expected = first.generate(PROMPT, max_new_tokens=20).ids
+    num_captured = first.target.num_setups
+    for seed in (0, 0):
+        engine = Engine(model, policy=RandomTrees(6, seed=seed))
+        assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
+    assert engine.target.num_setups == num_captured and len(engine.target._graphs.buffers) == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -384,7 +373,7 @@ def test_a_model_that_is_exact_no_longer_is_refused_until_it_is_again(plain):
 def test_what_cannot_be_captured_is_an_error_where_exact_is_asked_for(plain, monkeypatch):
     engine = Engine(model_of("llama", **EXACT), policy="off", exact=True)
     with monkeypatch.context() as failing:
-        failing.setattr(captured.Graphs, "capture", raising(RuntimeError("operation not permitted")))
+        failing.setattr(Captures, "capture", raising(RuntimeError("operation not permitted")))
         for _ in range(2):
             with pytest.raises(GraftError, match=r"exact.*operation not permitted"):
                 engine.generate(PROMPT, max_new_tokens=8)
@@ -409,7 +398,7 @@ SHORTAGES = [
 @pytest.mark.parametrize("shortage", SHORTAGES)
 def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(shortage, exact, plain, monkeypatch):
     """A capture that there is no memory for is no reason to run otherwise, nor to try at every step."""
-    monkeypatch.setattr(arenas, "_PATIENCE", 1000.0)
+    monkeypatch.setattr(captures, "_PATIENCE", 1000.0)
     model = model_of("llama", **EXACT)
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     model = model_of("llama", **EXACT)
@@ -419,7 +408,7 @@ def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhil
     monkeypatch.setattr(FastLayers, "__call__", lambda *a, **o: (num_forwards.append(1), run(*a, **o))[1])
     with monkeypatch.context() as short, warnings.catch_warnings():
         warnings.simplefilter("error")
-        short.setattr(captured.Graphs, "capture", raising(shortage))
+        short.setattr(Captures, "capture", raising(shortage))
         first = engine.generate(PROMPT, max_new_tokens=20)
         assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
         num_tries = engine.target._graphs.num_shortages
@@ -436,73 +425,56 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
     model = model_of("llama")
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     engine = Engine(model_of("llama"), policy=RandomTrees(6))
-    capture, left = captured.Graphs.capture, [1] * num_interruptions
+    capture, left = Captures.capture, [1] * num_interruptions
 
-    def interrupted(graphs, run, pool):
+    def interrupted(graphs, run):
         if left:
             left.pop()
-            raise arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
-        return capture(graphs, run, pool)
+            raise CaptureError("CUDA error: operation not permitted when stream is capturing")
+        return capture(graphs, run)
 
-    monkeypatch.setattr(captured.Graphs, "capture", interrupted)
+    monkeypatch.setattr(Captures, "capture", interrupted)
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
     assert engine.target.mode.startswith("captured") and engine.target._graphs.num_captured > 0
 
 
 def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
-    graphs, capture = Small(model_of("llama"))._graphs, captured.Graphs.capture
-    arena, tries = arenas.Arena(*[torch.zeros(1, 1, 1, 1, 1)] * 2, None, None), []
+    graphs, capture = Small(model_of("llama"))._graphs, Captures.capture
+    tries = []
 
-    def every_other(graphs, run, pool):
+    def every_other(graphs, run):
         tries.append(run)
         if len(tries) % 2:
-            raise arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
-        return capture(graphs, run, pool)
+            raise CaptureError("CUDA error: operation not permitted when stream is capturing")
+        return capture(graphs, run)
 
-    monkeypatch.setattr(captured.Graphs, "capture", every_other)
+    monkeypatch.setattr(Captures, "capture", every_other)
     for number in range(50):  # in the weeks that a server runs
-        graphs.captured(arena, (number,), lambda: None)
+        graphs.captured((number,), lambda: None)
     assert graphs.num_captured == 50 and graphs.num_failures == 50
 
 
 def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeypatch):
     engine = Engine(model_of("llama"), policy=RandomTrees(6))
     expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=40).ids
-    error = arenas.CaptureError("CUDA error: operation not permitted when stream is capturing")
-    monkeypatch.setattr(captured.Graphs, "capture", raising(error))
+    error = CaptureError("CUDA error: operation not permitted when stream is capturing")
+    monkeypatch.setattr(Captures, "capture", raising(error))
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert engine.generate(PROMPT, max_new_tokens=40).ids == expected
     assert engine.target.mode.startswith("eager")
 
 
-def test_arenas_that_nobody_uses_go_when_there_is_no_memory_for_a_capture(plain, monkeypatch):
-    target = Small(model_of("llama"))
-    larger = target.open(4, 64)
-    in_use, capture = target.open(1, 64), captured.Graphs.capture
-    del larger
-    tries = []
-
-    def once(graphs, run, pool):
-        tries.append(len(graphs.arenas))
-        if len(tries) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(graphs, run, pool)
-
-    monkeypatch.setattr(captured.Graphs, "capture", once)
-    target.verify(in_use, DraftTree.roots(torch.tensor([5])))
-    assert tries == [2, 1] and target._graphs.num_captured == 1, "and the second try succeeds"
-
-
 def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, monkeypatch):
+    monkeypatch.setattr(captured, "_USUAL_ROOM", 8)
     engine = Engine(model_of("llama"), policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=8).ids
-    for place in ("graft.model.llama.FastLayers.__call__", "graft.model.cuda_graphs.GraphBuffers.__init__"):
+    for place in ("graft.model.llama.FastLayers.__call__", "graft.model.cuda_graphs.StepBuffers.__init__"):
         with monkeypatch.context() as short:
             short.setattr(place, raising(torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(torch.OutOfMemoryError):
                 engine.generate_batch([PROMPT, PROMPT[1:], PROMPT[2:]], max_new_tokens=8)
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    assert engine.target.mode == "captured" and isinstance(engine.target.open(1, 8), arenas.ArenaCache)
+    assert engine.target.mode == "captured" and not engine.target._is_in_use
 
 
 def test_prompts_are_read_the_same_way_every_time(plain):
@@ -571,7 +543,7 @@ def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain,
 
     model = model_of("llama")  # another, with graphs of its own
     if where == "capture":
-        monkeypatch.setattr(captured.Graphs, "capture", fail)
+        monkeypatch.setattr(Captures, "capture", fail)
     else:
         monkeypatch.setattr(layer_kernels, "lay_out", fail)
     engine = Engine(model, policy=RandomTrees(6))
@@ -605,7 +577,7 @@ def test_the_command_hands_exact_on(graft_tiny):
 
 
 @pytest.mark.parametrize("policy", ["off", "graft"])
-def test_a_batch_that_joins_a_running_one_goes_on_in_a_larger_arena(plain, policy):
+def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy):
     model, settings = model_of("llama"), SamplingSettings(max_new_tokens=12, ignore_eos=True)
     prompts = [PROMPT, [5, 6, 7, 8, 9], [4, 4, 4]]
     expected = [
@@ -627,44 +599,3 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_a_larger_arena(plain, polic
             engine.run_round(running, clock)
     assert [sequence.new_ids for sequence in sequences] == expected
     assert engine.target._graphs.failure is None
-
-
-@pytest.mark.parametrize("with_head", [False, True])
-def test_arenas_never_take_more_slots_than_they_may(plain, monkeypatch, with_head):
-    model = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB, max_position_embeddings=2048)
-    drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE) if with_head else None
-    engine = Engine(model, byte_tokenizer(), policy="dense" if with_head else "graft", drafter=drafter, budget=9)
-    other = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB, max_position_embeddings=2048)
-    monkeypatch.setattr(arenas, "CONTEXTS", (256,))  # sizes that are rounded up
-    most, taken = 2600, []
-    scheduler = Scheduler(engine, SchedulerSettings(max_rows=8, max_cache_tokens=most, prefix_cache_tokens=0))
-    scheduler._pace = Pace()
-    scheduler._pace.pays = lambda num_rows: num_rows < 3  # rows move to plain decoding and back
-    made = Graphs.make_arena
-
-    def noting(graphs, *given):
-        arena = made(graphs, *given)
-        if graphs.model is model:  # not who answers alone
-            live.append(weakref.ref(arena.keys))
-        taken.append(sum(keys.shape[1] * keys.shape[2] for keys in (ref() for ref in live) if keys is not None))
-        return arena
-
-    live = []
-    monkeypatch.setattr(Graphs, "make_arena", noting)
-    rng, asked = random.Random(0), []
-    for number in range(24):
-        prompt = [rng.randrange(3, 250) for _ in range(rng.choice([3, 70, 300]))]
-        options = {"max_new_tokens": rng.randint(1, 12), "n": 2 if number % 7 == 0 else 1, "seed": number}
-        news = queue.SimpleQueue()
-        sequences = engine.new_sequences(prompt, SamplingSettings(**options))
-        job = Job(sequences, news.put, speculates=rng.random() < 0.7)
-        scheduler.submit(job)
-        asked.append((job, news, prompt, options))
-    for job, news, prompt, options in asked:
-        for _ in job.sequences:
-            while news.get(timeout=60).finish_reason is None:
-                pass
-        expected = Engine(other, byte_tokenizer(), policy="off").generate(prompt, **options)
-        assert [sequence.new_ids for sequence in job.sequences] == [choice.ids for choice in expected.choices]
-    scheduler.close()
-    assert most // 2 < max(taken) <= most

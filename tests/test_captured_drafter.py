@@ -20,11 +20,11 @@ from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
 from graft.model.verified import Step
+from graft.spec_decode.cost_model import time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import cuda_graphs
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter, CapturedState, num_beams
-from graft.spec_decode.prospect import Prospect
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import random_tree
@@ -608,7 +608,7 @@ def test_every_pass_that_is_timed_is_made(plain, monkeypatch, model):
     text = Text(model, SmallDrafter)
     text.drafter.open(text.target.open(1, 8))
     made = noting_passes(text.drafter, monkeypatch)
-    Prospect(4).measure(text.drafter, text.target)
+    time_pass(text.drafter, text.target)
     assert made == ["root", "expand"] * 3
 
 

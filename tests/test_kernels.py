@@ -227,28 +227,30 @@ def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others
     check(problem)
 
 
-def count_calls(monkeypatch, name: str) -> list:
-    """What is added at every call of one of the kernels' functions, which the interpreter runs as Python."""
+def calls_of(monkeypatch, name: str) -> list:
+    """The arguments of every call of one of the kernels' functions, which the interpreter runs as Python."""
     calls, function = [], getattr(attention_kernels, name)
-    monkeypatch.setattr(attention_kernels, name, lambda *args: calls.append(name) or function(*args))
+    monkeypatch.setattr(attention_kernels, name, lambda *args: calls.append(args) or function(*args))
     return calls
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("window", [None, 24])
-def test_tokens_of_a_chunk_walk_over_their_last_blocks_alone(window, monkeypatch):
-    """64 tokens in 8 tiles: each tile takes the whole blocks before it once, and each token the one it stands in."""
-    calls = count_calls(monkeypatch, "_add_block")
+def test_a_tile_of_a_chunk_takes_each_of_its_blocks_once_for_all_its_tokens(window, monkeypatch):
+    """64 tokens in 8 tiles, of blocks of 16 positions; those before the window of a tile's first token are left out."""
+    calls = calls_of(monkeypatch, "_add_block")
     Problem.make([0], [chain(64)]).attend(window=window)
-    before = {None: [0, 0, 1, 1, 2, 2, 3, 3], 24: [0, 0, 1, 1, 2, 1, 2, 1]}[window]
-    assert len(calls) == 64 + sum(before)
+    blocks = {None: [1, 1, 2, 2, 3, 3, 4, 4], 24: [1, 1, 2, 2, 3, 2, 3, 2]}[window]
+    assert len(calls) == sum(blocks)
 
 
 @in_the_interpreter
-def test_splits_are_combined_only_where_there_are_several(monkeypatch):
-    calls = count_calls(monkeypatch, "_combine")
-    Problem.make([3, 30], [some_tree(4), chain(5)]).attend()
-    assert len(calls) == 3, "the last three of the chain are behind position 32"
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_splits_of_a_tokens_own_text_are_combined_however_long_others_may_be(window, monkeypatch):
+    calls = calls_of(monkeypatch, "_combine")
+    Problem.make([3, 30], [some_tree(4), chain(5)]).attend(window=window, max_context=300)
+    firsts, lasts = ([int(args[place].handle.data.item()) for args in calls] for place in (5, 6))
+    assert firsts == [0] * 9 and lasts == [0] * 4 + [0, 0, 1, 1, 1], "the last of the chain are behind position 32"
 
 
 def test_one_split_has_the_bits_that_combining_it_with_empty_ones_gives_it():

@@ -37,30 +37,30 @@ def captured(monkeypatch):
     )
 
 
-def test_engines_in_several_threads_do_not_read_each_others_outputs(captured, monkeypatch):
-    model = tiny_model("llama")
-    prompts = [PROMPT, PROMPT[::-1]]
-    engines = [Engine(model, policy="off") for _ in prompts]
-    expected = [engine.generate(p, max_new_tokens=12).ids for engine, p in zip(engines, prompts, strict=True)]
-    step = CapturedTarget.step
+def test_the_pool_does_not_grow_while_another_thread_starts_a_step(captured, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_TOKENS", 8 * PAGE)
+    model = tiny_model("llama", max_position_embeddings=4096)
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
+    engine = Engine(tiny_model("llama", max_position_embeddings=4096), policy="off")
+    load, others, moved = cuda_graphs.StepBuffers.load, [], []
 
-    def step_and_pause(*given):
-        output = step(*given)
-        time.sleep(0.003)
-        return output
+    def load_while_another_takes_pages(*given):
+        load(*given)
+        if len(others) < 3:
+            rows = []
+            take = threading.Thread(target=lambda: rows.append(engine.target.pool.open_row(PAGE * 8 << len(others))))
+            others.append((take, rows))
+            before = engine.target.pool.num_resized
+            take.start()
+            take.join(timeout=0.2)
+            moved.append(engine.target.pool.num_resized != before)  # a graph would write to what was there before
 
-    monkeypatch.setattr(CapturedTarget, "step", step_and_pause)
-    decoded = [None, None]
-
-    def decode(number):
-        decoded[number] = engines[number].generate(prompts[number], max_new_tokens=12).ids
-
-    threads = [threading.Thread(target=decode, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert decoded == expected
+    monkeypatch.setattr(cuda_graphs.StepBuffers, "load", load_while_another_takes_pages)
+    assert engine.generate(PROMPT, max_new_tokens=12).ids == expected and moved == [False] * 3
+    for take, rows in others:
+        take.join()
+        assert rows
+    assert engine.target.pool.num_resized > 2
 
 
 # The pool

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,8 +33,6 @@ from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock, Stats
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
 
@@ -81,18 +78,6 @@ class Reading(NamedTuple):
     batch: Batch
     row: int
     chunk: Chunk
-
-
-def _in_turn(work: Callable[P, T]) -> Callable[P, T]:
-    """A method of the engine that reads what steps give: engines in other threads wait for it."""
-
-    @wraps(work)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        engine = cast(Engine, args[0])
-        with engine.target.turn():
-            return work(*args, **kwargs)
-
-    return run
 
 
 class Engine:
@@ -212,7 +197,6 @@ class Engine:
                 sequence.conclude()
             batch.release()
 
-    @_in_turn
     @torch.no_grad()
     def run_round(
         self,
@@ -226,7 +210,7 @@ class Engine:
         reading: rows of other batches, chunks of whose prompts are read in the same step.
         meanwhile: is called while the device works, when the sequences' texts are those of the rounds before.
         """
-        batch.num_other_tokens = sum(len(part.chunk.tokens) for part in reading)
+        batch.begin_round(sum(len(part.chunk.tokens) for part in reading))
         speculating = [sequence.speculates for sequence in batch.sequences]
         speculates = any(speculating)  # else nothing is proposed, and nobody learns from the round
         if speculates:
@@ -263,7 +247,6 @@ class Engine:
             except Exception as error:  # of this row alone: the others are not affected
                 sequence.failure = error
 
-    @_in_turn
     @torch.no_grad()
     def read(self, reading: Sequence[Reading]) -> None:
         """A step of prompt chunks alone."""

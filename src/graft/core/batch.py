@@ -23,6 +23,7 @@ class Batch:
     chooser: Chooser
     draft: Any = None  # what the policy's drafter keeps, a DraftState
     num_other_tokens: int = 0  # of the coming step, of prompts that are read meanwhile
+    _max_depth: int | None = None  # of the round under way
 
     def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
@@ -31,7 +32,12 @@ class Batch:
     @property
     def max_depth(self) -> int:
         """The round's last token is the target's own, so no path need be longer than what is left less one."""
-        return max(sequence.num_remaining for sequence in self.sequences) - 1
+        if self._max_depth is None:
+            self._max_depth = max(sequence.num_remaining for sequence in self.sequences) - 1
+        return self._max_depth
+
+    def begin_round(self, num_other_tokens: int) -> None:
+        self.num_other_tokens, self._max_depth = num_other_tokens, None
 
     @property
     def num_slots(self) -> int:

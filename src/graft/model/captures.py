@@ -22,6 +22,8 @@ _PATIENCE = 5.0  # seconds without further captures after one ran out of memory
 _SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
 _MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
 
+_ONE_AT_A_TIME = threading.Lock()  # captures of other threads' networks would share the allocator's state
+
 Run = Callable[[], None]
 
 
@@ -97,6 +99,7 @@ class Captures:
                 if not is_shortage(error):
                     if not isinstance(error, CaptureError) or self._num_in_a_row == _MAX_FAILURES:
                         raise
+                    self._pool = _new_pool(self.device)  # the old one may not have noticed that the capture is over
                     self.num_failures += 1
                     self._num_in_a_row += 1
                     continue
@@ -133,7 +136,10 @@ class Captures:
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _ONE_AT_A_TIME,
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 run()
         except Exception as error:
             raise CaptureError(str(error)) from error

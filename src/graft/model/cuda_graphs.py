@@ -1,17 +1,16 @@
 """CUDA graphs of the target model: `CapturedTarget` runs a flat step as one graph per number of tokens and context.
 
 A step is padded to the next of a few sizes, and its longest context rounded up to the next of a few contexts, so that
-few graphs serve all rounds. Inputs and outputs are static buffers that all graphs share, and the KV store is one pool
-of pages. Without a GPU the same code runs, and calls what would be replayed.
+few graphs serve all rounds. Inputs and outputs are static buffers that all graphs share, while no two runners are in
+the middle of a round; then each has its own. The KV store is one pool of pages. Without a GPU the same code runs, and
+calls what would be replayed.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,11 +51,16 @@ _MOVED = (1, 4, 16, 64, 256)  # rows of a commit
 
 
 class StepBuffers:
-    """Static inputs and outputs of the graphs, with room for so many tokens."""
+    """Static inputs and outputs of some graphs, with room for so many tokens.
+
+    A runner writes over the output of its own last step, and not over another's that is still in use.
+    """
 
     def __init__(self, room: int, vocab_size: int, num_hidden: int, like: Tensor) -> None:
         device = like.device
         self.room = room
+        self.user: Callable[[], object | None] = lambda: None  # the runner of the last step
+        self._outputs: list[weakref.ref[VerifyOutput]] = []  # of the last step
         num_rows = whole(room + 1)  # one more than there can be: what a step is padded with is a row too
         size = COLUMNS * whole(room) + 4 * num_rows
         self.numbers = torch.zeros(size, dtype=torch.int32, device=device)
@@ -81,6 +85,16 @@ class StepBuffers:
             chosen=on_host((room,), torch.int64, device),
             judged=Event(device),
         )
+
+    @property
+    def is_in_use(self) -> bool:
+        return any(output() is not None for output in self._outputs)
+
+    def outputs_of(self, step: FlatStep) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        """The output of a step that has been run."""
+        tree, chunks = outputs_of(step, self.logits, self.hidden, (self.best_tokens, self.best_logits), self.step)
+        self._outputs = [weakref.ref(output) for output in (tree, *chunks) if output is not None]
+        return tree, chunks
 
     @staticmethod
     def _parts(numbers: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +172,7 @@ class Graphs(Captures):
         self.pool: PagePool | None = None
         self.layers: FastLayers | None = None
         self._given_up: FastLayers | None = None
-        self.buffers: StepBuffers | None = None
+        self.buffers: list[StepBuffers] = []
         self.moves: dict[int, Moves] = {}
         self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
@@ -201,17 +215,24 @@ class Graphs(Captures):
             self.rotary = self.layers.rotary(positions) if self.layers is not None else None
         return self.pool.sync()
 
-    def buffers_for(self, num_tokens: int, vocab_size: int) -> StepBuffers:
-        if self.buffers is None or self.buffers.room < num_tokens:
+    def buffers_for(self, user: object, num_tokens: int, vocab_size: int) -> StepBuffers:
+        """Buffers of a runner's next step: those of its last, or others that nobody uses."""
+        mine = next((buffers for buffers in self.buffers if buffers.user() is user), None)
+        mine = mine or next((buffers for buffers in self.buffers if not buffers.is_in_use), None)
+        if mine is None or mine.room < num_tokens:
             room = _USUAL_ROOM
             while room < num_tokens:
                 room *= 2
-            self.forget()
-            self.buffers = None
+            if mine is not None:
+                self.forget()
+                self.buffers.remove(mine)
+                del mine  # before there are others
             like = next(self.model.parameters())
             hidden_size = self._num_hidden * self.model.config.get_text_config().hidden_size
-            self.buffers = StepBuffers(room, vocab_size, hidden_size, like)
-        return self.buffers
+            mine = StepBuffers(room, vocab_size, hidden_size, like)
+            self.buffers.append(mine)
+        mine.user = weakref.ref(user)
+        return mine
 
     def _not_exact(self, reason: str) -> GraftError:
         kind = type(self.model).__name__
@@ -241,12 +262,12 @@ class Graphs(Captures):
         self.forget()
 
     def memory_report(self) -> dict[str, int]:
-        buffers, rotary = self.buffers, self.rotary
+        rotary = self.rotary
         return {
             "cache": self.store.nbytes,
             "rotary tables": num_bytes((rotary.cos, rotary.sin)) if rotary is not None else 0,
             "graphs": self.num_graph_bytes,
-            "logits": buffers.logits.nbytes if buffers is not None else 0,
+            "logits": sum(buffers.logits.nbytes for buffers in self.buffers),
         }
 
 
@@ -254,7 +275,7 @@ _GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool], Graphs] 
 
 
 class CapturedTarget(TargetRunner):
-    """A TargetRunner whose steps replay CUDA graphs. Their output is valid until the next step."""
+    """A TargetRunner whose steps replay CUDA graphs. Their output is valid until its own next step."""
 
     sizes: tuple[int, ...] = STEP_SIZES
     contexts: tuple[int, ...] = CONTEXTS
@@ -285,8 +306,8 @@ class CapturedTarget(TargetRunner):
         return graphs.pool
 
     @property
-    def _is_in_use(self) -> bool:
-        return self._graphs.is_in_use
+    def _shared_pool(self) -> PagePool | None:
+        return self._graphs.pool
 
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()
@@ -300,9 +321,6 @@ class CapturedTarget(TargetRunner):
             if self._graphs.failure is None and not self._graphs.num_captured:
                 self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
             return super().open(num_rows, num_slots)
-
-    def turn(self) -> AbstractContextManager[Any]:
-        return self._graphs.lock  # all runners of the model have the same buffers and the same store
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -358,21 +376,21 @@ class CapturedTarget(TargetRunner):
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         size = next((size for size in self.sizes if size >= num_tokens), None)
         require_size(size, num_tokens, self.sizes[-1])
-        with graphs.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
             tables = graphs.settle()
-            buffers = graphs.buffers_for(size or 0, self.vocab_size)
+            buffers = graphs.buffers_for(self, size or 0, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
             buffers.load(step, size or 0)
             run = self._captured(buffers, tables, size or 0, max((row.length for row in step.rows), default=0))
             if run is not None:
                 run()
                 buffers.step.judged.record()
+                outputs = buffers.outputs_of(step)
         if run is None:
             return super().step(cache, tree, chunks)
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
-        highest = (buffers.best_tokens, buffers.best_logits)
-        return outputs_of(step, buffers.logits, buffers.hidden, highest, buffers.step)
+        return outputs
 
     @property
     def _store_like(self) -> Tensor:
@@ -381,7 +399,7 @@ class CapturedTarget(TargetRunner):
     def _captured(self, buffers: StepBuffers, tables: Tensor, size: int, longest: int) -> Run | None:
         """The graph of a step's size and context, captured at first use; None if that fails."""
         graphs, context = self._graphs, context_for(longest, self.contexts)
-        key = ("step", size, context)
+        key = ("step", id(buffers), size, context)  # they live as long as their graphs
         if key in graphs.steps:
             return graphs.steps[key]
         count = graphs.num_captured + 1
@@ -423,7 +441,7 @@ class CapturedTarget(TargetRunner):
             return super().commit(cache, paths)
         # Places rise along a path, so that only one without gaps ends at its own length.
         moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
-        with graphs.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
             for first in range(0, len(moves), _MOVED[-1]):
                 self._move(moves[first : first + _MOVED[-1]])
         cache.advance([1 + len(path) for path in paths])

@@ -123,7 +123,8 @@ class PagePool:
         self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
         self._max_positions = max_positions
         self._longest = -(-(max_positions or 0) // PAGE) + 4  # pages of a row, if there is such a limit
-        self._lock = threading.RLock()  # rows may be given back by any thread
+        # Rows may be given back by any thread; and while it is held the pool does not grow, so nothing moves.
+        self.lock = threading.RLock()
         self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
         self._names: dict[int, bytes] = {}  # of the kept pages
@@ -191,7 +192,7 @@ class PagePool:
 
     def sync(self) -> Tensor:
         """The block tables on the device, as they are now."""
-        with self._lock:
+        with self.lock:
             if self._is_changed:
                 assert self._staged is not None
                 if self._loaded is not None:
@@ -207,7 +208,7 @@ class PagePool:
 
     def open_row(self, num_slots: int) -> Row:
         """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
-        with self._lock:
+        with self.lock:
             row = self._new_row()
             try:
                 self.ensure(row, num_slots)
@@ -220,7 +221,7 @@ class PagePool:
         """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
         more = -(-num_slots // PAGE) - len(row.pages)
         if more > 0:
-            with self._lock:
+            with self.lock:
                 start = len(row.pages)
                 pages = self._take(more, row.pages[-1] + 1 if row.pages else 0)
                 row.pages.extend(pages)
@@ -232,7 +233,7 @@ class PagePool:
 
     def trim(self, row: Row, num_slots: int) -> None:
         """Gives back the pages behind so many tokens."""
-        with self._lock:
+        with self.lock:
             kept = -(-num_slots // PAGE)
             self._give_back(row.pages[kept:])
             del row.pages[kept:]
@@ -250,7 +251,7 @@ class PagePool:
 
         The pages that it has behind them stay its own. A NoRoomError, and no change, if there are too few.
         """
-        with self._lock:
+        with self.lock:
             shared = source.length // PAGE
             own = target.pages[shared:]
             taken = [] if own else self._take(-(-source.length // PAGE) - shared)
@@ -278,7 +279,7 @@ class PagePool:
         One token at least is left to read, whose features a drafter starts from. And since a drafter's entry of a token
         depends on the token behind it, the last token of the last page found is read again: that page is copied.
         """
-        with self._lock:
+        with self.lock:
             names: list[bytes] = []
             for name in _names(prompt[: len(prompt) - 1], salt):
                 if name not in self._kept:
@@ -302,7 +303,7 @@ class PagePool:
 
         num_entries: tokens that the drafter's store has too; None: all that are committed.
         """
-        with self._lock:
+        with self.lock:
             count = min(row.length, len(text), row.length if num_entries is None else num_entries)
             names = list(_names(text[:count], salt))
             for number, (name, page) in enumerate(zip(names, row.pages, strict=False)):
@@ -320,7 +321,7 @@ class PagePool:
 
     def forget(self, max_tokens: int = 0) -> None:
         """Keeps at most so many tokens of texts that nobody uses."""
-        with self._lock:
+        with self.lock:
             idle = [name for name, page in self._kept.items() if self._uses[page] == 0]
             for name in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
                 del self._names[self._kept.pop(name)]
@@ -384,7 +385,7 @@ class PagePool:
             self._uses[page] -= 1
 
     def end(self, line: int, pages: list[int]) -> None:
-        with self._lock:
+        with self.lock:
             self._give_back(pages)
             pages.clear()
             self._free_lines.append(line)

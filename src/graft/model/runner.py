@@ -7,8 +7,6 @@ It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +71,6 @@ class TargetRunner:
         else:
             self.synchronize()
 
-    def turn(self) -> AbstractContextManager[Any]:
-        """Context of a round: meanwhile nobody else writes over its steps' outputs, nor moves the KV cache."""
-        return nullcontext()
-
     @property
     def step_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that steps are padded to; none if steps take as many as there are."""
@@ -104,12 +98,21 @@ class TargetRunner:
 
         num_rows: as many as there will be at once, so that nothing moves when they come.
         """
+        there = self._shared_pool
+        if there is not None and there.is_fixed and there.num_pages == num_pages and there.num_lines > num_rows:
+            return  # by another runner of the same model
         require(not self._is_in_use, _IN_USE)
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
 
     @property
+    def _shared_pool(self) -> PagePool | None:
+        """The pool, if there is one yet."""
+        return self._pool
+
+    @property
     def _is_in_use(self) -> bool:
-        return self._pool is not None and self._pool.num_free < self._pool.num_pages
+        pool = self._shared_pool
+        return pool is not None and pool.num_free < pool.num_pages
 
     @torch.no_grad()
     def bytes_per_token(self) -> int:

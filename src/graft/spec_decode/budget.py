@@ -16,6 +16,7 @@ from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, Line, StepCost
 
 _SHARE = 0.01  # of the time that may be lost by looking for trees where none pays
 _GAIN, _FADING = 0.6, 0.8  # of a pass, before any was observed
+_STEADY = round(1 / BLEND) - 1  # observations of a running mean after which each new one counts alike
 
 
 class Plan(NamedTuple):
@@ -38,6 +39,14 @@ class PassGains:
     def __init__(self, num_passes: int) -> None:
         self._gain = [_GAIN] * num_passes
         self._fading = [_FADING] * num_passes
+        self._counts = [_STEADY] * num_passes  # observations so far, as far as they matter
+
+    def for_others(self) -> PassGains:
+        """What is to be expected for another number of rows, until the first observations."""
+        there = PassGains(len(self._gain))
+        there._gain, there._fading = list(self._gain), list(self._fading)
+        there._counts = [0] * len(self._gain)
+        return there
 
     def of_further(self, num_done: int, reach: float) -> list[float]:
         """Expected tokens that one, two, three ... more passes add, when the beams so far are reached with `reach`."""
@@ -52,11 +61,13 @@ class PassGains:
         """Takes in a round: the reach before each pass, all rows that made it together, and what the candidates were
         worth with 0, 1, 2 ... of them."""
         for number, reach in enumerate(reaches[: len(values) - 1]):
+            weight = 1 / (1 + self._counts[number])
+            self._counts[number] = min(self._counts[number] + 1, _STEADY)
             if reach > 1e-3:
                 gain = (values[number + 1] - values[number]) / reach
-                self._gain[number] += BLEND * (gain - self._gain[number])
+                self._gain[number] += weight * (gain - self._gain[number])
             if number and reaches[number - 1] > 1e-3:
-                self._fading[number - 1] += BLEND * (reach / reaches[number - 1] - self._fading[number - 1])
+                self._fading[number - 1] += weight * (reach / reaches[number - 1] - self._fading[number - 1])
 
     def doubt(self) -> None:
         """A round went by without a pass: what is not tried should not be given up for ever."""
@@ -89,12 +100,13 @@ class Budget:
         self.step = step
         self.drafting = Line()  # seconds of a draft pass
         self.host, self.plain_host = Line(), Line()  # of the host's part of a round, with a look and without
-        self.passes = PassGains(num_passes)
+        self.passes = PassGains(num_passes)  # of one row
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
     def restart(self) -> None:
         """Forgets how rounds have gone, but not what anything costs."""
+        self._passes = {0: self.passes}  # by the logarithm of the number of rows
         self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
         self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
         self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
@@ -121,6 +133,14 @@ class Budget:
     def rate(self, num_rows: int) -> float:
         """Tokens per second of the usual round of so many rows; at least those of plain decoding."""
         return num_rows * max(self._tokens / self._time, 1.0) / self.plain_seconds(num_rows)
+
+    def passes_of(self, num_rows: int) -> PassGains:
+        """What passes bring for so many rows: the more there are, the fewer beams and nodes each of them gets."""
+        size = (num_rows - 1).bit_length()
+        if size not in self._passes:
+            nearest = min(self._passes, key=lambda other: abs(other - size))
+            self._passes[size] = self._passes[nearest].for_others()
+        return self._passes[size]
 
     # What a round should do
 
@@ -171,7 +191,7 @@ class Budget:
         price, now = rate * self.pass_seconds(num_rows), max(plan.worth(rate) for plan in plans)
         priced = [(plan.worth(rate), plan.num_nodes - plan.gain) for plan in there]  # and what it has room for
         best = 0
-        for count, gain in enumerate(self.passes.of_further(num_done, reach), start=1):
+        for count, gain in enumerate(self.passes_of(num_rows).of_further(num_done, reach), start=1):
             worth = max(own + min(truth * gain, room) for own, room in priced) - count * price
             if worth > now:
                 best, now = count, worth
@@ -180,7 +200,7 @@ class Budget:
     def pays_to_draft_row(self, num_rows: int, num_done: int, reach: float) -> bool:
         """Likewise for one of the rows, where each has its own nodes and the step costs the same whatever they are."""
         price = self.rate(num_rows) * self.pass_seconds(num_rows)
-        gains = self.passes.of_further(num_done, reach)
+        gains = self.passes_of(num_rows).of_further(num_done, reach)
         return any(num_rows * gain >= count * price for count, gain in enumerate(gains, start=1))
 
     # What came of it

@@ -473,13 +473,13 @@ def _tiles_and_splits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many tiles of query rows some rows have, and how many splits with whole blocks of the last one's prefix."""
+    """How many tiles of query rows some rows have, and how many splits of prefix: of whole committed blocks, or of all
+    of a chain."""
     count = tl.load(counts + row, mask=real, other=0)
-    is_chain = _is_chain(starts, counts, places, depths, row, real)
-    prefix = tl.load(lengths + row, mask=real, other=0) + _before_tile(count - 1, is_chain, TOKENS)
-    end = prefix // BLOCK_N * BLOCK_N
+    length = tl.load(lengths + row, mask=real, other=0)
+    end = length // BLOCK_N * BLOCK_N
     if TOKENS > 0:
-        end = tl.where(is_chain > 0, tl.load(lengths + row, mask=real, other=0) + count, end)
+        end = tl.where(_is_chain(starts, counts, places, depths, row, real) > 0, length + count, end)
     return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 

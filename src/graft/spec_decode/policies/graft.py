@@ -44,7 +44,6 @@ class _Look(NamedTuple):
     passes: list[int]  # by row
     reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
     plan: Plan
-    host_seconds: float  # of retrieving, merging and ranking
     draft_seconds: float
 
 
@@ -79,6 +78,7 @@ class Graft(Policy):
         self._num_others = 0  # tokens of this round's step that are no rows'
         self._setups_before = 0
         self._num_looks = 0
+        self._ended = 0.0  # when the last round had been learned from
         self._num_planned = 0  # draft passes of this round, where they are planned beforehand
 
     def _make_budget(self) -> Budget:
@@ -134,7 +134,7 @@ class Graft(Policy):
         candidates = self.new_candidates(batch, roots)
         if self.adapts:  # what no row can get need not be looked for
             candidates.most_nodes = max(2 * most // num_rows, 1)
-        with clock("graft") as copying_time:
+        with clock("graft"):
             self._retrieve(candidates, batch, self._copies)
         passes: list[int] = [0] * num_rows
         reaches: list[float] = []
@@ -142,7 +142,7 @@ class Graft(Policy):
         if self.drafter is not None:
             passes, reaches = self._draft(candidates, batch, roots, caps, clock)
         draft_seconds = time.perf_counter() - start
-        with clock("graft") as grafting_time:
+        with clock("graft"):
             self._retrieve(candidates, batch, self._copies + self._tables if any(passes) else self._tables)
             ranking = self.best_of(candidates, most, caps)
             plan = self.budget.best(self.budget.plans(ranking.gains, num_rows, self._num_others))
@@ -151,29 +151,30 @@ class Graft(Policy):
         if any(sequence.is_recorded for sequence in batch.sequences):
             more = [sum(counts[1:]) + _SHOWN for counts in tree.counts_by_source]
             considered, _ = candidates.ranked(sum(more), more).tree(batch.max_depth)
-        host_seconds = copying_time() + grafting_time()
-        self._look = _Look(candidates, caps, passes, reaches, plan, host_seconds, draft_seconds)
+        self._look = _Look(candidates, caps, passes, reaches, plan, draft_seconds)
         return DraftResult(tree, passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
-        start, num_rows, look = time.perf_counter(), len(accepted), self._look
+        num_rows, look = len(accepted), self._look
         super().learn(batch, tree, verified, accepted, seconds)
-        took = time.perf_counter() - start
+        ended, self._ended = self._ended, time.perf_counter()
         if self.adapts and self._is_time_usual:
-            self._learn_costs(tree, num_rows, look, seconds, took)
+            self._learn_costs(tree, num_rows, look, seconds, self._ended - ended if ended else 0.0)
         passes = sum(look.passes) / num_rows if look is not None else 0.0
         plan = look.plan if look is not None else None
         self.budget.observe(num_rows, sum(map(len, accepted.tokens)), plan, passes, self._num_others)
 
     def _learn_costs(self, tree: DraftTree, num_rows: int, look: _Look | None, seconds: float, took: float) -> None:
-        """seconds: of the step; took: of the host's learning."""
+        """seconds: of the step; took: from the end of the round before to that of this one, 0 if there was none."""
         budget, base = self.budget, num_rows + self._num_others
         num_nodes = sum(sum(counts[1:]) for counts in tree.counts_by_source)
         budget.step.observe(base + num_nodes, seconds, least=base)
-        host = budget.host if look is not None else budget.plain_host
-        host.observe(num_rows, took + (look.host_seconds if look is not None else 0.0), most=seconds)
+        drafting = look.draft_seconds if look is not None else 0.0
+        if took and not self._num_others:  # all that is neither the step nor drafting
+            host = budget.host if look is not None else budget.plain_host
+            host.observe(num_rows, max(took - seconds - drafting, 0.0), most=seconds)
         if look is not None and any(look.passes):
-            budget.drafting.observe(num_rows, look.draft_seconds / max(look.passes), most=seconds)
+            budget.drafting.observe(num_rows, drafting / max(look.passes), most=seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         if self.budget.may_look(len(batch.sequences)):
@@ -261,7 +262,7 @@ class Graft(Policy):
                 passes[row] += 1
                 reach[row] = reached[row]
         if not any(passes):
-            self.budget.passes.doubt()
+            self.budget.passes_of(num_rows).doubt()
         return passes, reaches
 
     def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
@@ -287,11 +288,11 @@ class Graft(Policy):
     def _judge_passes(self, look: _Look) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
         self._num_looks += 1
-        if not look.reaches or self._num_looks % _OBSERVE_EVERY:
+        if not look.reaches or (self._num_looks % _OBSERVE_EVERY and len(look.passes) < _MANY):
             return
         most = look.plan.num_nodes or self.budget.max_nodes(len(look.passes))
         values = look.candidates.values_by_need(len(look.reaches), most, look.caps)
-        self.budget.passes.observe(look.reaches, values)
+        self.budget.passes_of(len(look.passes)).observe(look.reaches, values)
 
     # Graft
 
