@@ -111,7 +111,7 @@ class SyntheticTarget:
     """A target whose logits stand out for tokens that follow in some text."""
 
     def __init__(self) -> None:
-        self._logits = torch.randn(1, BUDGET + 1, VOCAB, generator=torch.Generator().manual_seed(0))
+        self._logits = torch.randn(BUDGET + 1, VOCAB, generator=torch.Generator().manual_seed(0))
         self._following: defaultdict[int, set[int]] = defaultdict(set)
 
     def learn(self, text: list[int]) -> None:
@@ -119,11 +119,12 @@ class SyntheticTarget:
             self._following[token].add(following)
 
     def verified(self, tokens: Tensor) -> VerifyOutput:
-        logits = self._logits[:, : tokens.shape[1]].clone()
+        count = tokens.shape[1]
+        logits = self._logits[:count].clone()
         for node, token in enumerate(tokens[0].tolist()):
             for rank, following in enumerate(self._following[token]):
-                logits[0, node, following] = SURE - rank
-        return VerifyOutput(tokens, logits, logits)
+                logits[node, following] = SURE - rank
+        return VerifyOutput(tokens, torch.arange(count)[None], [count], logits, logits)
 
 
 class Stopwatch:
@@ -173,12 +174,13 @@ def run(
         following = text[len(sequence.ids) :]
         drafter.make(following)
         watch.begin()
+        batch.begin_round(0)
         tree = policy.grow(batch, batch.roots(), Clock()).tree
         nodes = accepted_nodes(tree, following)
         tokens = following[: len(nodes) + 1]
         verified = target_model.verified(tree.tokens)
         policy.learn(batch, tree, verified, Accepted([nodes], [tokens]), 1.0)
-        sequence.extend(tokens, nodes, TreeRow(tree, verified.logits, 0, policy.sources))
+        sequence.extend(tokens, nodes, TreeRow(tree, verified, 0, policy.sources))
         counts.append(len(tokens))
     policy.finish(sequence)
     return counts

@@ -70,6 +70,7 @@ def sizes_of(target):
 
 
 def logits_of(verified):
+    """[B, W, V], to keep."""
     return verified.logits[verified.index].clone()
 
 
@@ -177,15 +178,17 @@ def test_a_step_of_more_tokens_than_any_size_is_refused(plain):
     engine = Engine(model_of("llama"), policy=RandomTrees(100, merge=True))
     with pytest.raises(GraftError, match="tokens is more than the 256 that one can have: verify fewer nodes"):
         engine.generate_batch([PROMPT] * 6, max_new_tokens=8)
-    assert engine.generate(PROMPT, max_new_tokens=8).ids == engine.generate(PROMPT, max_new_tokens=8).ids
+    assert not engine.target._is_in_use
+    engine.generate(PROMPT, max_new_tokens=8)  # goes on
 
 
 def test_graphs_over_a_pool_that_has_grown_are_captured_anew(plain, monkeypatch):
     """And texts that were begun before go on."""
     monkeypatch.setattr(captured, "_FIRST_TOKENS", 8 * PAGE)
     model = model_of("llama")
-    expected = Engine(tiny := model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=20).ids
-    long = Engine(tiny, policy="off").generate(PROMPT * 6, max_new_tokens=60).ids
+    plainly = Engine(model_of("llama"), policy="off")
+    expected = plainly.generate(PROMPT, max_new_tokens=20).ids
+    long = plainly.generate(PROMPT * 6, max_new_tokens=60).ids
     engine = Engine(model, policy=RandomTrees(6))
     target, (sequence,) = engine.target, engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=20))
     rounds = engine.rounds([sequence])
@@ -264,6 +267,17 @@ def test_a_step_of_trees_and_prompts_has_the_numbers_of_two_steps(plain):
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
+def test_warming_up_captures_a_graph_of_every_size_and_says_so(plain):
+    target, told = Small(model_of("llama")), []
+    target.progress = told.append
+    target.warm_up(16)
+    assert sizes_of(target) == {1, 4, 8, 16} and target.num_setups == 4 and not target._is_in_use
+    assert {report.words for report in told} >= {f"{size} tokens" for size in (1, 4, 8, 16)}
+    cache = target.open(2, 64)
+    target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
+    assert target.num_setups == 4, "at short contexts nothing is left to capture"
+
+
 def test_a_server_captures_nothing_anew_once_it_has_seen_its_batches(plain):
     model = model_of("llama", num_hidden_layers=6, vocab_size=BYTE_VOCAB)
     drafter = SmallDrafter(make_head(model).to(DEVICE), SMALL_TREE)
@@ -318,8 +332,8 @@ def test_engines_that_take_turns_share_graphs(plain):
     first = Engine(model, policy=RandomTrees(6))
     expected = first.generate(PROMPT, max_new_tokens=20).ids
     num_captured = first.target.num_setups
-    for seed in (0, 0):
-        engine = Engine(model, policy=RandomTrees(6, seed=seed))
+    for _ in range(2):
+        engine = Engine(model, policy=RandomTrees(6))
         assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
     assert engine.target.num_setups == num_captured and len(engine.target._graphs.buffers) == 1
 
@@ -468,7 +482,7 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
     monkeypatch.setattr(captured, "_USUAL_ROOM", 8)
     engine = Engine(model_of("llama"), policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=8).ids
-    for place in ("graft.model.llama.FastLayers.__call__", "graft.model.cuda_graphs.StepBuffers.__init__"):
+    for place in ("graft.model.cuda_graphs.StepBuffers.__init__", "graft.model.llama.FastLayers.__call__"):
         with monkeypatch.context() as short:
             short.setattr(place, raising(torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(torch.OutOfMemoryError):

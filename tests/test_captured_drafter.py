@@ -20,7 +20,7 @@ from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
 from graft.model.verified import Step
-from graft.spec_decode.cost_model import time_pass
+from graft.spec_decode.cost_model import Line, time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import cuda_graphs
@@ -134,6 +134,12 @@ class Text:
         self.drafter = drafter_of(kind, model, settings)
         self.target = target(model, self.drafter.hidden_layers)
         self.rng = random.Random(0)
+
+    def go_on_from(self, row):
+        """Another row with the same text."""
+        other = self.target.pool.open_row(200)
+        self.target.pool.copy(row, other)
+        return other
 
     def open(self, *prompts, shuffled=False):
         """A cache and a state whose rows have read all but the last token of their prompts."""
@@ -264,7 +270,7 @@ def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
         levels = text.levels(state)
         roots = text.round(cache, state, [*roots, 10, 11])
         # The last row goes on from the first; the second leaves.
-        row = text.target.pool.fork(cache.rows[0], 200)
+        row = text.go_on_from(cache.rows[0])
         text.target.pool.release(cache.rows[3])
         cache.rows[3] = row
         state.copy_row(0, 3, row)
@@ -284,7 +290,7 @@ def test_a_row_is_copied_with_the_features_that_wait_for_a_draft(plain, model):
         cache, state = text.open(PROMPT, [5, 6])
         roots = text.round(cache, state, [11, 6])  # nothing was drafted, so nothing is drafted ahead
         assert all(row.following for row in state.rows)
-        row = text.target.pool.fork(cache.rows[0], 200)
+        row = text.go_on_from(cache.rows[0])
         text.target.pool.release(cache.rows[1])
         cache.rows[1] = row
         state.copy_row(0, 1, row)
@@ -496,8 +502,10 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
-    costs = {"widths": torch.tensor([1, 4, 8]), "seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(costs | {"pass": torch.tensor(1e-6)})
+    quick = Line()
+    quick.observe(1, 1e-6)
+    steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
+    policy.restore_costs(steps | {"pass_line": quick.state()})
     asked, goes_on = [], policy.goes_on
     policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
     generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)

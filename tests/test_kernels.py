@@ -469,6 +469,20 @@ def test_turning_and_storing(normed):
     assert int((results[1][1] != keys).any(dim=2).any(dim=1).sum()) == len(qkv), "each token has a slot of its own"
 
 
+def test_adding_and_norm():
+    torch.manual_seed(0)
+    stream, delta, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    for more in (delta, None):
+        expected = plain_kernels.add_norm(stream, more, weight, 1e-5)
+        ours = layer_kernels.add_norm(*(None if t is None else t.to(DEVICE) for t in (stream, more, weight)), 1e-5)
+        torch.testing.assert_close(tuple(t.cpu() for t in ours), expected)
+
+
+def test_activation():
+    gate_up = torch.randn(2, 2 * 37)
+    torch.testing.assert_close(layer_kernels.silu_mul(gate_up.to(DEVICE)).cpu(), plain_kernels.silu_mul(gate_up))
+
+
 def test_padding_that_stands_behind_the_block_table_is_written_to_no_page_of_a_request():
     problem = Problem.make([3], [chain(2)], padding=2)
     layout = problem.layout()

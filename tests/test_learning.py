@@ -63,6 +63,13 @@ def proposed(retriever, candidates, *histories, max_depth=8, first=1):
     return rows
 
 
+def verified(tokens, logits):
+    """What the target says after tokens [B, W], by logits [B, W, vocabulary]."""
+    rows, width = tokens.shape
+    flat = logits.flatten(0, 1)
+    return VerifyOutput(tokens, torch.arange(rows * width).view(rows, width), [width] * rows, flat, flat)
+
+
 def judged(ngrams, following, salt=0):
     """A judgement in which `following[i]` is by far the likeliest after the n-gram (earlier, before, token)."""
     earlier, before, tokens = zip(*ngrams, strict=True)
@@ -77,7 +84,7 @@ def judged_alone(tokens, before, earlier, logits, salt=0):
     """A judgement of one token a text. logits: [texts, 1, vocabulary]"""
     tokens = torch.tensor(tokens)[:, None]
     zeros = torch.zeros_like(tokens)
-    said = VerifyOutput(tokens, logits, logits).likeliest()
+    said = verified(tokens, logits).likeliest()
     return TargetTopK(tokens, zeros, zeros, *said, before, earlier, [salt] * len(tokens))
 
 
@@ -115,7 +122,7 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
         ([1, 2, 3, 4], [3, 4]),
     ):
         table = SuccessorTable(3, NUM_ROWS, isolated=True)
-        learn(table, TargetTopK.of_chunk(VerifyOutput(torch.tensor([[7, 8, 9]]), logits, logits), preceding, salt=6))
+        learn(table, TargetTopK.of_chunk(verified(torch.tensor([[7, 8, 9]]), logits), preceding, salt=6))
         text = [*text, 7, 8, 9]
         for place, token in enumerate(said):
             assert first_successor(table, text[place : place + 3], salt=6) == token
@@ -126,7 +133,7 @@ def test_a_chunk_is_judged_under_the_tokens_before_it():
 def test_of_tokens_that_come_again_in_a_chunk_the_last_judgement_stays():
     logits = torch.randn(1, 6, VOCAB)
     table = SuccessorTable(1, VOCAB, hashed=False)
-    learn(table, TargetTopK.of_chunk(VerifyOutput(torch.tensor([[7, 8, 7, 8, 7, 9]]), logits, logits), []))
+    learn(table, TargetTopK.of_chunk(verified(torch.tensor([[7, 8, 7, 8, 7, 9]]), logits), []))
     said = logits[0].argmax(dim=1).tolist()
     assert [first_successor(table, (0, 0, token)) for token in (7, 8, 9)] == [said[4], said[3], said[5]]
 
@@ -140,7 +147,7 @@ def test_every_node_of_a_tree_is_judged_under_its_own_path_the_root_last(seed, n
     logits = torch.randn(num_rows, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
     salts = [rng.randrange(9) for _ in histories]
     table = SuccessorTable(3, 1 << 20)
-    learn(table, TargetTopK.of_trees(VerifyOutput(tree.tokens, logits, logits), tree, histories, salts))
+    learn(table, TargetTopK.of_trees(verified(tree.tokens, logits), tree, histories, salts))
     expected = {}
     for row, history in enumerate(histories):
         valid = tree.valid[row].nonzero().flatten().tolist()

@@ -583,11 +583,11 @@ def test_nothing_is_loaded_from_the_folder_of_models(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(golden_rounds(), separators=(",", ":")).replace("]],[[", "]],\n[[") + "\n")
-
-
 def test_a_library_of_an_older_source_is_no_traceback(monkeypatch):
     monkeypatch.setitem(native._ARGUMENTS, "graft_of_tomorrow", [])
     with pytest.raises(GraftError, match=r"_native cannot be loaded .*graft_of_tomorrow.*install the package again"):
         native.native.__wrapped__()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden_rounds(), separators=(",", ":")).replace("]],[[", "]],\n[[") + "\n")

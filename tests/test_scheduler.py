@@ -11,12 +11,11 @@ import torch
 
 from graft import Engine, GraftError
 from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
-from graft.model import PagePool, TargetRunner
+from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.server.grammar import Grammars
-from graft.spec_decode.cost_model import plans_for, total_gains
-from graft.spec_decode.policies import Policy, make_policy
+from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3State
 from proposers import RandomTrees
@@ -285,29 +284,6 @@ def test_closing_ends_what_takes_too_long(schedule):
     running.next()
     scheduler.close(drain_seconds=0)
     assert running.wait() == Failure("timeout", "the server is shutting down")
-
-
-def test_trees_are_narrower_in_larger_batches(model):
-    """Where a verify costs by the token, what pays for one row does not pay for sixteen."""
-    target = TargetRunner(model)
-    policy = make_policy("graft", target)
-    policy.restore_costs(
-        {
-            "widths": torch.tensor([1, 2, 4, 8, 16, 32, 64]),
-            # flat up to eight tokens, then by the token
-            "seconds": torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64),
-            "pass": torch.tensor(0.0, dtype=torch.float64),
-        }
-    )
-    widths = {}
-    for num_rows in (1, 4, 8, 16, 64):
-        paths = torch.tensor([[1.0, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]]).repeat(num_rows, 1)
-        policy._choices, policy._current_rate = policy._cost.choices(num_rows), policy._rate(num_rows)
-        widths[num_rows] = policy._best_of(
-            plans_for(policy._choices, total_gains(paths[:, 1:]), num_rows), num_rows
-        ).width
-    assert widths[1] == 8 and widths[64] == 1
-    assert list(widths.values()) == sorted(widths.values(), reverse=True)
 
 
 # What fails

@@ -83,8 +83,7 @@ class PolicyMethod(Method):
         self.name = name
         self._settings, self._exact = settings, exact
         self._policy = _make(name, model, drafter, settings, exact)
-        if drafter is not None and self._policy.open(num_rows=1, num_slots=1) is None:
-            # It keeps nothing for the drafter, so it has no use for one: spare it the features that a drafter reads.
+        if drafter is not None and self._policy.drafter is None:  # spare it the features that a drafter reads
             drafter = None
             self._policy = _make(name, model, None, settings, exact)
         self._engine = Engine(model, policy=self._policy, drafter=drafter, budget=settings.budget, exact=exact)

@@ -24,7 +24,7 @@ from torch import Tensor
 from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.model import TargetRunner, VerifyOutput
+from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import NUM_SUCCESSORS
 from graft.sequence import Sequence as TokenSequence
@@ -182,7 +182,7 @@ class ReplayedDrafter:
     def __init__(self, settings: TreeSettings) -> None:
         self.settings = settings
 
-    def open(self, num_rows: int, num_slots: int) -> DraftState:
+    def open(self, cache: KVCache) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None: ...
@@ -226,7 +226,8 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
     answer, clock = trace.answer.tolist(), Clock()
     with torch.no_grad():
         while sequence.finish_reason is None:
-            place = state.place = sequence.stats.tokens
+            batch.begin_round(0)
+            place = state.place = sequence.num_new
             draft_result = policy.grow(batch, torch.tensor([sequence.ids[-1]]), clock)
             nodes = _accepted(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
@@ -234,7 +235,9 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
             policy.learn_top_k(_recorded_top_k(trace, place, sequence.ids, policy.salt_of(sequence)))
             policy.learn_accepted(draft_result.tree, Accepted([nodes], [tokens]), seconds=1.0)
             sequence.stats.draft_passes += draft_result.passes[0]
-            sequence.extend(tokens, nodes, TreeRow(draft_result.tree, torch.zeros(1, 1, 1), 0, policy.sources))
+            # Nobody asks for the logits after the policy's own nodes.
+            verified = _verified(trace.judged[place][None], trace.successors[place], trace.logits[place])
+            sequence.extend(tokens, nodes, TreeRow(draft_result.tree, verified, 0, policy.sources))
     policy.finish(sequence)
     return sequence.stats
 
@@ -266,8 +269,10 @@ def _recorded_top_k(trace: Trace, place: int, history: Sequence[int], salt: int)
 
 def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutput:
     """A verify output of one row that holds the target's top-k tokens and nothing else."""
-    nothing = torch.empty(*tokens.shape, 0)
-    return VerifyOutput(tokens, nothing, nothing, highest=(successors[None].int(), logits[None].contiguous()))
+    count = tokens.shape[1]
+    nothing = torch.empty(count, 0)
+    highest = (successors.int(), logits.contiguous())
+    return VerifyOutput(tokens, torch.arange(count)[None], [count], nothing, nothing, highest)
 
 
 def _likeliest(verified: VerifyOutput) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """CUDA graphs of the target model: `CapturedTarget` runs a flat step as one graph per number of tokens and context.
 
 A step is padded to the next of a few sizes, and its longest context rounded up to the next of a few contexts, so that
-few graphs serve all rounds. Inputs and outputs are static buffers that all graphs share, while no two runners are in
-the middle of a round; then each has its own. The KV store is one pool of pages. Without a GPU the same code runs, and
-calls what would be replayed.
+few graphs serve all rounds. Inputs and outputs are static buffers that runners share as long as they take turns, round
+by round; else each has its own. The KV store is one pool of pages. Without a GPU the same code runs, and calls what
+would be replayed.
 """
 
 from __future__ import annotations
@@ -135,10 +135,8 @@ class Moves:
         self._here = on_host((size,), torch.int32, device)
         self._loaded = Event(device)
         (self.lines, self.lengths, self.counts), self.places = self._parts(self._there, rows)
-        self._by_row, self._places = (
-            [part.numpy() for part in group] if isinstance(group, list) else group.numpy()
-            for group in self._parts(self._here, rows)
-        )
+        by_row, places = self._parts(self._here, rows)
+        self._by_row, self._places = [part.numpy() for part in by_row], places.numpy()
 
     @staticmethod
     def _parts(numbers: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
