@@ -194,7 +194,7 @@ class Engine:
                     batch.keep(unfinished)
         finally:
             for sequence in batch.sequences:
-                sequence.settle()
+                sequence.conclude()
             batch.release()
 
     @torch.no_grad()
@@ -407,6 +407,7 @@ class Stream(Iterator[str]):
 
     @property
     def result(self) -> Generation:
+        self._sequence.conclude()
         return _generation([self._sequence])
 
 

@@ -107,6 +107,12 @@ class Sequence:
             num_new = self._read(round.tokens)
             self._count(round, num_new)
 
+    def conclude(self) -> None:
+        """Settles between two rounds, where an answer may end: nothing is behind a stop string any more."""
+        self.settle()
+        if self._is_stopped:
+            self._drop_behind_stop()
+
     def _read(self, tokens: SequenceOf[int]) -> int:
         """Adds tokens to the text. Returns how many there were up to a stop string, if one came."""
         for number, token in enumerate(tokens, start=1):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -168,6 +169,7 @@ class Scheduler:
         self._is_prepared = False  # whether trees can be grown
         self._changed = threading.Condition()
         self._closing = False
+        self._end_of_all = math.inf  # by time.monotonic: what has not ended by then is ended
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
         self._thread.start()
 
@@ -204,12 +206,10 @@ class Scheduler:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Takes nothing new, lets what is under way go on for a while, then ends it."""
-        end = time.monotonic() + drain_seconds
         with self._changed:
             self._closing = True
+            self._end_of_all = min(time.monotonic() + drain_seconds, self._end_of_all)
             self._changed.notify()
-            for job in [*self._waiting, *self._running]:
-                job.deadline = end if job.deadline is None else min(end, job.deadline)
         self._thread.join()
 
     @property
@@ -302,7 +302,7 @@ class Scheduler:
         now = time.monotonic()
 
         def is_unwanted(job: Job) -> bool:
-            return job.cancelled or (job.deadline is not None and now > job.deadline)
+            return job.cancelled or now > min(self._end_of_all, math.inf if job.deadline is None else job.deadline)
 
         with self._changed:
             gone = [job for job in self._waiting if is_unwanted(job)]
@@ -418,7 +418,8 @@ class Scheduler:
 
     def _next_chunks(self) -> list[Reading]:
         """The chunks of newcomers' texts that the coming step reads, in the order in which they came."""
-        room = max(self.settings.max_batched_tokens - len(self._jobs), _LEAST_CHUNK)
+        most = min(self.settings.max_batched_tokens, self.engine.target.max_tokens or math.inf)
+        room = max(int(most) - len(self._jobs), _LEAST_CHUNK)
         reading: list[Reading] = []
         for newcomer in self._newcomers:
             batch = newcomer.batch

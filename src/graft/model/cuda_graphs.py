@@ -174,7 +174,7 @@ class Graphs(Captures):
         self.moves: dict[int, Moves] = {}
         self.rotary: Rotary | None = None
         self._weights: tuple[int, ...] = ()
-        self._num_resized = -1
+        self.num_resized = -1  # of the pool, when graphs over its memory could be made
 
     @property
     def is_in_use(self) -> bool:
@@ -206,9 +206,9 @@ class Graphs(Captures):
     def settle(self) -> Tensor:
         """The block tables on the device; graphs over memory that has moved since are dropped."""
         assert self.pool is not None
-        if self.pool.num_resized != self._num_resized:
+        if self.pool.num_resized != self.num_resized:
             self.forget()
-            self._num_resized = self.pool.num_resized
+            self.num_resized = self.pool.num_resized
             positions = self.pool.tables.shape[1] * PAGE
             self.rotary = self.layers.rotary(positions) if self.layers is not None else None
         return self.pool.sync()
@@ -310,6 +310,7 @@ class CapturedTarget(TargetRunner):
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()
         self._graphs.pool = pool
+        self._graphs.num_resized = -1
         pool.add_store(self._store)
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
@@ -322,6 +323,10 @@ class CapturedTarget(TargetRunner):
     @property
     def step_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in self.sizes if size <= FEW) if self._graphs.failure is None else ()
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.sizes[-1] if self._graphs.failure is None else None
 
     @property
     def num_setups(self) -> int:
@@ -344,7 +349,9 @@ class CapturedTarget(TargetRunner):
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures the graphs of all sizes up to `max_tokens`, at short contexts."""
-        sizes = [size for size in self.sizes if size <= max_tokens] or [self.sizes[0]]
+        rooms = [PAGE * self.pool.num_pages] if self.pool.is_fixed else []
+        most = min(max_tokens, self.pool.max_slots or max_tokens, *rooms)
+        sizes = [size for size in self.sizes if size <= most] or [self.sizes[0]]
         cache = self.open(1, sizes[-1])
         try:
             for number, size in enumerate(reversed(sizes)):  # the largest first, which the others' memory is part of
@@ -367,7 +374,7 @@ class CapturedTarget(TargetRunner):
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         size = next((size for size in self.sizes if size >= num_tokens), None)
         require_size(size, num_tokens, self.sizes[-1])
-        with graphs.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
             tables = graphs.settle()
             buffers = graphs.buffers_for(self, size or 0, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
@@ -432,7 +439,7 @@ class CapturedTarget(TargetRunner):
             return super().commit(cache, paths)
         # Places rise along a path, so that only one without gaps ends at its own length.
         moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
-        with graphs.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
             for first in range(0, len(moves), _MOVED[-1]):
                 self._move(moves[first : first + _MOVED[-1]])
         cache.advance([1 + len(path) for path in paths])

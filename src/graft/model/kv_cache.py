@@ -62,16 +62,20 @@ class KVStore:
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
-    def resize(self, num_slots: int) -> None:
-        """Makes room for so many slots; what is stored stays where it is."""
-        old = self._num_slots
+    def grown(self, num_slots: int) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values with room for so many slots, what is stored at its place; for `take`."""
+        keys, values = (
+            None if stored is None else _zeros(stored, (self._num_layers, num_slots, *stored.shape[2:]))
+            for stored in (self.keys, self.values)
+        )
+        for larger, stored in ((keys, self.keys), (values, self.values)):
+            if larger is not None and stored is not None:
+                larger[:, : self._num_slots] = stored[:, :num_slots]
+        return keys, values
+
+    def take(self, num_slots: int, stored: tuple[Tensor | None, Tensor | None]) -> None:
         self._num_slots = num_slots
-        for name in ("keys", "values"):
-            stored = getattr(self, name)
-            if stored is not None:
-                larger = _zeros(stored, (self._num_layers, num_slots, *stored.shape[2:]))
-                larger[:, :old] = stored[:, :num_slots]
-                setattr(self, name, larger)
+        self.keys, self.values = stored
 
     def copy_page(self, source: int, target: int) -> None:
         for stored in (self.keys, self.values):
@@ -114,7 +118,8 @@ class PagePool:
         self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
         self._max_positions = max_positions
         self._longest = -(-(max_positions or 0) // PAGE) + 4  # pages of a row, if there is such a limit
-        self._lock = threading.RLock()  # rows may be given back by any thread
+        # Rows may be given back by any thread; and while it is held the pool does not grow, so nothing moves.
+        self.lock = threading.RLock()
         self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
         self._names: dict[int, bytes] = {}  # of the kept pages
@@ -153,32 +158,36 @@ class PagePool:
 
     def add_store(self, store: KVStore) -> None:
         if store not in self.stores:
-            store.resize(len(self._uses) * PAGE)
+            num_slots = len(self._uses) * PAGE
+            store.take(num_slots, store.grown(num_slots))
         self.stores.add(store)
 
     def _resize(self, num_pages: int, num_lines: int) -> None:
-        old_pages, old_lines = len(self._uses), len(self._here)
-        uses = np.zeros(num_pages, dtype=np.int32)
-        uses[:old_pages] = self._uses
-        uses[0] = 1
+        """What fails has changed nothing."""
         longest = num_pages if self._max_positions is None else min(num_pages, self._longest)
-        here = np.zeros((num_lines, longest), dtype=np.int32)
-        here[:old_lines, : self._here.shape[1]] = self._here
-        if num_pages != old_pages:
-            for store in self.stores:
-                store.resize(num_pages * PAGE)
-        self._free_lines += range(max(old_lines, 1), num_lines)
+        on_gpu, shape, num_slots = self.device.type == "cuda", (num_lines, longest), num_pages * PAGE
+        uses, here = np.zeros(num_pages, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        staged = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
+        tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        loaded = torch.cuda.Event() if on_gpu else None
+        stores = list(self.stores) if num_pages != len(self._uses) else []
+        grown = [store.grown(num_slots) for store in stores]
+        lines = range(max(len(self._here), 1), num_lines)
+        # From here on nothing is allocated: a collector that ends rows meanwhile would give pages of the past back.
+        uses[: len(self._uses)] = self._uses
+        uses[0] = 1
+        here[: len(self._here), : self._here.shape[1]] = self._here
         self._uses, self._here = uses, here
-        on_gpu = self.device.type == "cuda"
-        self._staged = torch.zeros(here.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._loaded = torch.cuda.Event() if on_gpu else None
-        self.tables = torch.zeros(here.shape, dtype=torch.int32, device=self.device)
+        self._staged, self._loaded, self.tables = staged, loaded, tables
         self._is_changed = True
         self.num_resized += 1
+        self._free_lines += lines
+        for store, stored in zip(stores, grown, strict=True):
+            store.take(num_slots, stored)
 
     def sync(self) -> Tensor:
         """The block tables on the device, as they are now."""
-        with self._lock:
+        with self.lock:
             if self._is_changed:
                 assert self._staged is not None
                 if self._loaded is not None:
@@ -194,7 +203,7 @@ class PagePool:
 
     def open_row(self, num_slots: int) -> Row:
         """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
-        with self._lock:
+        with self.lock:
             row = self._new_row()
             try:
                 self.ensure(row, num_slots)
@@ -207,7 +216,7 @@ class PagePool:
         """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
         more = -(-num_slots // PAGE) - len(row.pages)
         if more > 0:
-            with self._lock:
+            with self.lock:
                 start = len(row.pages)
                 pages = self._take(more, row.pages[-1] + 1 if row.pages else 0)
                 row.pages.extend(pages)
@@ -219,7 +228,7 @@ class PagePool:
 
     def trim(self, row: Row, num_slots: int) -> None:
         """Gives back the pages behind so many tokens."""
-        with self._lock:
+        with self.lock:
             kept = -(-num_slots // PAGE)
             self._give_back(row.pages[kept:])
             del row.pages[kept:]
@@ -237,16 +246,21 @@ class PagePool:
 
         The pages that it has behind them stay its own. A NoRoomError, and no change, if there are too few.
         """
-        with self._lock:
-            self.ensure(target, source.length)
+        with self.lock:
             shared = source.length // PAGE
-            self._give_back(target.pages[:shared])
+            own = target.pages[shared:]
+            taken = [] if own else self._take(-(-source.length // PAGE) - shared)
+            try:
+                if source.length % PAGE:
+                    for store in self.stores:
+                        store.copy_page(source.pages[shared], [*own, *taken][0])
+            except Exception:
+                self._give_back(taken)
+                raise
+            self._uses[target.pages[:shared]] -= 1
             self._uses[source.pages[:shared]] += 1
-            target.pages[:shared] = source.pages[:shared]
-            if source.length % PAGE:
-                for store in self.stores:
-                    store.copy_page(source.pages[shared], target.pages[shared])
-            self._here[target.line, :shared] = target.pages[:shared]
+            target.pages[:] = [*source.pages[:shared], *own, *taken]
+            self._here[target.line, : len(target.pages)] = target.pages
             self._is_changed = True
             target.length = source.length
 
@@ -258,13 +272,14 @@ class PagePool:
         One token at least is left to read, whose features a drafter starts from. And since a drafter's entry of a token
         depends on the token behind it, the last token of the last page found is read again: that page is copied.
         """
-        with self._lock:
-            found: list[int] = []
+        with self.lock:
+            names: list[bytes] = []
             for name in _names(prompt[: len(prompt) - 1], salt):
                 if name not in self._kept:
                     break
-                self._kept.move_to_end(name)
-                found.append(self._kept[name])
+                names.append(name)
+            self._use(names)
+            found = [self._kept[name] for name in names]
             self.num_asked += len(prompt)
             row = self._new_row()
             try:
@@ -281,19 +296,24 @@ class PagePool:
 
         num_entries: tokens that the drafter's store has too; None: all that are committed.
         """
-        with self._lock:
+        with self.lock:
             count = min(row.length, len(text), row.length if num_entries is None else num_entries)
-            for number, name in enumerate(_names(text[:count], salt)):
-                page = row.pages[number]
+            names = list(_names(text[:count], salt))
+            for number, (name, page) in enumerate(zip(names, row.pages, strict=False)):
                 if name not in self._kept and page not in self._names:
                     self._kept[name] = page
                     self._names[page] = name
-                if name in self._kept:
-                    self._kept.move_to_end(name)
+            self._use(names)
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        """Its pages go last when others are needed; a text's end goes before its beginning, which it is found by."""
+        for name in reversed(names):
+            if name in self._kept:
+                self._kept.move_to_end(name)
 
     def forget(self, max_tokens: int = 0) -> None:
         """Keeps at most so many tokens of texts that nobody uses."""
-        with self._lock:
+        with self.lock:
             idle = [name for name, page in self._kept.items() if self._uses[page] == 0]
             for name in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
                 del self._names[self._kept.pop(name)]
@@ -356,7 +376,7 @@ class PagePool:
             self._uses[page] -= 1
 
     def end(self, line: int, pages: list[int]) -> None:
-        with self._lock:
+        with self.lock:
             self._give_back(pages)
             pages.clear()
             self._free_lines.append(line)

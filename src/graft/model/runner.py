@@ -77,6 +77,11 @@ class TargetRunner:
         return ()
 
     @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that a step can have; None: any number."""
+        return None
+
+    @property
     def pool(self) -> PagePool:
         """The pages of all KV caches that it opens."""
         if self._pool is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from graft.model import TargetRunner
+from graft.model import NoRoomError, TargetRunner
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import DraftTree
 
@@ -100,12 +100,16 @@ class StepCost:
         self._update()
 
     def measure(self, target: TargetRunner) -> None:
-        """Times a step of every size; the rest is extrapolated from where steps have become too slow to pay."""
+        """Times a step of every size; the rest is extrapolated from where steps have become too slow to pay, or larger
+        than the KV cache."""
         seconds = [time_step(target, self.sizes[0])]
         for size in self.sizes[1:]:
             if seconds[-1] > CLIP * CLIP * seconds[0]:
                 break
-            seconds.append(time_step(target, size))
+            try:
+                seconds.append(time_step(target, size))
+            except NoRoomError:  # nor will there ever be a step of that size
+                break
         last = len(seconds) - 1
         seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
         self.restore({"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(seconds).double()})

@@ -242,7 +242,7 @@ class CapturedDrafter(Eagle3Drafter):
         captures = self._captures
         if captures.failure is not None:
             return super().open(cache)
-        with captures.lock:
+        with captures.lock, cache.pool.lock:
             self.share(cache.pool)
             # A row whose beginning was known to others has their entries.
             state = CapturedState(self, cache.pool, [CapturedRow(row, row.length) for row in cache.rows])
@@ -264,7 +264,7 @@ class CapturedDrafter(Eagle3Drafter):
 
     def copy_line(self, pool: PagePool, source: int, target: int) -> None:
         """Copies what is kept on the device for one line to another."""
-        with self._captures.lock:
+        with self._captures.lock, pool.lock:
             buffers = self._buffers_of(pool)
             for kept in (buffers.features, buffers.root):
                 kept[target] = kept[source]
@@ -274,7 +274,7 @@ class CapturedDrafter(Eagle3Drafter):
         if not isinstance(state, CapturedState):
             return super().read(state, row, verified, following)
         own, first = state.rows[row], int(verified.index[0, 0])
-        with self._captures.lock:
+        with self._captures.lock, state.pool.lock:
             buffers = self._buffers_of(state.pool)
             sources = range(first, first + len(following))
             self._read(state.pool, buffers.chunk, [own], verified, [following], [sources], _CHUNKS, _CHUNKS[-1])
@@ -290,7 +290,7 @@ class CapturedDrafter(Eagle3Drafter):
             return None
         num_ahead = self._num_ahead(state) if state.num_taken else 0
         state.num_prefetched = state.num_taken = 0
-        with self._captures.lock:
+        with self._captures.lock, state.pool.lock:
             num_new = [len(row.following) + len(new) for row, new in zip(state.rows, tokens, strict=True)]
             if num_ahead and not self._has_room(state, num_new):
                 num_ahead = 0
@@ -317,7 +317,7 @@ class CapturedDrafter(Eagle3Drafter):
             return
         if any(row.following for row in state.rows):
             return
-        with self._captures.lock:
+        with self._captures.lock, state.pool.lock:
             rooms = [min(depth + 1, _MAX_DRAFTED_AHEAD) for depth in verified.depths]
             if not self._has_room(state, rooms):
                 return
@@ -338,7 +338,7 @@ class CapturedDrafter(Eagle3Drafter):
             # The device drafts the next level while the host adds this one to the candidates. If it is not wanted, it
             # is done by the time the tree is.
             ahead = min(number + 1, last) if stops is None else next((stop for stop in stops if stop >= number), last)
-            with self._captures.lock:
+            with self._captures.lock, state.pool.lock:
                 self._begin(state, keep, ahead + 1)
                 state.num_taken += 1
                 level = self._sent(state, number)

@@ -1,0 +1,304 @@
+"""Pages of the KV cache under pressure: shared, copied, given back, grown; and who else touches them meanwhile."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no captured steps")
+
+import plain_kernels
+from graft import Engine, SamplingSettings
+from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings
+from graft.model import NoRoomError, PagePool, cuda_graphs, kv_cache
+from graft.model.cuda_graphs import CapturedTarget
+from graft.model.kv_cache import PAGE, KVStore
+from proposers import Oracle
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+
+
+class Small(CapturedTarget):
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    contexts = (16, 32)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Engines run captured steps; without a GPU they are called in place of replayed."""
+    if not torch.cuda.is_available():
+        plain_kernels.use_plain_kernels(monkeypatch)
+    monkeypatch.setattr(
+        "graft.engine.target_for",
+        lambda model, layers=(), chunk_size=256, exact=False: Small(model, layers, chunk_size, exact),
+    )
+
+
+def test_the_pool_does_not_grow_while_another_thread_starts_a_step(captured, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_TOKENS", 8 * PAGE)
+    model = tiny_model("llama", max_position_embeddings=4096)
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
+    engine = Engine(tiny_model("llama", max_position_embeddings=4096), policy="off")
+    load, others, moved = cuda_graphs.StepBuffers.load, [], []
+
+    def load_while_another_takes_pages(*given):
+        load(*given)
+        if len(others) < 3:
+            rows = []
+            take = threading.Thread(target=lambda: rows.append(engine.target.pool.open_row(PAGE * 8 << len(others))))
+            others.append((take, rows))
+            before = engine.target.pool.num_resized
+            take.start()
+            take.join(timeout=0.2)
+            moved.append(engine.target.pool.num_resized != before)  # a graph would write to what was there before
+
+    monkeypatch.setattr(cuda_graphs.StepBuffers, "load", load_while_another_takes_pages)
+    assert engine.generate(PROMPT, max_new_tokens=12).ids == expected and moved == [False] * 3
+    for take, rows in others:
+        take.join()
+        assert rows
+    assert engine.target.pool.num_resized > 2
+
+
+# The pool
+
+
+def pool_of(num_pages=None, num_rows=7, max_positions=4096, **changes):
+    pool = PagePool(torch.device("cpu"), max_positions, num_pages, num_rows, **changes)
+    store = KVStore(2)
+    pool.add_store(store)
+    store.shape(torch.zeros(1), (1, 4))
+    return pool, store
+
+
+def text_of(num_pages, first=0):
+    return list(range(first, first + num_pages * PAGE + 1))
+
+
+def test_a_copy_needs_no_more_pages_than_it_keeps():
+    pool, _ = pool_of(num_pages=5)
+    source, target = pool.open_row(3 * PAGE + 1), pool.open_row(0)
+    source.length = 3 * PAGE + 1
+    pool.copy(source, target)  # one page is free, and one is copied
+    assert target.pages[:3] == source.pages[:3] and target.pages[3] != source.pages[3]
+    assert target.length == source.length and pool.num_free == 0
+    assert pool._here[target.line, :4].tolist() == target.pages
+    pool.release(source)
+    assert pool.num_free == 1
+    pool.release(target)
+    assert pool.num_free == 5
+
+
+def test_a_copy_that_finds_no_page_changes_nothing():
+    pool, _ = pool_of(num_pages=4)
+    source, target = pool.open_row(3 * PAGE + 1), pool.open_row(0)
+    source.length = 3 * PAGE + 1
+    with pytest.raises(NoRoomError):
+        pool.copy(source, target)
+    assert target.pages == [] and target.length == 0 and pool.num_free == 0
+    pool.release(source)
+    assert pool.num_free == 4
+
+
+def test_a_copy_keeps_the_pages_that_the_row_has_behind():
+    pool, store = pool_of(num_pages=9)
+    source, target = pool.open_row(PAGE + 1), pool.open_row(4 * PAGE)
+    source.length = PAGE + 1
+    keys, _ = store.stored
+    keys[:, source.pages[1] * PAGE] = 5.0
+    behind = target.pages[1:]
+    pool.copy(source, target)
+    assert target.pages == [source.pages[0], *behind]
+    assert bool((keys[:, behind[0] * PAGE] == 5.0).all())
+
+
+def test_a_kept_text_loses_its_end_before_its_beginning():
+    pool, _ = pool_of(num_pages=6)
+    text = text_of(4)
+    row = pool.open_row(4 * PAGE)
+    row.length = 4 * PAGE
+    pool.keep(row, text, "")
+    pool.release(row)
+    pool.release(pool.open_row(3 * PAGE))  # two pages are free, so a kept one goes
+    assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
+
+
+def test_a_found_text_loses_its_end_before_its_beginning():
+    pool, _ = pool_of(num_pages=8)
+    text = text_of(4)
+    row = pool.open_row(4 * PAGE)
+    row.length = 4 * PAGE
+    pool.keep(row, text, "")
+    pool.release(row)
+    pool.release(pool.open_like(text, "", 0))
+    pool.release(pool.open_row(5 * PAGE))
+    assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
+
+
+@pytest.mark.parametrize("num_before", range(8))
+def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
+    pool, store = pool_of(first_pages=4)
+    other = KVStore(1)
+    pool.add_store(other)
+    other.shape(torch.zeros(1), (2, 2))
+    row = pool.open_row(2 * PAGE)
+    before, num_resized, tables = (store.stored, other.stored), pool.num_resized, pool.tables
+    made, zeros, torch_zeros = [0], kv_cache._zeros, torch.zeros
+
+    def counted(make):
+        def made_or_not(*given, **options):
+            made[0] += 1
+            if made[0] > num_before:
+                raise torch.OutOfMemoryError
+            return make(*given, **options)
+
+        return made_or_not
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(kv_cache, "_zeros", counted(zeros))
+        scarce.setattr(torch, "zeros", counted(torch_zeros))
+        try:
+            pool.ensure(row, 20 * PAGE)
+            assert made[0] <= num_before
+            return
+        except torch.OutOfMemoryError:
+            pass
+    assert (store.stored, other.stored) == before and pool.num_resized == num_resized and pool.tables is tables
+    assert len(row.pages) == 2 and pool.num_free == 1
+    pool.ensure(row, 20 * PAGE)
+    assert store.stored[0].shape[1] == store.stored[1].shape[1] == other.stored[0].shape[1] == len(pool._uses) * PAGE
+
+
+def test_what_is_given_back_while_the_pool_grows_is_free_afterwards(monkeypatch):
+    """A collector may end a row in the middle of anything."""
+    pool, _ = pool_of(first_pages=4)
+    rows = [pool.open_row(PAGE), pool.open_row(PAGE)]
+    zeros = kv_cache._zeros
+
+    def ending(*given):
+        rows[1:] = []
+        return zeros(*given)
+
+    monkeypatch.setattr(kv_cache, "_zeros", ending)
+    pool.ensure(rows[0], 8 * PAGE)
+    assert pool.num_pages - pool.num_free == 8
+
+
+def test_a_pool_that_replaces_another_has_positions_of_its_own(captured, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_TOKENS", 4 * PAGE)
+    model = tiny_model("llama", max_position_embeddings=1024)
+    prompt = (PROMPT * 30)[:300]
+    expected = Engine(model, policy="off").generate(prompt, max_new_tokens=8).ids
+    model = tiny_model("llama", max_position_embeddings=1024)
+    engine = Engine(model, policy="off")
+    engine.generate(PROMPT, max_new_tokens=4)
+    engine.target.limit_pages(12)
+    assert engine.generate(prompt, max_new_tokens=8).ids == expected
+
+
+# Requests
+
+
+@pytest.fixture
+def schedule():
+    made = []
+
+    def make(engine, **settings):
+        made.append(Scheduler(engine, SchedulerSettings(**settings)))
+        assert made[-1].is_ready.wait(60)
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+def new_engine(**options):
+    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=4096), byte_tokenizer(), **options)
+
+
+def ask(scheduler, prompt, **options):
+    """A request, and the queue of what is heard of it."""
+    news = queue.SimpleQueue()
+    engine = scheduler.engine
+    job = Job(engine.new_sequences(engine.encode(prompt), SamplingSettings(**options)), news.put)
+    scheduler.submit(job)
+    return job, news
+
+
+def end_of(news):
+    while True:
+        last = news.get(timeout=60)
+        if isinstance(last, Failure) or last.finish_reason is not None:
+            return last
+
+
+def test_a_request_that_is_just_being_put_back_does_not_outlive_the_server(schedule, monkeypatch):
+    scheduler = schedule(new_engine(policy="off"))
+    put_back, leave, closing = Scheduler._put_back, Scheduler._leave, []
+
+    def leave_and_close(self, jobs):
+        leave(self, jobs)
+        if jobs and not closing:  # the job is neither waiting nor running
+            closing.append(threading.Thread(target=scheduler.close))
+            closing[0].start()
+            while not scheduler._closing:
+                time.sleep(0.001)
+            with scheduler._changed:
+                pass
+
+    def round_and_put_back(self, reading):
+        self.engine.run_round(self._batch, self._clock, reading)
+        if not closing:
+            monkeypatch.setattr(Scheduler, "_leave", leave_and_close)
+            put_back(self, next(iter(self._running)))
+
+    monkeypatch.setattr(Scheduler, "_round", round_and_put_back)
+    _, news = ask(scheduler, "abc", max_new_tokens=3000)
+    failure = end_of(news)
+    closing[0].join(timeout=20)
+    assert isinstance(failure, Failure) and "shutting down" in failure.message
+    assert not closing[0].is_alive()
+
+
+def test_a_small_cache_does_not_keep_trees_from_being_grown(schedule):
+    scheduler = schedule(new_engine(), max_cache_tokens=256)
+    assert scheduler._is_prepared
+
+
+@pytest.mark.parametrize("limit", [{"max_cache_tokens": 256}, {"max_batched_tokens": 512}])
+def test_steps_larger_than_a_text_may_be_are_not_captured_at_the_start(captured, schedule, limit, monkeypatch):
+    monkeypatch.setattr(Small, "sizes", (1, 16, 64, 256, 512))
+    engine = Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=64), byte_tokenizer(), policy="off")
+    assert schedule(engine, **{"max_cache_tokens": 4096} | limit)._is_prepared
+
+
+def test_prompts_are_read_in_steps_of_a_size_that_there_is(captured, schedule):
+    scheduler = schedule(new_engine(policy="off"), max_batched_tokens=1024, max_cache_tokens=4096)
+    _, news = ask(scheduler, "abcdefg" * 100, max_new_tokens=3)
+    assert not isinstance(end_of(news), Failure)
+
+
+# Stop strings
+
+
+def test_a_stream_that_is_looked_at_or_cancelled_has_nothing_behind_a_stop_string():
+    prompt, model = PROMPT, tiny_model(vocab_size=BYTE_VOCAB)
+    answer = Engine(model, byte_tokenizer(), policy="off").generate(prompt, max_new_tokens=12).ids
+    letters = [byte_tokenizer().decode([token]) for token in answer]
+    place = next(n for n in range(1, 5) if letters[n].isascii() and letters[n] not in "".join(letters[:n]))
+    policy = Oracle(answer, len(prompt), depth=7)
+    engine = Engine(model, byte_tokenizer(), policy=policy)
+    for is_looked_at in (True, False):
+        stream = engine.stream(prompt, stop=[letters[place]], max_new_tokens=40)
+        next(stream._rounds)  # eight tokens, and nobody has looked for stop strings yet
+        for _ in range(1 + is_looked_at):
+            if not is_looked_at:
+                stream.cancel()
+            assert stream.result.ids == answer[: place + 1] and stream.result.finish_reason == "stop"
+            assert stream.result.text == byte_tokenizer().decode(answer[:place])
+            stream.cancel()
+    assert engine.target.pool.num_free == engine.target.pool.num_pages
