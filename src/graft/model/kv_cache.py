@@ -299,7 +299,7 @@ class PagePool:
         with self.lock:
             count = min(row.length, len(text), row.length if num_entries is None else num_entries)
             names = list(_names(text[:count], salt))
-            for number, (name, page) in enumerate(zip(names, row.pages, strict=False)):
+            for name, page in zip(names, row.pages, strict=False):
                 if name not in self._kept and page not in self._names:
                     self._kept[name] = page
                     self._names[page] = name
