@@ -160,6 +160,17 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 8
 
 
+def test_trees_that_fit_no_step_together_lose_their_least_likely_nodes(plain, monkeypatch):
+    model = model_of("llama")
+    prompts = [PROMPT, PROMPT[:3], [5], PROMPT[2:9]]
+    expected = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=16)
+    monkeypatch.setattr(Small, "sizes", (1, 4, 8, 16))
+    engine = Engine(model, policy=RandomTrees(num_nodes=12, merge=True), chunk_size=8)
+    found = engine.generate_batch(prompts, max_new_tokens=16)
+    assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+    assert any(answer.stats.nodes for answer in found)
+
+
 def test_rows_of_a_batch_come_to_their_end_one_by_one(plain):
     model = model_of("llama")
     prompts = [PROMPT, PROMPT[:3], [5], PROMPT * 3, PROMPT[2:9]]

@@ -218,6 +218,8 @@ class Engine:
         else:
             draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
         tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences], speculating)
+        if (most := self.target.max_tokens) is not None:  # a fixed budget for many rows may ask for more than fits
+            tree = tree.first(max((most - batch.num_other_tokens) // len(batch.sequences), 1))
         with clock("verify") as verify_time:
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in reading])
             assert verified is not None
