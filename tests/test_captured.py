@@ -153,7 +153,7 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
             ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
         engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
-        engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 12, 20)]
+        engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
