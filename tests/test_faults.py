@@ -366,7 +366,7 @@ def fail_everywhere(shared, kind, part=0, of=1, every=1, counts=lambda number: {
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=3, every=12)
+    fail_everywhere(shared, CallTracer, part, of=3, every=20)
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -204,11 +204,11 @@ def test_a_wide_tree_fills_several_tiles():
 
 # Chunks that start inside of a block, at a split's and a page's border, at the text's start and inside of a split.
 @pytest.mark.parametrize(
-    ("length", "width", "window"), [(5, 200, None), (64, 200, 40), (0, 40, 16), (75, 40, None), (75, 40, 16)]
+    ("length", "width", "window"), [(5, 136, None), (64, 136, 40), (0, 40, 16), (75, 40, None), (75, 40, 16)]
 )
 def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, window):
     """Around borders of tiles, which are 8 tokens, of blocks, splits and pages."""
-    tokens = [token for token in (0, 7, 8, 16, 31, 39, 64, 105, 127, 128, 191, 199) if token < width]
+    tokens = [token for token in (0, 7, 8, 16, 31, 39, 58, 59, 64, 105, 122, 123, 127, 128, 135) if token < width]
     check(Problem.make([length], [chain(width)]), window, tokens=tokens)
 
 
