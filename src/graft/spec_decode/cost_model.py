@@ -24,7 +24,7 @@ DOUBT = 0.003  # by which what was never tried looks better every round, until i
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then a plain step more for every _STEEP
 _WIDEST = 128  # tokens that one row may have in a step
-_SLOPE = 0.1  # plain steps that a token more costs on a CPU
+_SLOPE = 0.05  # plain steps that a token more costs on a CPU
 
 
 def usual_shape(device: str) -> Callable[[int], float]:
