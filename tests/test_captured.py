@@ -282,7 +282,7 @@ def test_warming_up_captures_a_graph_of_every_size_and_says_so(plain):
     target, told = Small(model_of("llama")), []
     target.progress = told.append
     target.warm_up(16)
-    assert sizes_of(target) == {1, 4, 8, 16} and target.num_setups == 4 and not target._is_in_use
+    assert sizes_of(target) == {1, 4, 8, 16} and target.num_setups == 4 and not target.pool.is_in_use
     assert {report.words for report in told} >= {f"{size} tokens" for size in (1, 4, 8, 16)}
     cache = target.open(2, 64)
     target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
@@ -499,7 +499,7 @@ def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, 
             with pytest.raises(torch.OutOfMemoryError):
                 engine.generate_batch([PROMPT, PROMPT[1:], PROMPT[2:]], max_new_tokens=8)
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
-    assert engine.target.mode == "captured" and not engine.target._is_in_use
+    assert engine.target.mode == "captured" and not engine.target.pool.is_in_use
 
 
 def test_prompts_are_read_the_same_way_every_time(plain):

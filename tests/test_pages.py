@@ -115,24 +115,26 @@ def test_a_copy_keeps_the_pages_that_the_row_has_behind():
     assert bool((keys[:, behind[0] * PAGE] == 5.0).all())
 
 
-def test_a_kept_text_loses_its_end_before_its_beginning():
-    pool, _ = pool_of(num_pages=6)
+def kept_by(pool):
+    """A text of four pages that the pool keeps and nobody uses."""
     text = text_of(4)
     row = pool.open_row(4 * PAGE)
     row.length = 4 * PAGE
     pool.keep(row, text, "")
     pool.release(row)
+    return text
+
+
+def test_a_kept_text_loses_its_end_before_its_beginning():
+    pool, _ = pool_of(num_pages=6)
+    text = kept_by(pool)
     pool.release(pool.open_row(3 * PAGE))  # two pages are free, so a kept one goes
     assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
 
 
 def test_a_found_text_loses_its_end_before_its_beginning():
     pool, _ = pool_of(num_pages=8)
-    text = text_of(4)
-    row = pool.open_row(4 * PAGE)
-    row.length = 4 * PAGE
-    pool.keep(row, text, "")
-    pool.release(row)
+    text = kept_by(pool)
     pool.release(pool.open_like(text, "", 0))
     pool.release(pool.open_row(5 * PAGE))
     assert pool.open_like(text, "", 0).length == 3 * PAGE - 1

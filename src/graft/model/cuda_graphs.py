@@ -176,16 +176,12 @@ class Graphs(Captures):
         self._weights: tuple[int, ...] = ()
         self.num_resized = -1  # of the pool, when graphs over its memory could be made
 
-    @property
-    def is_in_use(self) -> bool:
-        return self.pool is not None and self.pool.num_free < self.pool.num_pages
-
     def refresh(self) -> None:
         """Drops all graphs if the model's weights have moved, or somebody has added a hook to the model.
 
         Not while it decodes: the check takes milliseconds.
         """
-        if self.is_in_use:
+        if self.pool is not None and self.pool.is_in_use:
             return
         weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
         if weights == self._weights:
@@ -372,14 +368,13 @@ class CapturedTarget(TargetRunner):
         self._make_room(rows, tree, chunks)
         num_tokens = int((tree.sources != PADDING).sum()) if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
-        size = next((size for size in self.sizes if size >= num_tokens), None)
-        require_size(size, num_tokens, self.sizes[-1])
+        size = self._size_for(num_tokens)
         with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
             tables = graphs.settle()
-            buffers = graphs.buffers_for(self, size or 0, self.vocab_size)
+            buffers = graphs.buffers_for(self, size, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
-            buffers.load(step, size or 0)
-            run = self._captured(buffers, tables, size or 0, max((row.length for row in step.rows), default=0))
+            buffers.load(step, size)
+            run = self._captured(buffers, tables, size, max((row.length for row in step.rows), default=0))
             if run is not None:
                 run()
                 buffers.step.judged.record()
@@ -389,6 +384,15 @@ class CapturedTarget(TargetRunner):
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         return outputs
+
+    def _size_for(self, num_tokens: int) -> int:
+        """The size that a step of so many tokens is padded to."""
+        size, most = next((size for size in self.sizes if size >= num_tokens), None), self.sizes[-1]
+        if size is None:
+            raise GraftError(
+                f"a step of {num_tokens} tokens is more than the {most} that one can have: verify fewer nodes"
+            )
+        return size
 
     @property
     def _store_like(self) -> Tensor:
@@ -461,8 +465,3 @@ class CapturedTarget(TargetRunner):
         step = graphs.captured(("move", rows), run)
         numbers.load(moves)
         step()
-
-
-def require_size(size: int | None, num_tokens: int, most: int) -> None:
-    if size is None:
-        raise GraftError(f"a step of {num_tokens} tokens is more than the {most} that one can have: verify fewer nodes")

@@ -144,6 +144,11 @@ class PagePool:
         return int((self._uses[1:] == 0).sum())
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether any row has a page."""
+        return self.num_free < self.num_pages
+
+    @property
     def num_kept_tokens(self) -> int:
         return PAGE * len(self._kept)
 

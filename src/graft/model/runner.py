@@ -101,18 +101,13 @@ class TargetRunner:
         there = self._shared_pool
         if there is not None and there.is_fixed and there.num_pages == num_pages and there.num_lines > num_rows:
             return  # by another runner of the same model
-        require(not self._is_in_use, _IN_USE)
+        require(there is None or not there.is_in_use, _IN_USE)
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
 
     @property
     def _shared_pool(self) -> PagePool | None:
         """The pool, if there is one yet."""
         return self._pool
-
-    @property
-    def _is_in_use(self) -> bool:
-        pool = self._shared_pool
-        return pool is not None and pool.num_free < pool.num_pages
 
     @torch.no_grad()
     def bytes_per_token(self) -> int:

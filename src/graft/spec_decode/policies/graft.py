@@ -125,7 +125,7 @@ class Graft(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         num_rows = len(batch.sequences)
         self._look = None
-        self._num_others = getattr(batch, "num_other_tokens", 0)
+        self._num_others = batch.num_other_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
         caps = self._caps(batch)
         most = min(self.budget.max_nodes(num_rows, self._num_others), sum(caps))
@@ -306,7 +306,7 @@ class Graft(Policy):
     def _caps(self, batch: Batch) -> list[int]:
         """By row, the most nodes that it may get: none where it is to be decoded plainly."""
         most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
-        return [most if getattr(sequence, "speculates", True) else 0 for sequence in batch.sequences]
+        return [most if sequence.speculates else 0 for sequence in batch.sequences]
 
     @property
     def adapts(self) -> bool:
