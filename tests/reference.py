@@ -177,8 +177,13 @@ class Candidates:
             sums.append(path + (sums[-1] if sums else 0.0))
         return sums
 
-    def values_by_need(self, max_passes, total, caps):
-        return [[0.0, *self.gains(total, caps, passes)][-1] for passes in range(max_passes + 1)]
+    def values_by_need(self, max_passes, counts, costs, caps):
+        values = []
+        for passes in range(max_passes + 1):
+            gains = [0.0, *self.gains(max(counts, default=0), caps, passes)]
+            known = [(gains[min(count, len(gains) - 1)] - cost) for count, cost in zip(counts, costs, strict=True)]
+            values.append(max([0.0, *(value for value in known if len(gains) > 1)]))
+        return values
 
     def places(self, count, max_depth):
         """By row: places of the nodes to look up."""

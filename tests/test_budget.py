@@ -11,7 +11,7 @@ import torch
 from graft import Engine
 from graft.model import TargetRunner
 from graft.spec_decode.budget import Budget, PassGains
-from graft.spec_decode.cost_model import Line, StepCost, UnitCost, usual_shape
+from graft.spec_decode.cost_model import ByRows, StepCost, UnitCost, usual_shape
 from graft.spec_decode.policies import make_policy
 from tiny import tiny_model
 
@@ -166,6 +166,14 @@ def test_places_that_are_padded_anyway_cost_nothing():
     assert budget.max_nodes(20, num_others=40) == 512 - 60
 
 
+def test_what_nodes_cost_is_in_the_tokens_that_their_time_usually_brings():
+    budget = Budget(StepCost(GRID, lambda size: float(size)), 0, 0.0)
+    budget.step.observe(16, 1.0)
+    counts, costs = budget.prices(16)
+    assert counts[:3] == [8, 16, 32] and max(counts) == 48, "a step of 64 is four times the largest that was timed"
+    assert costs[:3] == pytest.approx([8.0, 16.0, 32.0], rel=0.01), "a plain step of 16 tokens brings 16"
+
+
 # Seconds of steps
 
 
@@ -228,8 +236,8 @@ def test_costs_are_kept_and_come_back():
     budget, other = (Budget(StepCost(GRID, usual_shape("cuda")), 3, 0.1) for _ in range(2))
     assert budget.costs() == {}
     budget.step.observe(8, 0.25)
-    for line in (budget.drafting, budget.host, budget.plain_host):
-        line.observe(4, 0.125)
+    for seconds in (budget.drafting, budget.host, budget.plain_host):
+        seconds.observe(4, 0.125)
     other.restore_costs(budget.costs() | {"widths": torch.tensor([1, 2]), "pass": torch.tensor(0.5)})
     assert other.step.seconds(100) == pytest.approx(budget.step.seconds(100))
     assert other.pass_seconds(9) == pytest.approx(budget.pass_seconds(9)) and other.plain_seconds(2) > 0.25
@@ -260,23 +268,26 @@ def test_without_measuring_the_machine_the_first_round_is_plain_and_the_text_the
 # Seconds by rows
 
 
-def test_a_line_is_found():
-    line = Line()
-    assert line.at(5) == 0.0 and not line.is_known
+def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
+    seconds = ByRows()
+    assert seconds.at(5) == 0.0 and not seconds.is_known
     for num_rows in (1, 64, 16, 4) * 20:
-        line.observe(num_rows, 2.0 + 0.5 * num_rows)
-    assert [line.at(rows) for rows in (1, 16, 64)] == pytest.approx([2.5, 10.0, 34.0], rel=0.1)
-    before = line.at(16)
-    line.observe(16, 1000.0)
-    assert line.at(16) < 1.2 * before, "a hiccup"
+        seconds.observe(num_rows, 2.0 + 0.5 * num_rows)
+    assert [seconds.at(rows) for rows in (1, 4, 13, 16, 64)] == pytest.approx([2.5, 4.0, 10.0, 10.0, 34.0])
+    assert seconds.at(500) == pytest.approx(34.0), "the nearest that is known"
+    seconds.observe(16, 1000.0)
+    assert seconds.at(16) < 1.2 * 10, "a hiccup"
 
 
-def test_where_all_have_as_many_rows_half_the_seconds_grow_with_them():
-    line = Line()
-    line.observe(8, 100.0, most=4.0)
-    for _ in range(50):
-        line.observe(8, 4.0)
-    assert [line.at(rows) for rows in (4, 8, 16)] == pytest.approx([3.0, 4.0, 6.0])
+def test_the_first_round_with_so_many_rows_tells_and_may_be_a_hiccup():
+    seconds = ByRows()
+    seconds.observe(8, 100.0, most=4.0)
+    assert seconds.at(8) == 4.0
+    seconds.observe(64, 1.0)
+    assert (seconds.at(8), seconds.at(64)) == (4.0, 1.0)
+    for _ in range(5):
+        seconds.observe(8, 1.0)
+    assert seconds.at(8) == pytest.approx(1.5), "a mean, before it is a running one"
 
 
 # Draft passes
@@ -335,14 +346,14 @@ def test_a_pass_is_made_if_what_it_brings_all_rows_is_worth_its_time(seconds, pa
     budget = Budget(StepCost(GRID, usual_shape("cuda")), 1, 0.0)
     budget.step.observe(8, 1.0)
     budget.drafting.observe(8, seconds)
-    plans = budget.plans([], 8)
-    assert (budget.num_passes(plans, 0, 0, reach=8.0) > 0) == pays, "0.6 tokens a row for its seconds"
-    assert not budget.num_passes(plans, 0, 1, reach=8.0), "there is no further one"
+    assert (budget.num_passes(8, 0, reach=8.0) > 0) == pays, "0.6 tokens a row for its seconds"
+    assert not budget.num_passes(8, 1, reach=8.0), "there is no further one"
 
 
 def test_with_a_fixed_budget_rows_decide_separately_and_the_step_is_the_unit():
     budget = Budget(UnitCost(), 1, 0.5, fixed=20)
     assert budget.may_look(3) and budget.max_nodes(3) == 60 and budget.pass_seconds(3) == 0.5
-    assert budget.pays_to_draft_row(3, 0, reach=1.0) and not budget.pays_to_draft_row(3, 0, reach=0.5)
+    assert budget.num_passes(3, 0, reach=3.0) and not budget.num_passes(3, 0, reach=1.5)
+    assert budget.prices(3) == ([60], [0.0])
     (plan,) = budget.plans([0.5, 0.9], 3)
     assert (plan.num_nodes, plan.gain, plan.seconds) == (2, 0.9, 1.0)

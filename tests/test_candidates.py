@@ -237,7 +237,7 @@ def test_the_best_of_all_rows_together_are_a_tree_however_few_are_taken(proposed
 def test_values_by_need_are_those_of_a_pool_that_had_fewer_passes(proposed, total):
     most, rows = proposed.num_passes, rows_of(proposed.candidates)
     caps = [total] * len(rows)
-    values = merged(proposed.candidates).values_by_need(most, total, caps)
+    values = merged(proposed.candidates).values_by_need(most, [total], [0.0], caps)
     for passes, value in enumerate(values):
         chances = []
         for nodes in rows:
@@ -257,7 +257,11 @@ def test_a_node_needs_the_pass_that_drafted_it_or_its_parent_and_a_copy_that_nee
     candidates.add(6 * one, 1 * one, torch.tensor([[0.5]]), one, one)  # retrieved below it
     candidates.add(5 * one, 0 * one, torch.tensor([[0.3]]), one, one)  # the same as the drafted, retrieved
     assert candidates.nodes.needs.tolist() == [[0, 1, 1, 0]]
-    assert merged(candidates).values_by_need(1, 9, [9]) == pytest.approx([0.5, 0.75])
+    assert merged(candidates).values_by_need(1, [9], [0.0], [9]) == pytest.approx([0.5, 0.75])
+    assert merged(candidates).values_by_need(1, [1, 2], [0.1, 0.4], [9]) == pytest.approx([0.4, 0.4]), (
+        "a second is dear"
+    )
+    assert merged(candidates).values_by_need(1, [1], [2.0], [9]) == [0.0, 0.0], "nothing is worth its cost"
 
 
 # How a proposal stands among the others

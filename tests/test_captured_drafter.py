@@ -20,7 +20,7 @@ from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
 from graft.model.verified import Step
-from graft.spec_decode.cost_model import Line, time_pass
+from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import cuda_graphs
@@ -502,12 +502,12 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
-    quick = Line()
+    quick = ByRows()
     quick.observe(1, 1e-6)
     steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
-    policy.restore_costs(steps | {"pass_line": quick.state()})
+    policy.restore_costs(steps | {"pass_by_rows": quick.state()})
     asked, goes_on = [], policy.goes_on
-    policy.goes_on = lambda pool, number, *rest: (asked.append(number), goes_on(pool, number, *rest))[1]
+    policy.goes_on = lambda number, *rest: (asked.append(number), goes_on(number, *rest))[1]
     generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
     assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
     assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2

@@ -148,7 +148,8 @@ def test_equal_paths_become_one_and_the_best_of_all_rows_become_the_tree(both, d
     known, candidates = both.pools
     ranking = candidates.ranked(total, caps)
     assert ranking.gains == known.gains(total, caps)
-    assert candidates.values_by_need(3, total, caps) == known.values_by_need(3, total, caps)
+    prices = [total // 2, total], [0.05, 0.2]
+    assert candidates.values_by_need(3, *prices, caps) == known.values_by_need(3, *prices, caps)
     for count in {0, len(ranking) // 2, len(ranking)}:
         assert rows_of(*ranking.tree(99, count)) == as_floats(known.tree(count, caps))
     assert_same_best(both, total)
@@ -414,7 +415,7 @@ def tree_of_many_rows(num_rows=41):
     return (
         candidates._struct.deepest,
         ranking.gains,
-        candidates.values_by_need(2, 300, [20] * num_rows),
+        candidates.values_by_need(2, [100, 300], [0.0, 0.1], [20] * num_rows),
         rows_of(*ranking.tree(8)),
     )
 

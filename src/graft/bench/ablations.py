@@ -67,7 +67,7 @@ class WithoutCalibration(Graft):
 class WithoutPruning(Graft):
     """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
-    def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         return going
 
 

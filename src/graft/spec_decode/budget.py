@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, Line, StepCost
+from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, ByRows, StepCost, row_class
 
 _SHARE = 0.01  # of the time that may be lost by looking for trees where none pays
 _GAIN, _FADING = 0.6, 0.8  # of a pass, before any was observed
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
 
 
 class PassGains:
-    """What draft passes bring: expected tokens that each adds per chance that its beams are reached, and how reach
-    fades from pass to pass; running means."""
+    """What draft passes bring: expected tokens that each adds, less what it costs to verify them, per chance that its
+    beams are reached, and how reach fades from pass to pass; running means."""
 
     def __init__(self, num_passes: int) -> None:
         self._gain = [_GAIN] * num_passes
@@ -98,15 +98,15 @@ class Budget:
         """pass_cost: of a draft pass before any was timed, in plain steps; None: not known. fixed: nodes that every row
         gets in every round; then all that is to be decided is how far to draft."""
         self.step = step
-        self.drafting = Line()  # seconds of a draft pass
-        self.host, self.plain_host = Line(), Line()  # of the host's part of a round, with a look and without
+        self.drafting = ByRows()  # seconds of a draft pass
+        self.host, self.plain_host = ByRows(), ByRows()  # of the host's part of a round, with a look and without
         self.passes = PassGains(num_passes)  # of one row
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
     def restart(self) -> None:
         """Forgets how rounds have gone, but not what anything costs."""
-        self._passes = {0: self.passes}  # by the logarithm of the number of rows
+        self._passes = {0: self.passes}  # by `row_class`
         self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
         self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
         self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
@@ -125,7 +125,7 @@ class Budget:
             return self.drafting.at(num_rows)
         return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
 
-    def look_seconds(self, num_rows: int, num_passes: float) -> float:
+    def look_seconds(self, num_rows: int, num_passes: int) -> float:
         """Expected seconds that a look adds to a round, beside the nodes that it verifies."""
         more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0)
         return (more if self.fixed is None else 0.0) + num_passes * self.pass_seconds(num_rows)
@@ -136,11 +136,11 @@ class Budget:
 
     def passes_of(self, num_rows: int) -> PassGains:
         """What passes bring for so many rows: the more there are, the fewer beams and nodes each of them gets."""
-        size = (num_rows - 1).bit_length()
-        if size not in self._passes:
-            nearest = min(self._passes, key=lambda other: abs(other - size))
-            self._passes[size] = self._passes[nearest].for_others()
-        return self._passes[size]
+        own = row_class(num_rows)
+        if own not in self._passes:
+            nearest = min(self._passes, key=lambda other: abs(other - own))
+            self._passes[own] = self._passes[nearest].for_others()
+        return self._passes[own]
 
     # What a round should do
 
@@ -158,58 +158,52 @@ class Budget:
 
     def plans(self, gains: Sequence[float], num_rows: int, num_others: int = 0) -> list[Plan]:
         """What a round might verify: nothing, or as many nodes as fit a size of step. gains: expected accepted tokens
-        of the 1, 2, 3 ... likeliest nodes.
-
-        No step is far larger than any that was timed: what it costs is a guess.
-        """
-        base = num_rows + num_others
+        of the 1, 2, 3 ... likeliest nodes."""
         most = len(gains)
         if self.fixed is not None:
             return [Plan(most, num_rows, gains[-1] if most else 0.0, self.plain_seconds(num_rows))]
-        most = min(most, int(CLIP * CLIP * max(self.step.largest, base)) - base)
-        counts = {min(size - base, most): None for size in self.step.sizes if size > base and most}
+        base = num_rows + num_others
+        counts = dict.fromkeys(min(count, most) for count in self._counts(base) if most)
         return [Plan(0, num_rows, 0.0, self.step.seconds(base))] + [
             Plan(count, num_rows, self._truth * gains[count - 1], self.step.seconds(base + count)) for count in counts
         ]
+
+    def _counts(self, base: int) -> list[int]:
+        """Nodes that fill a step beside `base` other tokens, by its sizes. None is far larger than any that was timed:
+        what it costs is a guess."""
+        most = int(CLIP * CLIP * max(self.step.largest, base)) - base
+        return list(dict.fromkeys(min(size - base, most) for size in self.step.sizes if size > base and most > 0))
+
+    def prices(self, num_rows: int, num_others: int = 0) -> tuple[list[int], list[float]]:
+        """Numbers of nodes that a round might verify, and what each costs in expected tokens."""
+        if self.fixed is not None:
+            return [self.max_nodes(num_rows)], [0.0]
+        base = num_rows + num_others
+        counts, plain, price = self._counts(base), self.step.seconds(base), self.rate(num_rows) / self._truth
+        return counts, [price * (self.step.seconds(base + count) - plain) for count in counts]
 
     def best(self, plans: Sequence[Plan]) -> Plan:
         """The plan that brings most beyond what its time is worth."""
         rate = self.rate(plans[0].num_rows)
         return max(plans, key=lambda plan: plan.worth(rate))
 
-    def num_passes(self, plans: Sequence[Plan], num_others: int, num_done: int, reach: float) -> int:
-        """The number of further draft passes that are worth most; 0 if none is worth more than stopping here.
+    def num_passes(self, num_rows: int, num_done: int, reach: float) -> int:
+        """The number of further draft passes that bring most beyond what their time is worth; 0 if none brings any.
 
-        plans: with the candidates so far. num_done: passes so far. reach: P(one of a row's beams is accepted), summed
-        over the rows.
+        num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows.
         """
-        last, num_rows = plans[-1], plans[0].num_rows
-        base = num_rows + num_others
-        larger = [size - base for size in self.step.sizes if size - base > last.num_nodes]
-        there = [*plans, *(last._replace(num_nodes=more, seconds=self.step.seconds(base + more)) for more in larger)]
-        rate, truth = self.rate(num_rows), self._truth
-        price, now = rate * self.pass_seconds(num_rows), max(plan.worth(rate) for plan in plans)
-        priced = [(plan.worth(rate), plan.num_nodes - plan.gain) for plan in there]  # and what it has room for
-        best = 0
+        price, best, most = self.rate(num_rows) * self.pass_seconds(num_rows), 0, 0.0
         for count, gain in enumerate(self.passes_of(num_rows).of_further(num_done, reach), start=1):
-            worth = max(own + min(truth * gain, room) for own, room in priced) - count * price
-            if worth > now:
-                best, now = count, worth
+            worth = self._truth * gain - count * price
+            if worth > most:
+                best, most = count, worth
         return best
-
-    def pays_to_draft_row(self, num_rows: int, num_done: int, reach: float) -> bool:
-        """Likewise for one of the rows, where each has its own nodes and the step costs the same whatever they are."""
-        price = self.rate(num_rows) * self.pass_seconds(num_rows)
-        gains = self.passes_of(num_rows).of_further(num_done, reach)
-        return any(num_rows * gain >= count * price for count, gain in enumerate(gains, start=1))
 
     # What came of it
 
-    def observe(
-        self, num_rows: int, num_tokens: int, plan: Plan | None, num_passes: float, num_others: int = 0
-    ) -> None:
+    def observe(self, num_rows: int, num_tokens: int, plan: Plan | None, num_passes: int, num_others: int = 0) -> None:
         """Takes in a round. num_tokens: what it brought, all rows together; plan: what it verified, None if it did not
-        look; num_passes: draft passes."""
+        look; num_passes: draft passes that it waited for."""
         time, gain = 1.0, 0.0
         if plan is not None:
             plain, look, more = self.plain_seconds(num_rows), self.look_seconds(num_rows, num_passes), 0.0
@@ -249,15 +243,17 @@ class Budget:
     # Kept in a profile
 
     def costs(self) -> dict[str, Tensor]:
-        return self.step.state() | {name: line.state() for name, line in self._lines.items() if line.is_known}
+        return self.step.state() | {
+            name: seconds.state() for name, seconds in self._by_rows.items() if seconds.is_known
+        }
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         """Takes on what `costs` once gave; what is missing starts anew."""
         self.step.restore(costs)
-        for name, line in self._lines.items():
+        for name, seconds in self._by_rows.items():
             if name in costs:
-                line.restore(costs[name])
+                seconds.restore(costs[name])
 
     @property
-    def _lines(self) -> dict[str, Line]:
-        return {"pass_line": self.drafting, "host_line": self.host, "plain_host_line": self.plain_host}
+    def _by_rows(self) -> dict[str, ByRows]:
+        return {"pass_by_rows": self.drafting, "host_by_rows": self.host, "plain_host_by_rows": self.plain_host}

@@ -342,11 +342,24 @@ class Candidates:
         """
         return self.ranked(budget * self.num_rows, [budget] * self.num_rows).tree(max_depth)
 
-    def values_by_need(self, max_passes: int, total: int, caps: Sequence[int]) -> list[float]:
-        """Expected accepted tokens, of all rows together, of the best nodes (see `ranked`), had there been 0, 1, 2 ...
-        `max_passes` draft passes. Candidates must be merged."""
+    def values_by_need(
+        self, max_passes: int, counts: Sequence[int], costs: Sequence[float], caps: Sequence[int]
+    ) -> list[float]:
+        """What the best nodes (see `ranked`) would have been worth, had there been 0, 1, 2 ... `max_passes` draft
+        passes: their expected accepted tokens less what it costs to verify them, at the best of the rising `counts`,
+        whose costs are in tokens too; at least 0. Candidates must be merged."""
         values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
-        self._native.graft_values_by_need(self._ref, max_passes, total, max(caps), address_of(limits), values)
+        numbers, prices = array("q", counts), array("d", costs)
+        self._native.graft_values_by_need(
+            self._ref,
+            max_passes,
+            len(counts),
+            address_of(numbers),
+            address_of(prices),
+            max(caps),
+            address_of(limits),
+            values,
+        )
         return values[:]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
@@ -450,7 +463,7 @@ def _no_salts(num_rows: int) -> array[int]:
     return array("q", [0] * num_rows)
 
 
-def address_of(numbers: array[int]) -> int:
+def address_of(numbers: array[int] | array[float]) -> int:
     """The address of an array's memory; the array must live as long as it is used."""
     return numbers.buffer_info()[0]
 

@@ -1,4 +1,4 @@
-"""Cost model: seconds of a step by its number of tokens, and of what grows with the rows; both learned from rounds.
+"""Cost model: seconds of a step by its number of tokens, and of other work by the number of rows; learned from rounds.
 
 Before anything is known a step's cost has the shape that is usual for the device. A server measures it at start-up.
 """
@@ -168,41 +168,43 @@ class UnitCost(StepCost):
         """Nothing is learned."""
 
 
-class Line:
-    """Seconds that grow with the rows, a + b * rows: running least squares.
+def row_class(num_rows: int) -> int:
+    """Numbers of rows for which costs are taken to be alike: up to 1, 2, 4, 8 ..."""
+    return (num_rows - 1).bit_length()
 
-    Where all observations have about as many rows, half of the seconds are taken to grow with them.
+
+class ByRows:
+    """Running means of seconds by the number of rows, one for each `row_class`; where none was observed, the nearest.
+
+    On a GPU most of a pass's and of the host's seconds are the same for any number of rows, on a CPU they grow with
+    them: nothing is assumed, and one observation tells.
     """
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of the weights, rows, seconds, squares of rows, rows times seconds
+        self._means: dict[int, tuple[float, int]] = {}  # mean, and how many it is of as far as that matters
 
     @property
     def is_known(self) -> bool:
-        return self._sums[0] > 0
+        return bool(self._means)
 
     def at(self, num_rows: int) -> float:
-        weight, rows, seconds, squares, products = self._sums
-        if not weight:
+        if not self._means:
             return 0.0
-        mean_rows, mean_seconds = rows / weight, seconds / weight
-        prior = BLEND * mean_rows * mean_rows
-        spread, common = squares / weight - mean_rows * mean_rows, products / weight - mean_rows * mean_seconds
-        slope = (common + prior * mean_seconds / (2 * mean_rows)) / (spread + prior)
-        slope = min(max(slope, 0.0), mean_seconds / mean_rows)  # neither part is negative
-        return mean_seconds + slope * (num_rows - mean_rows)
+        own = row_class(num_rows)
+        return self._means[own if own in self._means else min(self._means, key=lambda other: abs(other - own))][0]
 
     def observe(self, num_rows: int, seconds: float, most: float = math.inf) -> None:
-        """most: the most that the very first observation counts for, which may include set-up."""
-        seconds = min(seconds, CLIP * self.at(num_rows) if self.is_known else most)
-        new = (1.0, num_rows, seconds, num_rows * num_rows, num_rows * seconds)
-        self._sums = [(1 - BLEND) * old + value for old, value in zip(self._sums, new, strict=True)]
+        """most: the most that a first observation counts for, which may be a hiccup."""
+        mean, count = self._means.get(row_class(num_rows), (0.0, 0))
+        clipped = min(seconds, CLIP * mean if count else most)
+        self._means[row_class(num_rows)] = (mean + max(1 / (1 + count), BLEND) * (clipped - mean), count + 1)
 
     def state(self) -> Tensor:
-        return torch.tensor(self._sums).double()
+        """[n, 3] class, mean and count of each."""
+        return torch.tensor([(own, *known) for own, known in self._means.items()]).double()
 
     def restore(self, state: Tensor) -> None:
-        self._sums = state.double().tolist()
+        self._means = {int(own): (mean, int(count)) for own, mean, count in state.tolist()}
 
 
 def time_pass(drafter: Drafter, target: TargetRunner) -> float:

@@ -589,10 +589,13 @@ int graft_tree(
     return OK;
 }
 
-/* Expected accepted tokens, in all rows together, of the `total` likeliest nodes, had there been 0, 1, 2 ... max_passes
-   draft passes. values: [max_passes + 1] */
+/* What the likeliest nodes of all rows together would have been worth, had there been 0, 1, 2 ... max_passes draft
+   passes: expected accepted tokens of the first counts[i] less costs[i], for the i that is worth most, and at least 0.
+   counts: rising. values: [max_passes + 1] */
 int graft_values_by_need(
-    Pool *pool, int64_t max_passes, int64_t total, int64_t stride, const int64_t *caps, double *values) {
+    Pool *pool, int64_t max_passes, int64_t num_counts, const int64_t *counts, const double *costs, int64_t stride,
+    const int64_t *caps, double *values) {
+    int64_t total = num_counts ? counts[num_counts - 1] : 0;
     int64_t size = pool->num_rows * (stride + 3) + total;
     int64_t *memory = malloc((size_t)size * sizeof(int64_t));
     double *gains = malloc((size_t)(total + 1) * sizeof(double));
@@ -601,7 +604,11 @@ int graft_values_by_need(
         Ranking ranking = {total, stride, passes, caps, memory + 3 * pool->num_rows, memory + 2 * pool->num_rows};
         failed = share_work(pool, rank_rows, &ranking, NULL);
         int64_t count = failed ? 0 : rank_all(pool, &ranking, NULL, gains, memory);
-        values[passes] = count ? gains[count - 1] : 0.0;
+        values[passes] = 0.0;
+        for (int64_t i = 0; i < num_counts && count; i++) {
+            double value = gains[least(counts[i], count) - 1] - costs[i];
+            if (value > values[passes]) values[passes] = value;
+        }
     }
     free(memory);
     free(gains);

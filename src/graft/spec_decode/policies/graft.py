@@ -31,9 +31,7 @@ from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
-_MANY = 8  # rows for which the passes of a round are planned before the first
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
-_OBSERVE_EVERY = 4  # rounds between two updates of what passes bring: it changes slowly, and computing it takes time
 
 
 class _Look(NamedTuple):
@@ -44,7 +42,9 @@ class _Look(NamedTuple):
     passes: list[int]  # by row
     reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
     plan: Plan
+    num_others: int  # tokens of the step that are no rows'
     draft_seconds: float
+    num_waited: int  # passes that were not made ahead
 
 
 class Graft(Policy):
@@ -77,9 +77,7 @@ class Graft(Policy):
         self._unjudged: _Look | None = None  # the last round's, whose passes are not yet judged
         self._num_others = 0  # tokens of this round's step that are no rows'
         self._setups_before = 0
-        self._num_looks = 0
         self._ended = 0.0  # when the last round had been learned from
-        self._num_planned = 0  # draft passes of this round, where they are planned beforehand
 
     def _make_budget(self) -> Budget:
         settings, num_passes = self._settings, self.drafter.settings.depth + 1 if self.drafter is not None else 0
@@ -138,10 +136,11 @@ class Graft(Policy):
             self._retrieve(candidates, batch, self._copies)
         passes: list[int] = [0] * num_rows
         reaches: list[float] = []
-        start = time.perf_counter()
+        drafting, num_waited = 0.0, 0
         if self.drafter is not None:
-            passes, reaches = self._draft(candidates, batch, roots, caps, clock)
-        draft_seconds = time.perf_counter() - start
+            num_free, start = self.drafter.num_prefetched(batch.draft) if self.adapts else 0, time.perf_counter()
+            passes, reaches = self._draft(candidates, batch, roots, caps, num_free, clock)
+            drafting, num_waited = time.perf_counter() - start, max(max(passes) - num_free, 0)
         with clock("graft"):
             self._retrieve(candidates, batch, self._copies + self._tables if any(passes) else self._tables)
             ranking = self.best_of(candidates, most, caps)
@@ -151,7 +150,7 @@ class Graft(Policy):
         if any(sequence.is_recorded for sequence in batch.sequences):
             more = [sum(counts[1:]) + _SHOWN for counts in tree.counts_by_source]
             considered, _ = candidates.ranked(sum(more), more).tree(batch.max_depth)
-        self._look = _Look(candidates, caps, passes, reaches, plan, draft_seconds)
+        self._look = _Look(candidates, caps, passes, reaches, plan, self._num_others, drafting, num_waited)
         return DraftResult(tree, passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
@@ -160,9 +159,8 @@ class Graft(Policy):
         ended, self._ended = self._ended, time.perf_counter()
         if self.adapts and self._is_time_usual:
             self._learn_costs(tree, num_rows, look, seconds, self._ended - ended if ended else 0.0)
-        passes = sum(look.passes) / num_rows if look is not None else 0.0
-        plan = look.plan if look is not None else None
-        self.budget.observe(num_rows, sum(map(len, accepted.tokens)), plan, passes, self._num_others)
+        plan, num_waited = (look.plan, look.num_waited) if look is not None else (None, 0)
+        self.budget.observe(num_rows, sum(map(len, accepted.tokens)), plan, num_waited, self._num_others)
 
     def _learn_costs(self, tree: DraftTree, num_rows: int, look: _Look | None, seconds: float, took: float) -> None:
         """seconds: of the step; took: from the end of the round before to that of this one, 0 if there was none."""
@@ -173,8 +171,8 @@ class Graft(Policy):
         if took and not self._num_others:  # all that is neither the step nor drafting
             host = budget.host if look is not None else budget.plain_host
             host.observe(num_rows, max(took - seconds - drafting, 0.0), most=seconds)
-        if look is not None and any(look.passes):
-            budget.drafting.observe(num_rows, drafting / max(look.passes), most=seconds)
+        if look is not None and look.num_waited:  # those made ahead were there, and cost next to nothing
+            budget.drafting.observe(num_rows, drafting / look.num_waited, most=seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         if self.budget.may_look(len(batch.sequences)):
@@ -206,7 +204,6 @@ class Graft(Policy):
         self._restore_calibration(part_of(state, "calibration"))
         self.budget.passes.restore(part_of(state, "prospect"))
         self.budget.restart()
-        self._num_looks = 0
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restores counts source by source: the policy that learned them may have had other sources and buckets."""
@@ -229,9 +226,10 @@ class Graft(Policy):
     # Draft and prune
 
     def _draft(
-        self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], clock: Clock
+        self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], num_free: int, clock: Clock
     ) -> tuple[list[int], list[float]]:
-        """Adds drafted levels to the candidates for as long as another pass is worth its time.
+        """Adds drafted levels to the candidates: the first `num_free`, if any at all, and further ones for as long as
+        another pass is worth its time.
 
         Returns the passes of each row, and by pass the probability that one of the beams it expanded is accepted,
         summed over the rows that it was for.
@@ -240,16 +238,12 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[float] = []
-        self._num_planned = 0
         levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
-        num_free = self.drafter.num_prefetched(batch.draft) if self.adapts else 0
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]
-            if self._num_planned and number == max(self._num_planned, num_free):
-                break
-            if number == 0 or (number >= num_free and not self._num_planned):  # at first: whether to draft at all
-                going = self.goes_on(candidates, number, reach, going)
+            if number == 0 or number >= num_free:  # at first: whether to draft at all
+                going = self.goes_on(number, reach, going)
             if not any(going):
                 break
             with clock("draft"):
@@ -265,34 +259,29 @@ class Graft(Policy):
             self.budget.passes_of(num_rows).doubt()
         return passes, reaches
 
-    def goes_on(self, candidates: Candidates, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+    def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further draft passes is expected to be worth more than stopping here.
 
         num_done: passes so far. reach: by row, the probability that one of its beams is accepted.
         """
         num_rows = len(going)
-        if not self.adapts:  # the step costs the same whatever is drafted: rows decide separately
-            return [
-                is_going and self.budget.pays_to_draft_row(num_rows, num_done, own)
-                for own, is_going in zip(reach, going, strict=True)
-            ]
-        # Rows share the nodes and wait for each other's passes: a pass is worth what it brings all of them together.
-        caps = [MAX_BUDGET if is_going else 0 for is_going in going]
-        ranking = candidates.ranked(self.budget.max_nodes(num_rows, self._num_others), caps)
-        plans = self.budget.plans(ranking.gains, num_rows, self._num_others)
-        more = self.budget.num_passes(plans, self._num_others, num_done, sum(compress(reach, going)))
-        # What a pass brings many rows together hardly varies, and to ask again takes as long as many rows do.
-        self._num_planned = num_done + more if num_rows >= _MANY else 0
-        return [is_going and more > 0 for is_going in going]
+        if self.adapts:  # rows share the nodes, and wait for each other's passes
+            return (
+                going if self.budget.num_passes(num_rows, num_done, sum(compress(reach, going))) else [False] * num_rows
+            )
+        # The step costs the same whatever is drafted: rows decide separately, as if all were alike.
+        return [
+            is_going and self.budget.num_passes(num_rows, num_done, num_rows * own) > 0
+            for own, is_going in zip(reach, going, strict=True)
+        ]
 
     def _judge_passes(self, look: _Look) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
-        self._num_looks += 1
-        if not look.reaches or (self._num_looks % _OBSERVE_EVERY and len(look.passes) < _MANY):
-            return
-        most = look.plan.num_nodes or self.budget.max_nodes(len(look.passes))
-        values = look.candidates.values_by_need(len(look.reaches), most, look.caps)
-        self.budget.passes_of(len(look.passes)).observe(look.reaches, values)
+        if look.reaches:
+            num_rows = len(look.passes)
+            prices = self.budget.prices(num_rows, look.num_others)
+            values = look.candidates.values_by_need(len(look.reaches), *prices, look.caps)
+            self.budget.passes_of(num_rows).observe(look.reaches, values)
 
     # Graft
 
