@@ -99,11 +99,15 @@ class Problem:
         depths = [*(len(path) - 1 for path in paths), *[0] * self.padding]
         stored = [path if len(path) - 1 < path[-1] else [] for path in paths] + [[]] * self.padding
         max_path = max(map(len, stored), default=1) or 1
-        counts = [*map(len, self.nodes), 0, self.padding]
+        strips = [
+            strips_of(tree) if nodes == list(range(len(tree))) else [-1] * len(nodes)
+            for tree, nodes in zip(self.trees, self.nodes, strict=True)
+        ]
+        counts = [*map(len, self.nodes), 0, 0]
         max_pages = max(map(len, self.tables))
         tables = [[0] * max_pages] * 3 + [table + [0] * (max_pages - len(table)) for table in reversed(self.tables)]
         return Layout(
-            rows=ints([row for row, count in enumerate(counts) for _ in range(count)]),
+            rows=ints([row for row, count in enumerate([*counts[:-1], self.padding]) for _ in range(count)]),
             places=ints(places),
             depths=ints(depths),
             paths=ints([path + [NOBODY] * (max_path - len(path)) for path in stored]),
@@ -113,13 +117,19 @@ class Problem:
             lines=ints([*(2 + self.num_rows - row for row in range(self.num_rows)), 0, 0]),
             tables=ints(tables),
             max_context=max(self.lengths) if max_context is None else max_context,
+            strips=ints([*(number for row in strips for number in row), *[0] * self.padding]),
         )
 
-    def attend(self, tiles: Tiles = SMALL, max_context: int | None = None, **options) -> Tensor:
-        """[T, heads * head_dim], of the tokens that are no padding."""
+    def attend(
+        self, tiles: Tiles = SMALL, max_context: int | None = None, strips: list[int] | None = None, **options
+    ) -> Tensor:
+        """[T, heads * head_dim], of the tokens that are no padding. strips: in place of the right ones."""
         layout = self.layout(max_context)
+        if strips is not None:
+            layout = replace(layout, strips=ints(strips))
         plan = attention_kernels.plan(layout, self.query.shape[1] // self.keys.shape[1], tiles)
         out = tree_attention(self.query, self.keys, self.values, layout, plan, tiles=tiles, **options)
+        assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
 
     def expected(self, window: int | None = None) -> Tensor:
@@ -170,6 +180,14 @@ def ints(numbers: list) -> Tensor:
 def some_tree(width: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [0, *(rng.randrange(node) for node in range(1, width))]
+
+
+def strips_of(tree: list[int]) -> list[int]:
+    """Numbers of a tree's nodes in their strips: a node's first child goes on with its strip, and a leaf ends it."""
+    parents, numbers = tree[1:], [1]
+    for node, parent in enumerate(parents, start=1):
+        numbers.append(numbers[parent] + 1 if parents.index(parent) == node - 1 else 1)
+    return [number if node in parents else -number for node, number in enumerate(numbers)]
 
 
 def chain(width: int) -> list[int]:
