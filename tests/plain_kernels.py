@@ -97,11 +97,13 @@ def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attentio
         numbers = [-1] * count if layout.strips is None else layout.strips[start : start + count].tolist()
         for token, number in enumerate([] if takes_all else numbers, start=start):
             most = tiles.tokens(group) or 1
-            if number < 0 or number % most == 0 or not tiles.tokens(group):
-                strips.append((row, token, 1 + (abs(number) - 1) % most))
+            if number < 0 or number % most == 0:
+                ends = (length // tiles.keys * tiles.keys + 1, length + int(layout.depths[token]) + 1)
+                first, last = (tiles.count_splits(end) - 1 for end in ends)
+                strips += [(row, token, 1 + (abs(number) - 1) % most, split) for split in range(first, last + 1)]
     numbers_of = layout.rows.new_tensor
     lists = (numbers_of(items).view(-1, 3), numbers_of([len(items)]), numbers_of(chains))
-    return attention_kernels.Plan(*lists, numbers_of(strips).view(-1, 3), numbers_of([len(strips)]))
+    return attention_kernels.Plan(*lists, numbers_of(strips).view(-1, 4), numbers_of([len(strips)]))
 
 
 def tree_attention(

@@ -49,7 +49,7 @@ class Layout:
     lines: Tensor  # [R] int32 the row's line in the block tables
     tables: Tensor  # [lines, max_pages] int32 block tables
     max_context: int  # upper bound of the lengths: sizes a launch, never changes a result
-    # [T] int32 each token's number, from 1, in its strip, which is a run of tokens down one path; negative for the last.
+    # [T] int32 each token's number, from 1, in its strip, a run of tokens down one path; negative for the last of it.
     # None: each token is a strip of its own. A row with longer ones has all its places in the step, in order.
     strips: Tensor | None = None
 

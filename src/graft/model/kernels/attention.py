@@ -107,7 +107,7 @@ class Plan:
     items: Tensor  # [N, 3] int32 of the prefix: row, tile of the row, split
     num_items: Tensor  # [1] int32, how many of them there are
     chains: Tensor  # [R] int32, 1 where what stands before a tile's first token in the step is prefix to the tile
-    strips: Tensor  # [T, 3] int32 of the tail: row, deepest token, and how many tokens with those right above it
+    strips: Tensor  # [N, 4] int32 of the tail: row, deepest token, how many with those right above it, split
     num_strips: Tensor  # [1] int32, how many of them there are
 
 
@@ -117,8 +117,9 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
     num_tokens, num_rows = len(layout.rows), len(layout.counts)
     _check_layout(layout)
     items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
-    strips = layout.counts.new_empty(num_tokens, 3)
-    num_items, num_strips, chains = layout.counts.new_empty(1), layout.counts.new_empty(1), torch.empty_like(layout.counts)
+    strips = layout.counts.new_empty(num_tokens * _most_tail_splits(layout, tiles), 4)
+    num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
+    chains = torch.empty_like(layout.counts)
     _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
         layout.rows,
         layout.starts,
@@ -270,8 +271,18 @@ def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) ->
 
 
 def _num_splits(layout: Layout, tiles: Tiles) -> int:
-    """Splits of the longest text that a token of the step can have: its path is stored, or all of it in the step."""
-    return tiles.count_splits(layout.max_context + max(layout.paths.shape))
+    """Splits of the longest text that a token of the step can have."""
+    return tiles.count_splits(layout.max_context + _longest_path(layout))
+
+
+def _most_tail_splits(layout: Layout, tiles: Tiles) -> int:
+    """Splits at most that the tail takes of a text: of less than a block before the path, and of the path."""
+    return (tiles.keys + _longest_path(layout)) // min(tiles.short_split, tiles.long_split) + 2
+
+
+def _longest_path(layout: Layout) -> int:
+    """Tokens at most of a path: it is stored, or all of it in the step."""
+    return max(layout.paths.shape)
 
 
 def _num_states(num_rows: int, num_splits: int) -> int:
@@ -379,7 +390,7 @@ def _store_state(
 ) -> None:
     dims = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(sums + (state * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
+    tl.store(sums + (state.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
     tl.store(maxima + state, maximum, mask=real)
     tl.store(totals + state, total, mask=real)
 
@@ -553,6 +564,7 @@ def _strips_of(
     rows: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
+    lengths: tl.tensor,
     places: tl.tensor,
     depths: tl.tensor,
     numbers: tl.tensor,
@@ -560,13 +572,17 @@ def _strips_of(
     num_tokens: int,
     HAS_STRIPS: tl.constexpr,
     TOKENS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The rows of some tokens, and the size of the piece of a strip that each is the deepest of; 0 if it is of none,
-    if it is padding, or if the prefix kernel does all of its row."""
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of some tokens the row, the size of the piece of a strip that each is the deepest of, the first split of its tail
+    and how many there are: 0 if it is none's deepest, if it is padding, or if the prefix kernel does all of its row."""
     row = tl.load(rows + token, mask=token < num_tokens, other=0)
-    place = token - tl.load(starts + row)
-    in_use = (token < num_tokens) & (place < tl.load(counts + row))
-    size = in_use.to(tl.int32)
+    in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
+    length = tl.load(lengths + row)
+    first = _split_of(length // BLOCK_N * BLOCK_N, SPLITS)
+    last = _split_of(length + tl.load(depths + token, mask=in_use, other=0), SPLITS)
+    size = tl.full(token.shape, 1, tl.int32)
     if TOKENS > 0:
         in_use = in_use & (_is_chain(starts, counts, places, depths, row, in_use) == 0)
         if HAS_STRIPS:
@@ -574,7 +590,7 @@ def _strips_of(
             in_strip = tl.abs(number)  # from its top
             in_use = in_use & ((number < 0) | (in_strip % TOKENS == 0))
             size = (in_strip - 1) % TOKENS + 1
-    return row, tl.where(in_use, size, 0)
+    return row, size, first, tl.where(in_use, last - first + 1, 0)
 
 
 @triton.jit
@@ -582,34 +598,38 @@ def _plan_strips(
     rows: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
+    lengths: tl.tensor,
     places: tl.tensor,
     depths: tl.tensor,
     numbers: tl.tensor,
     strips: tl.tensor,
     num_strips: tl.tensor,
-    first: int,
+    first_token: int,
     num_tokens: int,
     HAS_STRIPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The strips of some tokens, behind those of the tokens before them."""
+    """The strips that end in some tokens, behind those of the tokens before them."""
     index = tl.arange(0, BLOCK)
+    by_token = (rows, starts, counts, lengths, places, depths, numbers)
     before = 0
-    for start in range(0, first, BLOCK):
-        _, size = _strips_of(
-            rows, starts, counts, places, depths, numbers, start + index, num_tokens, HAS_STRIPS, TOKENS
-        )
-        before += tl.sum((size > 0).to(tl.int32), axis=0)
-    token = first + index
-    row, size = _strips_of(rows, starts, counts, places, depths, numbers, token, num_tokens, HAS_STRIPS, TOKENS)
-    is_one = (size > 0).to(tl.int32)
-    at = strips + (before + tl.cumsum(is_one, axis=0) - is_one) * 3
-    tl.store(at, row, mask=size > 0)
-    tl.store(at + 1, token, mask=size > 0)
-    tl.store(at + 2, size, mask=size > 0)
-    if first + BLOCK >= num_tokens:
-        tl.store(num_strips, before + tl.sum(is_one, axis=0))
+    for start in range(0, first_token, BLOCK):
+        _, _, _, count = _strips_of(*by_token, start + index, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+        before += tl.sum(count, axis=0)
+    token = first_token + index
+    row, size, first, count = _strips_of(*by_token, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+    at = strips + (before + tl.cumsum(count, axis=0) - count) * 4
+    for number in range(tl.max(count, axis=0)):
+        real = number < count
+        tl.store(at + number * 4, row, mask=real)
+        tl.store(at + number * 4 + 1, token, mask=real)
+        tl.store(at + number * 4 + 2, size, mask=real)
+        tl.store(at + number * 4 + 3, first + number, mask=real)
+    if first_token + BLOCK >= num_tokens:
+        tl.store(num_strips, before + tl.sum(count, axis=0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -642,9 +662,9 @@ def _plan_kernel(
         by_row = (starts, counts, lengths, places, depths, items, num_items, chains, row, num_rows)
         _plan_row(*by_row, GROUP, TOKENS, USED, BLOCK_N, SPLITS, BLOCK)
     else:
-        first = (row - num_rows) * BLOCK
-        by_token = (rows, starts, counts, places, depths, numbers, strips, num_strips, first, num_tokens)
-        _plan_strips(*by_token, HAS_STRIPS, TOKENS, BLOCK)
+        by_token = (rows, starts, counts, lengths, places, depths, numbers, strips, num_strips)
+        first_token = (row - num_rows) * BLOCK
+        _plan_strips(*by_token, first_token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS, BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -788,14 +808,16 @@ def _tail_kernel(
 ) -> None:
     """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
 
-    Goes on where the prefix ended. A tile has the nodes of a strip, the deepest first, or a part of one token.
+    Goes on where the prefix ended. A tile has the nodes of a strip, the deepest first, or a part of one token. Those
+    that end before the split leave nothing in it that anyone reads.
     """
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
     keys += kv_head * cache_head
     values += kv_head * cache_head
     for strip in range(tl.program_id(0), tl.load(num_strips), tl.num_programs(0)):
-        batch = tl.load(strips + strip * 3)
-        deepest = tl.load(strips + strip * 3 + 1)
+        batch = tl.load(strips + strip * 4)
+        deepest = tl.load(strips + strip * 4 + 1)
+        split = tl.load(strips + strip * 4 + 3)
         length, depth = tl.load(lengths + batch), tl.load(depths + deepest)
         place = tl.load(places + deepest)
         table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
@@ -803,48 +825,45 @@ def _tail_kernel(
         branches = depth != place
         position = length + depth
         prefix_end = length // BLOCK_N * BLOCK_N
-        first = _first_block(length, window, BLOCK_N, WINDOWED)
 
         within = tl.arange(0, BLOCK_M)
         if TOKENS > 0:
             up, member = within // GROUP, within % GROUP
-            real = up < tl.load(strips + strip * 3 + 2)
-            # The tokens of a tree stand in the step as they do in its places.
+            real = up < tl.load(strips + strip * 4 + 2)
             above = tl.load(path + depth - up, mask=real & branches, other=0)
-            token = deepest + tl.where(branches, above - place, -up)
+            token = deepest + tl.where(branches, above - place, -up)  # places of a row follow each other in the step
         else:
             up, member = within * 0, tl.program_id(1) * BLOCK_M + within
             real = member < GROUP
             token = deepest + up
         own = position - up
-        q = _load_rows(
-            query, token * query_token + (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True
-        )
-        state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits
-        for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
-            # What the prefix left in this split, or nothing.
-            going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
-            acc = _load_rows(sums, (state + split) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
-            maximum = tl.load(maxima + state + split, mask=going_on, other=float("-inf"))
-            total = tl.load(totals + state + split, mask=going_on, other=0.0)
-            begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
-            end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
-            for start in range(begin, end, BLOCK_N):
-                positions = start + tl.arange(0, BLOCK_N)
-                exists = positions <= position
-                step = positions - length  # of the path; negative for committed tokens
-                is_stored = branches & (step >= 0)
-                stored = tl.load(path + step, mask=is_stored & exists, other=0)
-                slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
-                seen = positions[None, :] <= own[:, None]
-                if WINDOWED:
-                    seen = seen & (positions[None, :] > own[:, None] - window)
-                key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-                value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-                acc, maximum, total = _add_block(
-                    q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION
-                )
-            _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+        at = token * query_token + (kv_head * GROUP + member) * query_head
+        q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
+
+        # Numbers of states are int32, since there is one for many bytes: it takes half the registers.
+        state = ((token * kv_heads + kv_head) * GROUP + member) * num_splits + split
+        begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
+        end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
+        # What the prefix left in this split, or nothing.
+        first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
+        going_on = real & (first < prefix_end)
+        acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
+        maximum = tl.load(maxima + state, mask=going_on, other=float("-inf"))
+        total = tl.load(totals + state, mask=going_on, other=0.0)
+        for start in range(begin, end, BLOCK_N):
+            positions = start + tl.arange(0, BLOCK_N)
+            exists = positions <= position
+            step = positions - length  # of the path; negative for committed tokens
+            is_stored = branches & (step >= 0)
+            stored = tl.load(path + step, mask=is_stored & exists, other=0)
+            slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
+            seen = positions[None, :] <= own[:, None]
+            if WINDOWED:
+                seen = seen & (positions[None, :] > own[:, None] - window)
+            key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+            value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
+            acc, maximum, total = _add_block(q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION)
+        _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_VARYING)
