@@ -13,8 +13,8 @@ through all of it with small shapes, without a GPU in Triton's interpreter.
 `--search` times many tiles instead, those of `--tiles` or a list of its own: pieces first, then splits for the best of
 them. The best have the smallest mean over contexts and widths of their time relative to that of the tiles in use.
 
-`--tail` times the tail kernel alone, with many rows of few nodes and one row of many, for some stages and registers,
-and says whether they give the bits of the tiles in use.
+`--tail` times the tail kernel alone, with many rows of few nodes and one row of many, for some stages and registers and
+with each node alone in a tile, and says whether they give the bits of the tiles in use.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SPLITS = (
 
 Changes = dict[str, int | None]  # of tiles
 # What --tail times: rows, nodes of each and context; stages and registers.
-TAILS = ((64, 4, 300), (1, 64, 2_000))
+TAILS = ((64, 4, 300), (16, 4, 300), (4, 28, 1_000), (1, 60, 2_000))
 TAIL_STAGES, TAIL_REGISTERS = (1, 2, 3), (None, 128, 168)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,6 +80,18 @@ class Tree:
         self.paths: list[list[int]] = []  # from the root to each node
         for node, parent in enumerate(parents):
             self.paths.append([*self.paths[parent], node] if node else [0])
+
+    def strips(self) -> Tensor:
+        """[width] int32, as a `Layout` has them"""
+        numbers: list[int] = []
+        for path in self.paths:
+            parent = path[-2] if path[1:] else None
+            if parent is None or numbers[parent] > 0:  # it has a child already
+                numbers.append(-1)
+            else:
+                numbers.append(numbers[parent] - 1)
+                numbers[parent] *= -1
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
     def padded_paths(self) -> Tensor:
         """[width, longest] int32"""
@@ -223,6 +235,7 @@ def layout_of(tree: Tree, context: int, pages: Tensor) -> Layout:
         lines=row + 1,
         tables=torch.cat([torch.zeros_like(pages[:1]), pages]).int(),
         max_context=context,
+        strips=tree.strips().repeat(num_rows),
     )
 
 
@@ -310,25 +323,26 @@ def search(
 def time_tails(shape: tuple[int, int, int], sizes: Sequence[tuple[int, int, int]]) -> bool:
     """Whether all had the bits of the tiles in use."""
     all_same = True
+    tried: list[Changes] = [
+        {"tail_stages": stages, "tail_registers": registers} for stages in TAIL_STAGES for registers in TAIL_REGISTERS
+    ]
     for rows, width, context in sizes:
-        print(f"{rows} rows of {width} nodes at {context}: microseconds of the tail, and of all kernels")
         case = ManyRows(*shape, rows, width, context)
-        usual = case.tiles
+        usual, layout = case.tiles, case.layout
         case.prepare()
+        print(f"{rows} rows of {width} nodes at {context}: microseconds of the tail, and of all kernels")
         expected = case.by_kernels(0)
-        for stages in TAIL_STAGES:
-            for registers in TAIL_REGISTERS:
-                changes: Changes = {"tail_stages": stages, "tail_registers": registers}
-                case.tiles = replace(usual, **changes)
-                case.prepare()
-                all_kernels, replay = microseconds(case.by_kernels, case.num_layers)
-                tail = kernel_times(replay).get("tail_kernel", math.nan)
-                is_same = torch.equal(case.by_kernels(0), expected)
-                all_same &= is_same
-                print(
-                    f"{written(changes):44s}{tail:9.1f}{all_kernels:9.1f}  {'same' if is_same else 'other'} bits",
-                    flush=True,
-                )
+        alone = replace(layout, strips=None)
+        for changes, case.layout in [({}, layout), ({}, alone), *((changes, layout) for changes in tried)]:
+            case.tiles = replace(usual, **changes)
+            case.prepare()
+            all_kernels, replay = microseconds(case.by_kernels, case.num_layers)
+            tail = kernel_times(replay).get("tail_kernel", math.nan)
+            is_same = torch.equal(case.by_kernels(0), expected)
+            all_same &= is_same
+            what = "each node alone" if case.layout is alone else written(changes)
+            what += f", {int(case.plan.num_strips)} strips"
+            print(f"{what:56s}{tail:9.1f}{all_kernels:9.1f}  {'same' if is_same else 'other'} bits", flush=True)
     return all_same
 
 

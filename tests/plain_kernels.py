@@ -85,7 +85,7 @@ def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:
 
 
 def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attention_kernels.Plan:
-    items, chains = [], []
+    items, chains, strips = [], [], []
     by_row = zip(*(part.tolist() for part in (layout.starts, layout.counts, layout.lengths)), strict=True)
     for row, (start, count, length) in enumerate(by_row):
         places, depths = (part[start : start + count].tolist() for part in (layout.places, layout.depths))
@@ -94,9 +94,16 @@ def plan(layout: Layout, group: int, tiles: attention_kernels.Tiles) -> attentio
         num_splits = tiles.count_splits(length + count if takes_all else length // tiles.keys * tiles.keys)
         num_tiles = -(-count * group // tiles.used_rows(group))
         items += [(row, tile, split) for split in reversed(range(num_splits)) for tile in range(num_tiles)]
-    numbers = torch.tensor(items, dtype=torch.int32, device=layout.rows.device).view(-1, 3)
+        numbers = [-1] * count if layout.strips is None else layout.strips[start : start + count].tolist()
+        for token, number in enumerate([] if takes_all else numbers, start=start):
+            most = tiles.tokens(group) or 1
+            if number < 0 or number % most == 0:
+                ends = (length // tiles.keys * tiles.keys + 1, length + int(layout.depths[token]) + 1)
+                first, last = (tiles.count_splits(end) - 1 for end in ends)
+                strips += [(row, token, 1 + (abs(number) - 1) % most, split) for split in range(first, last + 1)]
     numbers_of = layout.rows.new_tensor
-    return attention_kernels.Plan(numbers, numbers_of([len(items)]), numbers_of(chains))
+    lists = (numbers_of(items).view(-1, 3), numbers_of([len(items)]), numbers_of(chains))
+    return attention_kernels.Plan(*lists, numbers_of(strips).view(-1, 4), numbers_of([len(strips)]))
 
 
 def tree_attention(

@@ -20,6 +20,10 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
 from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
+from graft.model.kv_cache import Row
+from graft.model.step import Chunk, FlatStep
+from graft.spec_decode.tree import PADDING
+from proposers import tree_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cannot multiply matrices of bfloat16.
@@ -99,11 +103,15 @@ class Problem:
         depths = [*(len(path) - 1 for path in paths), *[0] * self.padding]
         stored = [path if len(path) - 1 < path[-1] else [] for path in paths] + [[]] * self.padding
         max_path = max(map(len, stored), default=1) or 1
-        counts = [*map(len, self.nodes), 0, self.padding]
+        strips = [
+            strips_of(tree) if nodes == list(range(len(tree))) else [-1] * len(nodes)
+            for tree, nodes in zip(self.trees, self.nodes, strict=True)
+        ]
+        counts = [*map(len, self.nodes), 0, 0]
         max_pages = max(map(len, self.tables))
         tables = [[0] * max_pages] * 3 + [table + [0] * (max_pages - len(table)) for table in reversed(self.tables)]
         return Layout(
-            rows=ints([row for row, count in enumerate(counts) for _ in range(count)]),
+            rows=ints([row for row, count in enumerate([*counts[:-1], self.padding]) for _ in range(count)]),
             places=ints(places),
             depths=ints(depths),
             paths=ints([path + [NOBODY] * (max_path - len(path)) for path in stored]),
@@ -113,13 +121,19 @@ class Problem:
             lines=ints([*(2 + self.num_rows - row for row in range(self.num_rows)), 0, 0]),
             tables=ints(tables),
             max_context=max(self.lengths) if max_context is None else max_context,
+            strips=ints([*(number for row in strips for number in row), *[0] * self.padding]),
         )
 
-    def attend(self, tiles: Tiles = SMALL, max_context: int | None = None, **options) -> Tensor:
-        """[T, heads * head_dim], of the tokens that are no padding."""
+    def attend(
+        self, tiles: Tiles = SMALL, max_context: int | None = None, strips: list[int] | None = None, **options
+    ) -> Tensor:
+        """[T, heads * head_dim], of the tokens that are no padding. strips: in place of the right ones."""
         layout = self.layout(max_context)
+        if strips is not None:
+            layout = replace(layout, strips=ints(strips))
         plan = attention_kernels.plan(layout, self.query.shape[1] // self.keys.shape[1], tiles)
         out = tree_attention(self.query, self.keys, self.values, layout, plan, tiles=tiles, **options)
+        assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
 
     def expected(self, window: int | None = None) -> Tensor:
@@ -172,6 +186,14 @@ def some_tree(width: int, seed: int = 0) -> list[int]:
     return [0, *(rng.randrange(node) for node in range(1, width))]
 
 
+def strips_of(tree: list[int]) -> list[int]:
+    """Numbers of a tree's nodes in their strips: a node's first child goes on with its strip, and a leaf ends it."""
+    parents, numbers = tree[1:], [1]
+    for node, parent in enumerate(parents, start=1):
+        numbers.append(numbers[parent] + 1 if parents.index(parent) == node - 1 else 1)
+    return [number if node in parents else -number for node, number in enumerate(numbers)]
+
+
 def chain(width: int) -> list[int]:
     """A part of a prompt, or a tree of one path."""
     return [max(place - 1, 0) for place in range(width)]
@@ -198,8 +220,45 @@ def test_a_path_may_cross_several_splits_and_most_of_it_be_of_earlier_forwards()
     check(Problem.make([27, 27], [chain(90), branching], nodes=[[4, 5, 36, 37, 84, 85, 89]] * 2))
 
 
-def test_a_wide_tree_fills_several_tiles():
-    check(Problem.random([40], width=20))
+LONG_BRANCH = [0, 0, 0, *range(2, 21)]  # 20 nodes down the second child's path
+SIDE_BRANCHES = [*chain(20), 3, 11, 21]  # off a path of 20 nodes, one of one node and one of two
+
+
+def forest(group: int = 2, **shape) -> Problem:
+    """Trees of all kinds, a tree of one path, a part of a prompt and padding. Paths cross borders of blocks (16), short
+    splits (32), long ones and pages (64), and the strips of long ones are cut for every group."""
+    trees = [LONG_BRANCH, some_tree(9, 3), SIDE_BRANCHES, chain(3), [0] * 4, chain(12), [0]]
+    return Problem.make([57, 130, 25, 31, 0, 60, 7], trees, group=group, padding=2, **shape)
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, None), (3, 20), (4, None), (8, None), (16, 7), (20, 20)])
+def test_trees_and_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(group, window):
+    """Sixteen tokens a tile of 16 rows; five, with a row that is not used; four, two, one; more than a tile each."""
+    some = {0: [0, 1, 2, 3, 7, 8, 9, 10, 18, 21], 22: range(9), 31: [0, 6, 7, 15, 16, 19, 20, 21, 22], 54: [2]}
+    some |= {57: [0, 3], 61: [0, 4, 5, 9, 10, 11], 73: [0]}  # of each row, by its first token
+    check(forest(group), window, tokens=[first + place for first, places in some.items() for place in places])
+
+
+def test_a_node_has_the_same_bits_in_a_strip_and_alone_in_a_tile():
+    problem = forest()
+    assert torch.equal(problem.attend(), problem.attend(strips=[-1] * len(problem.query)))
+
+
+@pytest.mark.parametrize(
+    "strips",
+    [
+        [1, 2, -3, 2, -2],  # the third's parent, which has a strip, in a second one: what it has seen counts twice
+        [1, 2, -3, 1, 2],  # a strip without its end
+        [1, -2, -1, 2, -3],  # nodes of other paths
+    ],
+    ids=str,
+)
+def test_a_wrong_strip_is_a_wrong_result(strips):
+    problem = Problem.make([30], [[0, 0, 1, 1, 0]])
+    scratch = torch.full((scratch_size(problem.layout(), *problem.query.shape[1:], SMALL),), 1e5, device=DEVICE)
+    right = problem.attend(scratch=scratch.clone())
+    assert torch.equal(right, problem.decoded_plainly().attend())
+    assert not torch.equal(right, problem.attend(strips=strips, scratch=scratch))
 
 
 # Chunks that start inside of a block, at a split's and a page's border, at the text's start and inside of a split.
@@ -210,13 +269,6 @@ def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, wind
     """Around borders of tiles, which are 8 tokens, of blocks, splits and pages."""
     tokens = [token for token in (0, 7, 8, 16, 31, 39, 58, 59, 64, 105, 122, 123, 127, 128, 135) if token < width]
     check(Problem.make([length], [chain(width)]), window, tokens=tokens)
-
-
-@pytest.mark.parametrize(("group", "window"), [(3, None), (3, 20), (16, None), (20, None), (20, 20)])
-def test_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(group, window):
-    """Five tokens a tile of 16 rows, one of which is not used; one token; and more than a tile for each token."""
-    problem = Problem.make([13, 30], [chain(22), some_tree(4)], group=group, padding=1)
-    check(problem, window, tokens=[0, 4, 5, 9, 10, 14, 15, 19, 21, 25])
 
 
 def test_a_row_is_no_chain_because_its_last_token_is_as_deep_as_there_are_others():
@@ -242,6 +294,14 @@ def test_a_tile_of_a_chunk_takes_each_of_its_blocks_once_for_all_its_tokens(wind
     Problem.make([0], [chain(64)]).attend(window=window)
     blocks = {None: [1, 1, 2, 2, 3, 3, 4, 4], 24: [1, 1, 2, 2, 3, 2, 3, 2]}[window]
     assert len(calls) == sum(blocks)
+
+
+@in_the_interpreter
+def test_a_tile_takes_the_blocks_of_a_strip_once_for_all_its_nodes(monkeypatch):
+    """A strip of 20 nodes in tiles of 8, of which the last has a second block, and two of one and two nodes."""
+    calls = calls_of(monkeypatch, "_add_block")
+    Problem.make([0], [SIDE_BRANCHES]).attend()
+    assert len(calls) == 1 + 1 + 2 + 1 + 1
 
 
 @in_the_interpreter
@@ -306,18 +366,42 @@ def test_a_plan_holds_every_split_of_whole_blocks_of_prefix_for_every_tile():
             num_rows = rng.choice([1, 5, 9])
             lengths = [rng.choice([0, 15, 16, 33, 300]) for _ in range(num_rows)]
             trees = [make(rng.choice([1, 5, 40])) for make in rng.choices([some_tree, chain], k=num_rows)]
-            layout = Problem.make(lengths, trees, padding=1).layout()
-            ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
-            number = int(ours.num_items)
-            assert number == int(expected.num_items) <= len(ours.items)
-            assert torch.equal(ours.items[:number], expected.items) and torch.equal(ours.chains, expected.chains)
+            check_plan(Problem.make(lengths, trees, padding=1).layout(), group)
+
+
+def check_plan(layout: Layout, group: int) -> attention_kernels.Plan:
+    """The expected plan, which ours is."""
+    ours, expected = (module.plan(layout, group, SMALL) for module in (attention_kernels, plain_kernels))
+    for name in ("items", "strips"):
+        number = int(getattr(ours, f"num_{name}"))
+        assert number == int(getattr(expected, f"num_{name}")) <= len(getattr(ours, name))
+        assert torch.equal(getattr(ours, name)[:number], getattr(expected, name)), name
+    assert torch.equal(ours.chains, expected.chains)
+    return expected
+
+
+def test_a_plan_has_every_node_of_a_tree_in_one_strip_of_nodes_down_one_path():
+    rng = random.Random(0)
+    for group in (1, 3, 8, 16):
+        trees = [LONG_BRANCH, SIDE_BRANCHES, *(some_tree(rng.choice([9, 40]), rng.random()) for _ in range(4))]
+        problem, most = Problem.make([0, 20, 15, 200, 27, 63], trees), SMALL.tokens(group)
+        layout, seen = problem.layout(), []
+        pieces = {(row, token, size) for row, token, size, _ in check_plan(layout, group).strips.tolist()}
+        for row, token, size in pieces:
+            start = int(layout.starts[row])
+            seen += [start + place for place in problem.path(row, token - start)[-size:]]
+        assert sorted(seen) == list(range(len(layout.rows)))
+        leaves = [-number for tree in trees for number in strips_of(tree) if number < 0]
+        assert len(pieces) == sum(-(-length // most) for length in leaves), "no more than fill a tile each"
+        assert len(leaves) == sum(node not in tree[1:] for tree in trees for node in range(len(tree)))
 
 
 def test_a_plan_may_have_more_rows_and_items_than_a_program_looks_at_at_once(monkeypatch):
     monkeypatch.setattr(attention_kernels, "_PLANNED_AT_ONCE", 4)
     layout = Problem.random([3, 16, 300, 0, 31, 32, 64, 5]).layout()
-    ours, expected = (module.plan(layout, 4, SMALL) for module in (attention_kernels, plain_kernels))
-    assert ours.items[: int(ours.num_items)].tolist() == expected.items.tolist() and len(expected.items) > 8
+    expected = check_plan(layout, 4)
+    assert len(expected.items) > 8 and len(expected.strips) > 8
+    assert int(check_plan(replace(layout, strips=None), 4).num_strips) > int(expected.num_strips)
 
 
 def test_blocks_that_cross_pages_are_refused():
@@ -353,6 +437,13 @@ def test_a_long_path_in_the_tiles_of_large_models(dtype):
     nodes = [4, 27, 28, 29, 63] if DEVICE == "cpu" else list(range(64))
     problem = Problem.make([100], [chain(64)], nodes=[nodes], group=4, head_dim=128, dtype=dtype)
     check(problem, tiles=attention_kernels.tiles_for(128, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strips_in_the_tiles_of_real_use(dtype):
+    """A path of 20 nodes is cut, and crosses a split's border at 256."""
+    problem = Problem.make([245], [SIDE_BRANCHES], group=4, head_dim=64, dtype=dtype)
+    check(problem, tiles=attention_kernels.tiles_for(64, dtype), tokens=[0, 4, 7, 8, 10, 11, 15, 16, 19, 20, 21, 22])
 
 
 def test_room_for_a_longer_context_changes_nothing():
@@ -435,6 +526,17 @@ def test_committing_moves_accepted_tokens_behind_their_root_and_nothing_else(pla
 
 
 # What a step's tokens are
+
+
+def test_a_steps_strips_go_down_its_trees_and_prompts():
+    trees, prompts = [some_tree(9, 1), [0], LONG_BRANCH, some_tree(22, 2), chain(4)], [5, 1]
+    width, rows = max(map(len, trees)), [Row(line) for line in range(len(trees) + len(prompts))]
+    parents = [tree + [0] * (width - len(tree)) for tree in trees]
+    sources = [[0] + [1] * (len(tree) - 1) + [PADDING] * (width - len(tree)) for tree in trees]
+    chunks = [Chunk(row, [3] * count) for row, count in zip(rows[len(trees) :], prompts, strict=True)]
+    step = FlatStep(rows[: len(trees)], tree_of([[3] * width] * len(trees), parents, sources), chunks)
+    expected = [number for tree in (*trees, *map(chain, prompts)) for number in strips_of(tree)]
+    assert step.columns[5, : step.num_tokens].tolist() == expected
 
 
 def test_paths_are_laid_out_where_trees_branch_and_nothing_is_written_elsewhere(monkeypatch):

@@ -36,7 +36,7 @@ class Layout:
     """A flat step on the device: T tokens of R rows, which keys each sees, and where its own go.
 
     A row's tokens stand together, each after its parent; depths are less than the greater of T and P. Padding belongs
-    to a row of line 0, whose pages are all 0, with depth == place.
+    to a row of line 0, whose pages are all 0, with depth == place. What stands behind its row's count gets zeros.
     """
 
     rows: Tensor  # [T] int32 the row of each token, an index into the [R] tensors
@@ -49,6 +49,9 @@ class Layout:
     lines: Tensor  # [R] int32 the row's line in the block tables
     tables: Tensor  # [lines, max_pages] int32 block tables
     max_context: int  # upper bound of the lengths: sizes a launch, never changes a result
+    # [T] int32 each token's number, from 1, in its strip, a run of tokens down one path; negative for the last of it.
+    # None: each token is a strip of its own. A row with longer ones has all its places in the step, in order.
+    strips: Tensor | None = None
 
 
 class KernelStep:

@@ -414,7 +414,7 @@ class CapturedTarget(TargetRunner):
 
     def _make_run(self, buffers: StepBuffers, tables: Tensor, size: int, context: int) -> Run:
         """One forward over static inputs: no shape and no branch in it depends on what they hold."""
-        tokens, parents, places, depths, rows = (column[:size] for column in buffers.columns)
+        tokens, parents, places, depths, rows, strips = (column[:size] for column in buffers.columns)
         starts, counts, lengths, lines = (column[: size + 1] for column in buffers.by_row)
         layers, rotary = self._graphs.layers, self._graphs.rotary
         writer = KVCache(self.pool, self._store, [])  # only to find slots
@@ -422,7 +422,8 @@ class CapturedTarget(TargetRunner):
         @torch.no_grad()
         def run() -> None:
             paths = layer_kernels.lay_out(parents, places, depths, starts, rows, min(size, _MAX_PATH))
-            step = KernelStep(Layout(rows, places, depths, paths, starts, counts, lengths, lines, tables, context))
+            by_row = (starts, counts, lengths, lines)
+            step = KernelStep(Layout(rows, places, depths, paths, *by_row, tables, context, strips))
             if layers is not None and rotary is not None:
                 out, inputs = layers(tokens, step, *self._store.stored, rotary, self._hidden_layers)
                 buffers.take(out, side_by_side(inputs, out))

@@ -19,7 +19,7 @@ from graft.model.kv_cache import PAGE, Row
 from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import DraftTree
 
-COLUMNS = 5  # tokens, parents, places, depths and rows
+COLUMNS = 6  # tokens, parents, places, depths, rows and strips, as in `Layout`
 
 
 class Chunk(NamedTuple):
@@ -50,7 +50,7 @@ class FlatStep:
         columns: np.ndarray | None = None,
         by_row: np.ndarray | None = None,
     ) -> None:
-        """rows: those of the tree. columns: [5, room] to write into; by_row: [4, room] likewise; made if not given."""
+        """rows: those of the tree. columns: [6, room] to write into; by_row: [4, room] likewise; made if not given."""
         all_rows = [*rows, *(chunk.row for chunk in chunks)]
         num_in_trees = tree.tokens.numel() if tree is not None else 0
         room = num_in_trees + sum(len(chunk.tokens) for chunk in chunks)
@@ -72,7 +72,7 @@ class FlatStep:
         index = torch.empty(num_rows, width, dtype=torch.int64)
         tokens, parents, sources = (plain(column) for column in (tree.tokens, tree.parents, tree.sources))
         total = ctypes.c_int64()
-        native().graft_flatten(
+        native().graft_flatten_trees(
             num_rows,
             width,
             *(column.data_ptr() for column in (tokens, parents, sources)),
@@ -95,6 +95,7 @@ class FlatStep:
         self.columns[1, start:end] = np.maximum(places - 1, 0)
         self.columns[2, start:end] = self.columns[3, start:end] = places
         self.columns[4, start:end] = number
+        self.columns[5, start:end] = np.where(places + 1 < count, places + 1, -count)
         self.by_row[:2, number] = start, count
         self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count], [count - 1]))
         self.num_tokens = end

@@ -12,6 +12,9 @@ tree, in any batch. Three rules make it so:
 Where a row's tokens are one chain, a part of a prompt or a tree of one path, they stand in the row's pages as text
 does: what lies before a tile's first token is prefix to all of the tile, as if it were committed.
 
+A tree is cut into strips, each a run of nodes down one path and each node in one of them, as many as there are leaves.
+The nodes of a strip see the same keys at the same positions, each up to its own, so that a tile takes many of them.
+
 A step is flat: tokens of many rows one after the other, and keys in pages that a row's block table names. Neither is
 seen in a sum. Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch: a
 launch can be captured in a graph and replayed while the text grows.
@@ -33,9 +36,9 @@ PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)
 _LOG2_E = 1.4426950408889634
 _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel is compiled for
-# Programs of the prefix, over all key heads: more than run at once on a large device.
+# Programs of the prefix and of the tail, over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
-_PLANNED_AT_ONCE = 512  # rows and items of a plan
+_PLANNED_AT_ONCE = 512  # rows, items and tokens of a plan
 
 
 @dataclass(frozen=True)
@@ -99,29 +102,40 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a step's prefix, the same for all layers that have these tiles and as many query heads to a key."""
+    """The work of a step's kernels, the same for all layers that have these tiles and as many query heads to a key."""
 
-    items: Tensor  # [N, 3] int32 row, tile of the row, split
+    items: Tensor  # [N, 3] int32 of the prefix: row, tile of the row, split
     num_items: Tensor  # [1] int32, how many of them there are
     chains: Tensor  # [R] int32, 1 where what stands before a tile's first token in the step is prefix to the tile
+    strips: Tensor  # [N, 4] int32 of the tail: row, deepest token, how many with those right above it, split
+    num_strips: Tensor  # [1] int32, how many of them there are
 
 
 def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
-    """Tiles of query rows and splits with whole blocks of prefix. group: query heads that share a key head."""
+    """Tiles of query rows and splits with whole blocks of prefix, and the strips of all trees, in pieces that fill a
+    tile at most. group: query heads that share a key head."""
     num_tokens, num_rows = len(layout.rows), len(layout.counts)
-    _check_indices(layout.starts, layout.counts, layout.lengths, layout.places, layout.depths)
+    _check_layout(layout)
     items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
-    num_items, chains = layout.counts.new_empty(1), torch.empty_like(layout.counts)
-    _plan_kernel[(num_rows,)](
+    strips = layout.counts.new_empty(num_tokens * _most_tail_splits(layout, tiles), 4)
+    num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
+    chains = torch.empty_like(layout.counts)
+    _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
+        layout.rows,
         layout.starts,
         layout.counts,
         layout.lengths,
         layout.places,
         layout.depths,
+        layout.rows if layout.strips is None else layout.strips,
         items,
         num_items,
         chains,
+        strips,
+        num_strips,
         num_rows,
+        num_tokens,
+        HAS_STRIPS=layout.strips is not None,
         GROUP=group,
         TOKENS=tiles.tokens(group),
         USED=tiles.used_rows(group),
@@ -129,7 +143,7 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
         SPLITS=tiles.splits,
         BLOCK=_PLANNED_AT_ONCE,
     )
-    return Plan(items, num_items, chains)
+    return Plan(items, num_items, chains, strips, num_strips)
 
 
 def tree_attention(
@@ -151,7 +165,8 @@ def tree_attention(
     """
     num_tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
-    _check_layout(query, keys, values, layout)
+    _check_stored(query, keys, values)
+    _check_layout(layout)
     tiles = tiles or tiles_for(head_dim, query.dtype)
     num_splits = _num_splits(layout, tiles)
     num_states = _num_states(num_tokens * heads, num_splits)
@@ -163,7 +178,7 @@ def tree_attention(
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale)
-    by_row = (layout.lengths, plan.chains, layout.lines, layout.tables, layout.tables.shape[1])
+    by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or 0, sums, maxima, totals)
     cut: dict[str, Any] = {
         "GROUP": group,
@@ -175,10 +190,11 @@ def tree_attention(
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
     }
+    programs = max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS)
     if _most_prefix(num_tokens, layout.max_context, group, tiles) > 0:
-        programs = min(len(plan.items), max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS))
-        _prefix_kernel[programs, kv_heads](
-            *(*stored, *by_row, layout.starts, layout.counts, layout.depths, plan.items, plan.num_items, *states),
+        by_token = (layout.starts, layout.counts, layout.depths)
+        _prefix_kernel[min(len(plan.items), programs), kv_heads](
+            *(*stored, *by_row, plan.chains, *by_token, plan.items, plan.num_items, *states),
             **cut,
             USED=tiles.used_rows(group),
             BLOCK_M=tiles.rows,
@@ -186,8 +202,9 @@ def tree_attention(
             num_stages=tiles.prefix_stages,
         )
     parts = triton.cdiv(group, tiles.rows)
-    _tail_kernel[num_tokens, parts, kv_heads](
-        *(*stored, *by_row, layout.rows, layout.places, layout.depths, layout.paths, layout.paths.shape[1], *states),
+    by_token = (layout.places, layout.depths, layout.paths)
+    _tail_kernel[min(num_tokens, programs), parts, kv_heads](
+        *(*stored, *by_row, *by_token, layout.paths.shape[1], plan.strips, plan.num_strips, *states),
         **cut,
         BLOCK_M=tiles.rows,
         num_warps=tiles.warps,
@@ -196,7 +213,8 @@ def tree_attention(
     )
     members = min(triton.next_power_of_2(group), tiles.rows)
     _combine_kernel[num_tokens, parts, kv_heads](
-        *(layout.lengths, plan.chains, layout.rows, layout.places, layout.depths, *states, out),
+        *(layout.lengths, plan.chains, layout.starts, layout.counts),
+        *(layout.rows, layout.places, layout.depths, *states, out),
         GROUP=group,
         TOKENS=tiles.tokens(group),
         HEAD_DIM=head_dim,
@@ -253,8 +271,18 @@ def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) ->
 
 
 def _num_splits(layout: Layout, tiles: Tiles) -> int:
-    """Splits of the longest text that a token of the step can have: its path is stored, or all of it in the step."""
-    return tiles.count_splits(layout.max_context + max(layout.paths.shape))
+    """Splits of the longest text that a token of the step can have."""
+    return tiles.count_splits(layout.max_context + _longest_path(layout))
+
+
+def _most_tail_splits(layout: Layout, tiles: Tiles) -> int:
+    """Splits at most that the tail takes of a text: of less than a block before the path, and of the path."""
+    return (tiles.keys + _longest_path(layout)) // min(tiles.short_split, tiles.long_split) + 2
+
+
+def _longest_path(layout: Layout) -> int:
+    """Tokens at most of a path: it is stored, or all of it in the step."""
+    return max(layout.paths.shape)
 
 
 def _num_states(num_rows: int, num_splits: int) -> int:
@@ -267,12 +295,15 @@ def _padded(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 16)
 
 
-def _check_layout(query: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> None:
+def _check_layout(layout: Layout) -> None:
+    _check_indices(*(part for part in vars(layout).values() if isinstance(part, Tensor)))
+
+
+def _check_stored(query: Tensor, keys: Tensor, values: Tensor) -> None:
     if query.shape[1] % keys.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {keys.shape[1]} key heads evenly")
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or keys.stride() != values.stride():
         raise ValueError("the numbers of a head must lie together, and keys and values in the same way")
-    _check_indices(*(part for part in vars(layout).values() if isinstance(part, Tensor)))
 
 
 def _check_indices(*indices: Tensor) -> None:
@@ -359,7 +390,7 @@ def _store_state(
 ) -> None:
     dims = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(sums + (state * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
+    tl.store(sums + (state.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
     tl.store(maxima + state, maximum, mask=real)
     tl.store(totals + state, total, mask=real)
 
@@ -483,8 +514,8 @@ def _tiles_and_splits(
     return (count * GROUP + USED - 1) // USED, tl.where(end > 0, _split_of(tl.maximum(end - 1, 0), SPLITS) + 1, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _plan_kernel(
+@triton.jit
+def _plan_row(
     starts: tl.tensor,
     counts: tl.tensor,
     lengths: tl.tensor,
@@ -493,6 +524,7 @@ def _plan_kernel(
     items: tl.tensor,
     num_items: tl.tensor,
     chains: tl.tensor,
+    row: int,
     num_rows: int,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -502,7 +534,6 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """The items of one row, behind those of the rows before it."""
-    row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     before, total = 0, 0
     for start in range(0, num_rows, BLOCK):
@@ -528,6 +559,114 @@ def _plan_kernel(
         tl.store(at + 2, num_splits - 1 - item // num_tiles, mask=real)
 
 
+@triton.jit
+def _strips_of(
+    rows: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    numbers: tl.tensor,
+    token: tl.tensor,
+    num_tokens: int,
+    HAS_STRIPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of some tokens the row, the size of the piece of a strip that each is the deepest of, the first split of its tail
+    and how many there are: 0 if it is none's deepest, if it is padding, or if the prefix kernel does all of its row."""
+    row = tl.load(rows + token, mask=token < num_tokens, other=0)
+    in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
+    length = tl.load(lengths + row)
+    first = _split_of(length // BLOCK_N * BLOCK_N, SPLITS)
+    last = _split_of(length + tl.load(depths + token, mask=in_use, other=0), SPLITS)
+    size = tl.full(token.shape, 1, tl.int32)
+    if TOKENS > 0:
+        in_use = in_use & (_is_chain(starts, counts, places, depths, row, in_use) == 0)
+        if HAS_STRIPS:
+            number = tl.load(numbers + token, mask=in_use, other=1)
+            in_strip = tl.abs(number)  # from its top
+            in_use = in_use & ((number < 0) | (in_strip % TOKENS == 0))
+            size = (in_strip - 1) % TOKENS + 1
+    return row, size, first, tl.where(in_use, last - first + 1, 0)
+
+
+@triton.jit
+def _plan_strips(
+    rows: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    numbers: tl.tensor,
+    strips: tl.tensor,
+    num_strips: tl.tensor,
+    first_token: int,
+    num_tokens: int,
+    HAS_STRIPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The strips that end in some tokens, behind those of the tokens before them."""
+    index = tl.arange(0, BLOCK)
+    by_token = (rows, starts, counts, lengths, places, depths, numbers)
+    before = 0
+    for start in range(0, first_token, BLOCK):
+        _, _, _, count = _strips_of(*by_token, start + index, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+        before += tl.sum(count, axis=0)
+    token = first_token + index
+    row, size, first, count = _strips_of(*by_token, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+    at = strips + (before + tl.cumsum(count, axis=0) - count) * 4
+    for number in range(tl.max(count, axis=0)):
+        real = number < count
+        tl.store(at + number * 4, row, mask=real)
+        tl.store(at + number * 4 + 1, token, mask=real)
+        tl.store(at + number * 4 + 2, size, mask=real)
+        tl.store(at + number * 4 + 3, first + number, mask=real)
+    if first_token + BLOCK >= num_tokens:
+        tl.store(num_strips, before + tl.sum(count, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _plan_kernel(
+    rows: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    places: tl.tensor,
+    depths: tl.tensor,
+    numbers: tl.tensor,  # of the tokens in their strips
+    items: tl.tensor,
+    num_items: tl.tensor,
+    chains: tl.tensor,
+    strips: tl.tensor,
+    num_strips: tl.tensor,
+    num_rows: int,
+    num_tokens: int,
+    HAS_STRIPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    USED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The items of one row; or, in the last programs, the strips of some tokens."""
+    row = tl.program_id(0)
+    if row < num_rows:
+        by_row = (starts, counts, lengths, places, depths, items, num_items, chains, row, num_rows)
+        _plan_row(*by_row, GROUP, TOKENS, USED, BLOCK_N, SPLITS, BLOCK)
+    else:
+        by_token = (rows, starts, counts, lengths, places, depths, numbers, strips, num_strips)
+        first_token = (row - num_rows) * BLOCK
+        _plan_strips(*by_token, first_token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS, BLOCK)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _prefix_kernel(
     query: tl.tensor,
@@ -539,10 +678,10 @@ def _prefix_kernel(
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
-    chains: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
+    chains: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
     depths: tl.tensor,
@@ -643,15 +782,15 @@ def _tail_kernel(
     cache_head: int,
     log2_scale: float,
     lengths: tl.tensor,
-    chains: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
-    rows: tl.tensor,
     places: tl.tensor,
     depths: tl.tensor,
     paths: tl.tensor,
     max_path: int,
+    strips: tl.tensor,
+    num_strips: tl.tensor,
     num_splits: int,
     window: int,
     sums: tl.tensor,
@@ -667,62 +806,72 @@ def _tail_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A tree node's own last blocks, the end of the committed tokens and of its path.
+    """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
 
-    Goes on where the prefix ended. Of a tile's rows only the query heads that share keys are real.
+    Goes on where the prefix ended. A tile has the nodes of a strip, the deepest first, or a part of one token. Those
+    that end before the split leave nothing in it that anyone reads.
     """
-    token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    batch = tl.load(rows + token)
-    if TOKENS > 0:  # noqa: SIM102 - known when the kernel is compiled
-        if tl.load(chains + batch) > 0:  # the prefix kernel has done all of it
-            return
-    length, depth = tl.load(lengths + batch), tl.load(depths + token)
-    own_place = tl.load(places + token)
-    branches = depth != own_place
-    position = length + depth
-    prefix_end = length // BLOCK_N * BLOCK_N
-    first = _first_block(length, window, BLOCK_N, WINDOWED)
-
-    member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = member < GROUP
-    query += token * query_token
-    q = _load_rows(query, (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True)
-    state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits
-
+    kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
     keys += kv_head * cache_head
     values += kv_head * cache_head
-    table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
-    paths += token.to(tl.int64) * max_path
-    for split in range(_split_of(prefix_end, SPLITS), _split_of(position, SPLITS) + 1):
-        # What the prefix left in this split, or nothing.
-        going_on = real & (tl.maximum(_start_of(split, SPLITS), first) < prefix_end)
-        acc = _load_rows(sums, (state + split) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
-        maximum = tl.load(maxima + state + split, mask=going_on, other=float("-inf"))
-        total = tl.load(totals + state + split, mask=going_on, other=0.0)
+    for strip in range(tl.program_id(0), tl.load(num_strips), tl.num_programs(0)):
+        batch = tl.load(strips + strip * 4)
+        deepest = tl.load(strips + strip * 4 + 1)
+        split = tl.load(strips + strip * 4 + 3)
+        length, depth = tl.load(lengths + batch), tl.load(depths + deepest)
+        place = tl.load(places + deepest)
+        table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+        path = paths + deepest.to(tl.int64) * max_path
+        branches = depth != place
+        position = length + depth
+        prefix_end = length // BLOCK_N * BLOCK_N
+
+        within = tl.arange(0, BLOCK_M)
+        if TOKENS > 0:
+            up, member = within // GROUP, within % GROUP
+            real = up < tl.load(strips + strip * 4 + 2)
+            above = tl.load(path + depth - up, mask=real & branches, other=0)
+            token = deepest + tl.where(branches, above - place, -up)  # places of a row follow each other in the step
+        else:
+            up, member = within * 0, tl.program_id(1) * BLOCK_M + within
+            real = member < GROUP
+            token = deepest + up
+        own = position - up
+        at = token * query_token + (kv_head * GROUP + member) * query_head
+        q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
+
+        # Numbers of states are int32, since there is one for many bytes: it takes half the registers.
+        state = ((token * kv_heads + kv_head) * GROUP + member) * num_splits + split
         begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
         end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
+        # What the prefix left in this split, or nothing.
+        first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
+        going_on = real & (first < prefix_end)
+        acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
+        maximum = tl.load(maxima + state, mask=going_on, other=float("-inf"))
+        total = tl.load(totals + state, mask=going_on, other=0.0)
         for start in range(begin, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
             exists = positions <= position
             step = positions - length  # of the path; negative for committed tokens
             is_stored = branches & (step >= 0)
-            place = tl.load(paths + step, mask=is_stored & exists, other=0)
-            slots = slot_of(table, tl.where(is_stored, length + place, positions), exists, max_pages)
-            seen = exists
+            stored = tl.load(path + step, mask=is_stored & exists, other=0)
+            slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
+            seen = positions[None, :] <= own[:, None]
             if WINDOWED:
-                seen = exists & (positions > position - window)
+                seen = seen & (positions[None, :] > own[:, None] - window)
             key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
             value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-            acc, maximum, total = _add_block(
-                q, key, value, seen[None, :], log2_scale, acc, maximum, total, True, PRECISION
-            )
-        _store_state(sums, maxima, totals, state + split, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+            acc, maximum, total = _add_block(q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION)
+        _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _combine_kernel(
     lengths: tl.tensor,
     chains: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
     rows: tl.tensor,
     places: tl.tensor,
     depths: tl.tensor,
@@ -743,7 +892,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ) -> None:
-    """All splits of one token together, for the query heads that share a key head."""
+    """All splits of one token together, for the query heads that share a key head; 0 for padding."""
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
     length = tl.load(lengths + batch)
@@ -751,11 +900,12 @@ def _combine_kernel(
     first = _split_of(_first_block(prefix, window, BLOCK_N, WINDOWED), SPLITS)
     last = _split_of(length + tl.load(depths + token), SPLITS)
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
-    real = member < GROUP
+    inside = member < GROUP
+    real = inside & (token - tl.load(starts + batch) < tl.load(counts + batch))
     head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
     result = _combine(sums, maxima, totals, head * num_splits, real, first, last, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
