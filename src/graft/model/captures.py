@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _PATIENCE = 5.0  # seconds without further captures after one ran out of memory
 _SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
 _MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
 
+_NOTHING = nullcontext()
 _ONE_AT_A_TIME = threading.Lock()  # captures of other threads' networks would share the allocator's state
 
 Run = Callable[[], None]
@@ -155,6 +157,13 @@ class Captures:
 def context_for(longest: int, contexts: Sequence[int] = CONTEXTS) -> int:
     """The least of `contexts` that is no shorter; the length itself, rounded up, if none is."""
     return next((context for context in contexts if context >= longest), whole(longest, CONTEXTS[0]))
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which the device is the current one; nothing is to be done where it is already, as mostly."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ from graft.model.captures import (
     first_line,
     is_shortage,
     num_bytes,
+    on_device,
     on_host,
     whole,
 )
@@ -369,7 +370,7 @@ class CapturedTarget(TargetRunner):
         num_tokens = int((tree.sources != PADDING).sum()) if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         size = self._size_for(num_tokens)
-        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, on_device(graphs.device):
             tables = graphs.settle()
             buffers = graphs.buffers_for(self, size, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
@@ -393,10 +394,6 @@ class CapturedTarget(TargetRunner):
                 f"a step of {num_tokens} tokens is more than the {most} that one can have: verify fewer nodes"
             )
         return size
-
-    @property
-    def _store_like(self) -> Tensor:
-        return next(self.model.parameters())
 
     def _captured(self, buffers: StepBuffers, tables: Tensor, size: int, longest: int) -> Run | None:
         """The graph of a step's size and context, captured at first use; None if that fails."""
@@ -444,7 +441,7 @@ class CapturedTarget(TargetRunner):
             return super().commit(cache, paths)
         # Places rise along a path, so that only one without gaps ends at its own length.
         moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
-        with graphs.lock, self.pool.lock, torch.cuda.device_of(self._store_like):
+        with graphs.lock, self.pool.lock, on_device(graphs.device):
             for first in range(0, len(moves), _MOVED[-1]):
                 self._move(moves[first : first + _MOVED[-1]])
         cache.advance([1 + len(path) for path in paths])
@@ -453,7 +450,9 @@ class CapturedTarget(TargetRunner):
         """Moves keys and values of accepted paths to the places behind their roots."""
         graphs, rows = self._graphs, next(rows for rows in _MOVED if rows >= len(moves))
         tables = graphs.settle()
-        numbers = graphs.moves.setdefault(rows, Moves(rows, self.device))
+        if rows not in graphs.moves:
+            graphs.moves[rows] = Moves(rows, self.device)
+        numbers = graphs.moves[rows]
         keys, values = self._store.stored
 
         def run() -> None:

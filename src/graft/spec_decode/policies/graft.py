@@ -177,6 +177,8 @@ class Graft(Policy):
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         if self.budget.may_look(len(batch.sequences)):
             super().draft_ahead(batch, verified, choices)
+        elif self.drafter is not None:
+            self.drafter.gather_ahead(batch.draft, verified)
 
     def catch_up(self) -> None:
         super().catch_up()

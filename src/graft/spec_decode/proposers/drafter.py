@@ -91,6 +91,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
+        """Where nothing is to be drafted ahead: does on the device what `learn` need then no longer wait for."""
+        ...
+
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:

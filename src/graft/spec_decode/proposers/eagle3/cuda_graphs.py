@@ -23,7 +23,18 @@ from torch import Tensor
 
 from graft.model import KVCache, NoRoomError, PagePool, Row, VerifyOutput
 from graft.model.attention import KernelStep, Layout
-from graft.model.captures import CONTEXTS, Captures, Event, Run, context_for, first_line, is_shortage, on_host, whole
+from graft.model.captures import (
+    CONTEXTS,
+    Captures,
+    Event,
+    Run,
+    context_for,
+    first_line,
+    is_shortage,
+    on_device,
+    on_host,
+    whole,
+)
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
@@ -149,20 +160,31 @@ class DraftBuffers:
         self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
         self._sent = on_host((num_numbers,), torch.int64, device)
         self.was_sent = [Event(device) for _ in range(num_passes)]
+        self._shaped: dict[Shape, Levels] = {}
         # Whose rows `round` and the beams are; others draft anew.
         self.owner: Callable[[], CapturedState | None] = lambda: None
         self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
 
-    def levels(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """[passes, 3, nodes] on the device, and on the host."""
-        num_passes = len(self.was_sent)
-        size = 3 * num_passes * shape.rows * shape.count(1)
-        return self._levels[:size].view(num_passes, 3, -1), self._sent[:size].view(num_passes, 3, -1)
+    def levels(self, shape: Shape) -> Levels:
+        if shape not in self._shaped:
+            num_passes = len(self.was_sent)
+            size = 3 * num_passes * shape.rows * shape.count(1)
+            there, here = (part[:size].view(num_passes, 3, -1) for part in (self._levels, self._sent))
+            self._shaped[shape] = Levels(there, list(there.unbind()), list(here.unbind()))
+        return self._shaped[shape]
 
     def take(self, other: DraftBuffers) -> None:
         """Goes on with what another has kept of the rows."""
         for own, old in ((self.features, other.features), (self.root, other.root)):
             own[: len(old)] = old
+
+
+class Levels(NamedTuple):
+    """The levels of a round, [passes, 3, nodes] on the device; and of each its part there, and on the host."""
+
+    whole: Tensor
+    there: list[Tensor]
+    here: list[Tensor]
 
 
 class Shape(NamedTuple):
@@ -198,6 +220,8 @@ class CapturedState:
     num_prefetched: int = 0  # levels of the coming round that are made or being made
     num_taken: int = 0  # levels of the last round that were asked for
     num_drafted_ahead: int = 0  # most accepted tokens of a row for which the drafts ahead are valid; 0: none
+    is_gathered: bool = False  # whether the features of the step under way, of a root a row, wait already
+    shape: Shape | None = None  # of the levels that were asked for last
 
     @property
     def lengths(self) -> list[int]:
@@ -217,7 +241,7 @@ class CapturedState:
 
     def _with_rows(self, rows: list[CapturedRow]) -> CapturedState:
         """A state of other rows, for which nothing is drafted yet."""
-        return replace(self, rows=rows, num_prefetched=0, num_drafted_ahead=0)
+        return replace(self, rows=rows, num_prefetched=0, num_drafted_ahead=0, is_gathered=False, shape=None)
 
 
 class CapturedDrafter(Eagle3Drafter):
@@ -269,7 +293,6 @@ class CapturedDrafter(Eagle3Drafter):
             for kept in (buffers.features, buffers.root):
                 kept[target] = kept[source]
 
-    @torch.no_grad()
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         if not isinstance(state, CapturedState):
             return super().read(state, row, verified, following)
@@ -280,13 +303,17 @@ class CapturedDrafter(Eagle3Drafter):
             self._read(state.pool, buffers.chunk, [own], verified, [following], [sources], _CHUNKS, _CHUNKS[-1])
             state.num_prefetched = 0
 
-    @torch.no_grad()
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         if not isinstance(state, CapturedState):
             return super().learn(state, verified, nodes, tokens)
         if self._was_drafted_ahead(state, list(map(len, tokens))):
+            return None
+        if state.is_gathered:
+            state.is_gathered = False
+            for row, new in zip(state.rows, tokens, strict=True):
+                row.following.extend(new)
             return None
         num_ahead = self._num_ahead(state) if state.num_taken else 0
         state.num_prefetched = state.num_taken = 0
@@ -302,7 +329,9 @@ class CapturedDrafter(Eagle3Drafter):
                 numbers = self._claim(state).round
                 self._read(state.pool, numbers, state.rows, verified, tokens, sources, _ENTRIES, _PENDING)
             else:
-                self._gather(state, verified, tokens, sources)
+                self._gather(state, verified, list(map(len, tokens)), sources)
+                for row, new in zip(state.rows, tokens, strict=True):
+                    row.following.extend(new)
                 if num_ahead:
                     self._enter_waiting(state)
             self._make_levels(state, state.kept, num_ahead)
@@ -311,12 +340,21 @@ class CapturedDrafter(Eagle3Drafter):
     def num_prefetched(self, state: Any) -> int:
         return self._num_made(state) if isinstance(state, CapturedState) else 0
 
-    @torch.no_grad()
+    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
+        if not isinstance(state, CapturedState) or verified.step is None or verified.tokens.shape[1] > 1:
+            return  # which nodes are accepted is not known yet
+        with self._captures.lock, state.pool.lock:
+            if max(len(row.following) for row in state.rows) == _PENDING:
+                self._enter_waiting(state)
+            self._gather(state, verified, [1] * len(state.rows), verified.index.tolist())
+            state.num_prefetched = state.num_taken = 0
+            state.is_gathered = True
+
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        if not isinstance(state, CapturedState) or verified.step is None or not state.num_taken:
+        if not isinstance(state, CapturedState) or verified.step is None:
             return
-        if any(row.following for row in state.rows):
-            return
+        if not state.num_taken or any(row.following for row in state.rows):
+            return self.gather_ahead(state, verified)
         with self._captures.lock, state.pool.lock:
             rooms = [min(depth + 1, _MAX_DRAFTED_AHEAD) for depth in verified.depths]
             if not self._has_room(state, rooms):
@@ -325,7 +363,6 @@ class CapturedDrafter(Eagle3Drafter):
             state.num_drafted_ahead = _MAX_DRAFTED_AHEAD
             self._make_levels(state, state.kept, self._num_ahead(state))
 
-    @torch.no_grad()
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
@@ -379,15 +416,17 @@ class CapturedDrafter(Eagle3Drafter):
     def _make_levels(self, state: CapturedState, keep: int | None, count: int) -> None:
         """Launches the passes of the first `count` levels that are not launched yet; entries must be up to date."""
         state.kept = keep
-        buffers, shape = self._buffers_of(state.pool), self._shape(state)
-        there, here = buffers.levels(shape)
+        if state.num_prefetched >= count:
+            return
+        buffers, shape, context = self._buffers_of(state.pool), self._shape(state), self._context(state)
+        levels = buffers.levels(shape)
         while state.num_prefetched < count:
             number = state.num_prefetched
             if number == 0:
                 self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
             else:
-                self._expand(buffers, shape, self._context(state))
-            here[number].copy_(there[number], non_blocking=True)
+                self._expand(buffers, shape, context)
+            levels.here[number].copy_(levels.there[number], non_blocking=True)
             buffers.was_sent[number].record()
             state.num_prefetched += 1
 
@@ -406,19 +445,24 @@ class CapturedDrafter(Eagle3Drafter):
         return True
 
     def _sent(self, state: CapturedState, number: int) -> Level:
-        buffers, shape, num_rows = self._buffers_of(state.pool), self._shape(state), len(state.rows)
+        buffers, shape = self._buffers[state.pool], self._shape(state)
         buffers.was_sent[number].wait()
-        _, here = buffers.levels(shape)
-        count = shape.count(number)
-        numbers = here[number].clone()  # the next round writes over it
-        tokens, parents = (part[: num_rows * count].view(num_rows, count) for part in numbers[:2])
-        chances = numbers[2].view(torch.float32).view(2, -1)
-        q, paths = (part[: num_rows * count].view(num_rows, count) for part in chances)
-        return Level(tokens, parents, q, paths)
+        numbers = buffers.levels(shape).here[number].clone()  # the next round writes over it
+        nodes, count = numbers.shape[1], shape.count(number)
+        size, strides = (len(state.rows), count), (count, 1)
+        chances = numbers.view(torch.float32)  # q and paths share the last part
+        return Level(
+            numbers.as_strided(size, strides, 0),
+            numbers.as_strided(size, strides, nodes),
+            chances.as_strided(size, strides, 4 * nodes),
+            chances.as_strided(size, strides, 5 * nodes),
+        )
 
     def _shape(self, state: CapturedState) -> Shape:
-        rows = padded(len(state.rows), _ROWS)
-        return Shape(rows, num_beams(rows, self.settings.topk), state.kept)
+        if state.shape is None or state.shape.keep != state.kept:
+            rows = padded(len(state.rows), _ROWS)
+            state.shape = Shape(rows, num_beams(rows, self.settings.topk), state.kept)
+        return state.shape
 
     def _context(self, state: CapturedState, num_new: int = 0) -> int:
         return context_for(max(state.lengths, default=0) + max(num_new, state.num_drafted_ahead), self.contexts)
@@ -480,16 +524,16 @@ class CapturedDrafter(Eagle3Drafter):
         self,
         state: CapturedState,
         verified: VerifyOutput,
-        tokens: Sequence[Sequence[int]],
+        counts: Sequence[int],
         sources: Sequence[Sequence[int]],
     ) -> None:
-        """Lets the features of a round's nodes wait for the next draft."""
+        """Lets the features of a round's nodes, `counts[row]` of each row, wait for the next draft."""
         buffers, rows = self._claim(state), state.rows
         hidden = self._hidden_of(buffers, verified)
         targets = [
             row.row.line * _PENDING + len(row.following) + place
-            for row, new in zip(rows, tokens, strict=True)
-            for place in range(len(new))
+            for row, count in zip(rows, counts, strict=True)
+            for place in range(count)
         ]
         size = padded(len(targets), _ENTRIES)
         flat = list(itertools.chain.from_iterable(sources))
@@ -500,8 +544,6 @@ class CapturedDrafter(Eagle3Drafter):
             partial(self._run_gather, buffers, size, hidden),
             is_static=verified.step is not None,
         )
-        for row, new in zip(rows, tokens, strict=True):
-            row.following.extend(new)
 
     def _follow(self, state: CapturedState, verified: VerifyOutput, chosen: Tensor, rooms: Sequence[int]) -> None:
         """Lets the device find the accepted paths, and runs the head on their tokens.
@@ -519,7 +561,7 @@ class CapturedDrafter(Eagle3Drafter):
         buffers.round.load(by_row, by_entry, size)
         there = buffers.round.by_row(padded_rows)
         state.num_prefetched = 0
-        with torch.cuda.device_of(buffers.keys):
+        with on_device(self._captures.device):
             eagle3_kernels.follow(
                 step.tokens,
                 step.parents,
@@ -601,7 +643,7 @@ class CapturedDrafter(Eagle3Drafter):
         is_static: bool = True,
     ) -> None:
         """is_static: else what is read will not be at the same place another time."""
-        with torch.cuda.device_of(buffers.keys):
+        with on_device(self._captures.device):
             step = self._captures.captured((buffers.number, *kind), run, moving) if is_static else run
             step()
 
@@ -610,11 +652,13 @@ class CapturedDrafter(Eagle3Drafter):
         moving = (buffers.hidden, *vars(buffers.beams).values())
         self._replay(buffers, ("expand", shape, context), partial(self._run_expand, buffers, shape, context), moving)
 
+    @torch.no_grad()
     def _run_gather(self, buffers: DraftBuffers, size: int, hidden: Tensor) -> None:
         entries = buffers.round.by_entry(size)
         new = hidden.index_select(0, entries.sources).to(buffers.features.dtype)
         buffers.features.flatten(0, 1).index_copy_(0, entries.targets.long(), new)
 
+    @torch.no_grad()
     def _run_ahead(self, buffers: DraftBuffers, rows: int, size: int, context: int, hidden: Tensor) -> None:
         entries = buffers.round.by_entry(size)
         tokens, nodes = (table.view(-1).index_select(0, entries.sources) for table in (buffers.walked, buffers.nodes))
@@ -622,6 +666,7 @@ class CapturedDrafter(Eagle3Drafter):
         entries = entries._replace(tokens=tokens, sources=sources)
         self._run_entries(buffers, buffers.round.by_row(rows), entries, context, hidden)
 
+    @torch.no_grad()
     def _run_known(
         self, buffers: DraftBuffers, numbers: Numbers, rows: int, size: int, context: int, hidden: Tensor | None
     ) -> None:
@@ -651,12 +696,14 @@ class CapturedDrafter(Eagle3Drafter):
         outputs = self._run_head(buffers, entries.tokens, fused, None, layout)
         eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.lines, buffers.root)
 
+    @torch.no_grad()
     def _run_root(self, buffers: DraftBuffers, shape: Shape) -> None:
         lines = buffers.round.by_row(shape.rows).lines[: shape.rows]
         root = buffers.root.index_select(0, lines)
         buffers.hidden[: shape.rows * shape.beams].unflatten(0, (-1, shape.beams))[:, 0] = root
         self._spread(buffers, shape, root, is_first=True)
 
+    @torch.no_grad()
     def _run_expand(self, buffers: DraftBuffers, shape: Shape, context: int) -> None:
         count, beams = shape.rows * shape.beams, buffers.beams.first(shape.rows, shape.beams)
         by_row = buffers.round.by_row(shape.rows)
@@ -687,8 +734,7 @@ class CapturedDrafter(Eagle3Drafter):
     def _spread(self, buffers: DraftBuffers, shape: Shape, outputs: Tensor, is_first: bool) -> None:
         best = self.fast.likeliest(outputs, shape.beams)
         beams = buffers.beams.first(shape.rows, shape.beams)
-        levels, _ = buffers.levels(shape)
-        eagle3_kernels.spread(*best, self.head.d2t, beams, levels, shape.keep, is_first)
+        eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape).whole, shape.keep, is_first)
 
     @torch.no_grad()
     def _try(self, state: CapturedState) -> None:

@@ -109,6 +109,9 @@ class Eagle3Drafter:
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
         """Does nothing: passes run one by one, on demand."""
 
+    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
+        """Does nothing: features are kept when the round is learned."""
+
     @torch.no_grad()
     def learn(
         self,
