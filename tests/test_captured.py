@@ -97,7 +97,7 @@ def test_fused_layers_with_the_real_kernels():
     for target in (TargetRunner(model, (1,)), Small(model, (1,))):
         cache = target.open(1, 64)
         list(target.prefill(cache, 0, [7, 8]))
-        verified = target.verify(cache, DraftTree.chain(torch.tensor([[9, 10, 11]])))
+        verified = target.verify(cache, tree_of([[9, 10, 11, 12, 13]], [[0, 0, 1, 1, 0]]))
         results.append((logits_of(verified), verified.hidden[verified.index]))
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 

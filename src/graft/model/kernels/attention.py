@@ -614,13 +614,29 @@ def _plan_strips(
 ) -> None:
     """The strips that end in some tokens, behind those of the tokens before them."""
     index = tl.arange(0, BLOCK)
-    by_token = (rows, starts, counts, lengths, places, depths, numbers)
     before = 0
     for start in range(0, first_token, BLOCK):
-        _, _, _, count = _strips_of(*by_token, start + index, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+        token = start + index
+        row, size, first, count = _strips_of(
+            rows,
+            starts,
+            counts,
+            lengths,
+            places,
+            depths,
+            numbers,
+            token,
+            num_tokens,
+            HAS_STRIPS,
+            TOKENS,
+            BLOCK_N,
+            SPLITS,
+        )
         before += tl.sum(count, axis=0)
     token = first_token + index
-    row, size, first, count = _strips_of(*by_token, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS)
+    row, size, first, count = _strips_of(
+        rows, starts, counts, lengths, places, depths, numbers, token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS
+    )
     at = strips + (before + tl.cumsum(count, axis=0) - count) * 4
     for number in range(tl.max(count, axis=0)):
         real = number < count
@@ -659,12 +675,43 @@ def _plan_kernel(
     """The items of one row; or, in the last programs, the strips of some tokens."""
     row = tl.program_id(0)
     if row < num_rows:
-        by_row = (starts, counts, lengths, places, depths, items, num_items, chains, row, num_rows)
-        _plan_row(*by_row, GROUP, TOKENS, USED, BLOCK_N, SPLITS, BLOCK)
+        _plan_row(
+            starts,
+            counts,
+            lengths,
+            places,
+            depths,
+            items,
+            num_items,
+            chains,
+            row,
+            num_rows,
+            GROUP,
+            TOKENS,
+            USED,
+            BLOCK_N,
+            SPLITS,
+            BLOCK,
+        )
     else:
-        by_token = (rows, starts, counts, lengths, places, depths, numbers, strips, num_strips)
-        first_token = (row - num_rows) * BLOCK
-        _plan_strips(*by_token, first_token, num_tokens, HAS_STRIPS, TOKENS, BLOCK_N, SPLITS, BLOCK)
+        _plan_strips(
+            rows,
+            starts,
+            counts,
+            lengths,
+            places,
+            depths,
+            numbers,
+            strips,
+            num_strips,
+            (row - num_rows) * BLOCK,
+            num_tokens,
+            HAS_STRIPS,
+            TOKENS,
+            BLOCK_N,
+            SPLITS,
+            BLOCK,
+        )
 
 
 @triton.jit(do_not_specialize=_VARYING)
