@@ -325,15 +325,15 @@ def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, depth, wid
 
 
 def test_many_rows_have_fewer_beams(plain, model):
-    assert [num_beams(rows, 10) for rows in (1, 8, 16, 24, 32, 64, 128)] == [10, 10, 8, 5, 4, 2, 2]
+    assert [num_beams(rows, 10) for rows in (1, 8, 16, 24, 32, 64, 128)] == [10, 10, 8, 4, 4, 2, 2]
     assert num_beams(128, 1) == 1
     settings = TreeSettings(depth=2, topk=10)
     many = Text(model, SmallDrafter, settings)
     prompts = [[*PROMPT[: 2 + number % 9], number] for number in range(17)]
     cache, state = many.open(*prompts)
     levels = many.levels(state, 3)
-    assert [level.tokens.shape for level in levels] == [(17, 5), (17, 25), (17, 25)]
-    few = Text(model, Eagle3Drafter, TreeSettings(depth=2, topk=5))
+    assert [level.tokens.shape for level in levels] == [(17, 4), (17, 16), (17, 16)]
+    few = Text(model, Eagle3Drafter, TreeSettings(depth=2, topk=4))
     assert_alike(levels, few.levels(few.open(*prompts)[1], 3))
     many.round(cache, state, [prompt[-1] for prompt in prompts], ahead=True)
     assert many.drafter.num_prefetched(state) == 3
@@ -511,6 +511,25 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
     assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
     assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
+
+
+@pytest.mark.parametrize("policy_name", ["graft", "dense"])
+def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
+    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    drafter = drafter_of(CapturedDrafter, model)
+    engine = Engine(model, policy=policy_name, drafter=drafter)
+    reports = []
+    engine.target.progress = reports.append
+    prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
+    expected = [Engine(model, policy="off").generate(prompt, max_new_tokens=12).ids for prompt in prompts]
+    engine.warm_up(max_tokens=512, max_rows=4)
+    before = drafter.num_setups
+    assert before > 30 and [report.words for report in reports][-3:] == [f"drafter, {rows} rows" for rows in (1, 2, 4)]
+    for count in (1, 2, 3):
+        generations = engine.generate_batch(prompts[:count], max_new_tokens=12)
+        assert [generation.ids for generation in generations] == expected[:count]
+        assert sum(generation.stats.draft_passes for generation in generations) > 0
+    assert drafter.num_setups == before
 
 
 def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):

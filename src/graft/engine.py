@@ -318,12 +318,15 @@ class Engine:
         for source, target in copies:
             batch.copy_row(source, target)
 
-    def warm_up(self, max_tokens: int) -> None:
+    def warm_up(self, max_tokens: int, max_rows: int) -> None:
         """Does, before there is anything to decode, what would otherwise make the first requests wait.
 
-        max_tokens: of the largest step. What takes long is reported through `target.progress`.
+        max_tokens: of the largest step; max_rows: of the largest batch. What takes long is reported through
+        `target.progress`.
         """
         self.target.warm_up(max_tokens)
+        if self.drafter is not None:
+            self.drafter.warm_up(self.target, max_rows, self.policy.kept_of_a_level)
         self.policy.prepare()
         self.policy.measure()
 

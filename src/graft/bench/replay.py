@@ -185,6 +185,8 @@ class ReplayedDrafter:
     def open(self, cache: KVCache) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
 
+    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None: ...
+
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None: ...
 
     def num_prefetched(self, state: Any) -> int:

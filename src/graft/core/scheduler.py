@@ -269,7 +269,7 @@ class Scheduler:
         """Until it succeeds, all are decoded plainly."""
         if not self._is_prepared:
             with _logged("trees cannot be grown, for now"):
-                self.engine.warm_up(self.settings.max_batched_tokens)
+                self.engine.warm_up(self.settings.max_batched_tokens, self.settings.max_rows)
                 self._is_prepared = True
 
     def _recover(self, error: Exception, gives_up: bool) -> None:

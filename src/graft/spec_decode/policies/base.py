@@ -63,6 +63,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+    kept_of_a_level: int | None = None  # drafted nodes of a depth that it asks for, the likeliest; None: all
     _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
 
     @property

@@ -50,6 +50,8 @@ class _Look(NamedTuple):
 class Graft(Policy):
     """Ranks what the drafter and all retrievers propose, and verifies the nodes worth their cost."""
 
+    kept_of_a_level = KEPT_OF_A_LEVEL
+
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         self.drafter = drafter
         self.retrievers: Sequence[Retriever] = self.make_retrievers(target, settings)
@@ -240,7 +242,7 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[float] = []
-        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL)
+        levels = self.drafter.levels(batch.draft, roots, keep=self.kept_of_a_level)
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
         for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
             going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]

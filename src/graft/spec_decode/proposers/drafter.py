@@ -65,6 +65,13 @@ class Drafter(Protocol):
         """The state of a cache's rows, whose pages it shares: its own keys and values are in a store of its own."""
         ...
 
+    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+        """Does, before there is anything to draft, what rounds of up to so many rows would else wait for.
+
+        keep: what will be asked of `levels`.
+        """
+        ...
+
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         """Prefills a chunk of one row's prompt. following: the tokens after each of its tokens."""
         ...

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, NoRoomError, PagePool, Row, VerifyOutput
+from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.attention import KernelStep, Layout
 from graft.model.captures import (
     CONTEXTS,
@@ -37,11 +37,14 @@ from graft.model.captures import (
 )
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kv_cache import PAGE, KVStore
+from graft.model.verified import Step
+from graft.progress import Report
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.spec_decode.tree import DraftTree
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # that graphs are captured for
 _ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -88,9 +91,10 @@ class Numbers:
         self._here = [(on_host((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
         self._turns = itertools.cycle(self._here)
 
-    def by_row(self, rows: int) -> ByRow:
-        """On the device, for so many rows; and one more, which has nothing."""
-        return ByRow(*(part[: rows + 1] for part in self._rows_of(self._there)))
+    def by_row(self, rows: int | None = None) -> ByRow:
+        """On the device, for so many rows, or for all there can be; and one more, which has nothing."""
+        end = self._num_by_row if rows is None else rows + 1
+        return ByRow(*(part[:end] for part in self._rows_of(self._there)))
 
     def by_entry(self, size: int) -> ByEntry:
         """On the device, where `load` puts so many entries."""
@@ -138,6 +142,7 @@ class DraftBuffers:
         self.features = weight.new_zeros(num_lines, _PENDING, weight.shape[1])
         self.root = weight.new_zeros(num_lines, weight.shape[0])
         max_entries = padded(max_rows * _PENDING, _ENTRIES)
+        self.max_rows, self.max_entries = max_rows, max_entries
         self.round = Numbers(max_rows, max_entries, device)
         self.chunk = Numbers(1, _CHUNKS[-1], device)
         walk_shape = (max_rows + 1, _MAX_DRAFTED_AHEAD)
@@ -423,7 +428,7 @@ class CapturedDrafter(Eagle3Drafter):
         while state.num_prefetched < count:
             number = state.num_prefetched
             if number == 0:
-                self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
+                self._replay_root(buffers, shape)
             else:
                 self._expand(buffers, shape, context)
             levels.here[number].copy_(levels.there[number], non_blocking=True)
@@ -483,12 +488,7 @@ class CapturedDrafter(Eagle3Drafter):
         size = self._load(buffers.round, rows, following, sources, _ENTRIES)
         if size == 0:
             return
-        padded_rows, context = padded(len(rows), _ROWS), self._context(state)
-        self._replay(
-            buffers,
-            ("refresh", padded_rows, size, context),
-            partial(self._run_known, buffers, buffers.round, padded_rows, size, context, None),
-        )
+        self._replay_refresh(buffers, size, self._context(state))
         for row in rows:
             row.length += len(row.following)
             row.following = []
@@ -505,18 +505,13 @@ class CapturedDrafter(Eagle3Drafter):
         most: int,
     ) -> None:
         """Runs the head on entries whose features are a step's hidden states; at most so many of a row at once."""
-        buffers, padded_rows = self._buffers_of(pool), padded(len(rows), _ROWS)
+        buffers = self._buffers_of(pool)
         hidden = self._hidden_of(buffers, verified)
         for first in range(0, max(map(len, tokens)), most):
             part, places = ([own[first : first + most] for own in all_rows] for all_rows in (tokens, sources))
             context = context_for(max(row.length for row in rows), self.contexts)
             size = self._load(numbers, rows, part, places, sizes)
-            self._replay(
-                buffers,
-                ("read", numbers is buffers.chunk, padded_rows, size, context),
-                partial(self._run_known, buffers, numbers, padded_rows, size, context, hidden),
-                is_static=verified.step is not None,
-            )
+            self._replay_read(buffers, numbers, size, context, hidden, verified.step is not None)
             for row, new in zip(rows, part, strict=True):
                 row.length += len(new)
 
@@ -538,12 +533,7 @@ class CapturedDrafter(Eagle3Drafter):
         size = padded(len(targets), _ENTRIES)
         flat = list(itertools.chain.from_iterable(sources))
         buffers.round.load(ByRow((), (), ()), ByEntry(sources=flat, targets=targets), size)
-        self._replay(
-            buffers,
-            ("gather", size),
-            partial(self._run_gather, buffers, size, hidden),
-            is_static=verified.step is not None,
-        )
+        self._replay_gather(buffers, size, hidden, verified.step is not None)
 
     def _follow(self, state: CapturedState, verified: VerifyOutput, chosen: Tensor, rooms: Sequence[int]) -> None:
         """Lets the device find the accepted paths, and runs the head on their tokens.
@@ -555,12 +545,18 @@ class CapturedDrafter(Eagle3Drafter):
         assert step is not None
         buffers = self._claim(state)
         entry_rows, places, begins = ragged(rooms)
-        size, padded_rows = padded(len(entry_rows), _ENTRIES), padded(num_rows, _ROWS)
+        size = padded(len(entry_rows), _ENTRIES)
         by_row = ByRow([row.row.line for row in state.rows], state.lengths, begins)
         by_entry = ByEntry(entry_rows, places, sources=entry_rows * _MAX_DRAFTED_AHEAD + places)
         buffers.round.load(by_row, by_entry, size)
-        there = buffers.round.by_row(padded_rows)
         state.num_prefetched = 0
+        self._walk(buffers, step, chosen, num_rows, max(_SMALL_TREE, *verified.counts))
+        hidden, context = self._hidden_of(buffers, verified), self._context(state, max(rooms))
+        self._replay_ahead(buffers, size, context, hidden)
+
+    def _walk(self, buffers: DraftBuffers, step: Step, chosen: Tensor, num_rows: int, most: int) -> None:
+        """The device finds the accepted paths of a step's first rows, whose trees have at most so many tokens."""
+        there = buffers.round.by_row(num_rows)
         with on_device(self._captures.device):
             eagle3_kernels.follow(
                 step.tokens,
@@ -573,14 +569,8 @@ class CapturedDrafter(Eagle3Drafter):
                 there.lengths[:num_rows],
                 buffers.walked[:num_rows],
                 buffers.nodes[:num_rows],
-                max(_SMALL_TREE, *verified.counts),
+                most,
             )
-        hidden, context = self._hidden_of(buffers, verified), self._context(state, max(rooms))
-        self._replay(
-            buffers,
-            ("ahead", padded_rows, size, context),
-            partial(self._run_ahead, buffers, padded_rows, size, context, hidden),
-        )
 
     def _load(
         self,
@@ -647,6 +637,27 @@ class CapturedDrafter(Eagle3Drafter):
             step = self._captures.captured((buffers.number, *kind), run, moving) if is_static else run
             step()
 
+    def _replay_refresh(self, buffers: DraftBuffers, size: int, context: int) -> None:
+        run = partial(self._run_known, buffers, buffers.round, size, context, None)
+        self._replay(buffers, ("refresh", size, context), run)
+
+    def _replay_read(
+        self, buffers: DraftBuffers, numbers: Numbers, size: int, context: int, hidden: Tensor, is_static: bool = True
+    ) -> None:
+        run = partial(self._run_known, buffers, numbers, size, context, hidden)
+        self._replay(buffers, ("read", numbers is buffers.chunk, size, context), run, is_static=is_static)
+
+    def _replay_gather(self, buffers: DraftBuffers, size: int, hidden: Tensor, is_static: bool = True) -> None:
+        run = partial(self._run_gather, buffers, size, hidden)
+        self._replay(buffers, ("gather", size), run, is_static=is_static)
+
+    def _replay_ahead(self, buffers: DraftBuffers, size: int, context: int, hidden: Tensor) -> None:
+        run = partial(self._run_ahead, buffers, size, context, hidden)
+        self._replay(buffers, ("ahead", size, context), run)
+
+    def _replay_root(self, buffers: DraftBuffers, shape: Shape) -> None:
+        self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
+
     def _expand(self, buffers: DraftBuffers, shape: Shape, context: int) -> None:
         # Trial runs before the capture move the beams on.
         moving = (buffers.hidden, *vars(buffers.beams).values())
@@ -659,18 +670,18 @@ class CapturedDrafter(Eagle3Drafter):
         buffers.features.flatten(0, 1).index_copy_(0, entries.targets.long(), new)
 
     @torch.no_grad()
-    def _run_ahead(self, buffers: DraftBuffers, rows: int, size: int, context: int, hidden: Tensor) -> None:
+    def _run_ahead(self, buffers: DraftBuffers, size: int, context: int, hidden: Tensor) -> None:
         entries = buffers.round.by_entry(size)
         tokens, nodes = (table.view(-1).index_select(0, entries.sources) for table in (buffers.walked, buffers.nodes))
         sources = nodes.clamp(max=len(hidden) - 1)  # what is behind a row's last token may be of an earlier step
         entries = entries._replace(tokens=tokens, sources=sources)
-        self._run_entries(buffers, buffers.round.by_row(rows), entries, context, hidden)
+        self._run_entries(buffers, buffers.round.by_row(), entries, context, hidden)
 
     @torch.no_grad()
     def _run_known(
-        self, buffers: DraftBuffers, numbers: Numbers, rows: int, size: int, context: int, hidden: Tensor | None
+        self, buffers: DraftBuffers, numbers: Numbers, size: int, context: int, hidden: Tensor | None
     ) -> None:
-        self._run_entries(buffers, numbers.by_row(rows), numbers.by_entry(size), context, hidden)
+        self._run_entries(buffers, numbers.by_row(), numbers.by_entry(size), context, hidden)
 
     def _run_entries(
         self, buffers: DraftBuffers, by_row: ByRow, entries: ByEntry, context: int, hidden: Tensor | None
@@ -736,19 +747,59 @@ class CapturedDrafter(Eagle3Drafter):
         beams = buffers.beams.first(shape.rows, shape.beams)
         eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape).whole, shape.keep, is_first)
 
-    @torch.no_grad()
     def _try(self, state: CapturedState) -> None:
         """Captures graphs of most rounds, to see whether the head can be captured; over entries that are nobody's."""
         buffers, shape, context = self._buffers_of(state.pool), self._shape(state), self._context(state)
         for size in _ENTRIES[:4]:
             buffers.round.load(ByRow((), (), ()), ByEntry(), size)
-            self._replay(
-                buffers,
-                ("refresh", shape.rows, size, context),
-                partial(self._run_known, buffers, buffers.round, shape.rows, size, context, None),
-            )
-        self._replay(buffers, ("root", shape), partial(self._run_root, buffers, shape))
+            self._replay_refresh(buffers, size, context)
+        self._replay_root(buffers, shape)
         self._expand(buffers, shape, context)
+
+    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+        cache = target.open(1, num_slots=PAGE)
+        try:
+            state = self.open(cache)
+            verified = target.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
+            if isinstance(state, CapturedState) and verified.step is not None:
+                with self._captures.lock, state.pool.lock:
+                    self._capture_all(state, verified, max_rows, keep, target.progress)
+        finally:
+            cache.release()
+
+    def _capture_all(
+        self,
+        state: CapturedState,
+        verified: VerifyOutput,
+        max_rows: int,
+        keep: int | None,
+        progress: Callable[[Report], None],
+    ) -> None:
+        """Captures the graphs of all rounds of short texts, over entries that are nobody's."""
+        assert verified.step is not None
+        buffers, context = self._buffers_of(state.pool), self._context(state)
+        hidden, chosen = self._hidden_of(buffers, verified), torch.zeros_like(verified.step.tokens, dtype=torch.int64)
+        most_rows = min(padded(max_rows, _ROWS), buffers.max_rows)
+        all_rows = [*(rows for rows in _ROWS if rows < most_rows), most_rows]
+        sizes = [size for size in _ENTRIES if size <= buffers.max_entries]
+        total = len(sizes) + len(all_rows)
+        for number, size in enumerate(sizes):
+            progress(Report("graphs", number, total, f"drafter, {size} entries"))
+            buffers.round.load(ByRow((), (), ()), ByEntry(), size)
+            self._replay_refresh(buffers, size, context)
+            self._replay_gather(buffers, size, hidden)
+            self._replay_read(buffers, buffers.round, size, context, hidden)
+            self._replay_ahead(buffers, size, context, hidden)
+        for size in _CHUNKS:
+            buffers.chunk.load(ByRow((), (), ()), ByEntry(), size)
+            self._replay_read(buffers, buffers.chunk, size, context, hidden)
+        for most in (_SMALL_TREE, 2 * _SMALL_TREE):  # kernels that no graph has
+            self._walk(buffers, verified.step, chosen, 1, most)
+        for number, rows in enumerate(all_rows, start=len(sizes)):
+            progress(Report("graphs", number, total, f"drafter, {rows} rows"))
+            shape = Shape(rows, num_beams(rows, self.settings.topk), keep)
+            self._replay_root(buffers, shape)
+            self._expand(buffers, shape, context)
 
 
 def padded(count: int, sizes: Sequence[int]) -> int:
@@ -758,7 +809,10 @@ def padded(count: int, sizes: Sequence[int]) -> int:
 
 def num_beams(rows: int, topk: int) -> int:
     """Nodes of a row that a pass expands: where there are many rows, few of each are verified."""
-    return topk if rows <= _FEW_ROWS else min(topk, max(_MOST_BEAMS // rows, 2))
+    if rows <= _FEW_ROWS:
+        return topk
+    each = max(_MOST_BEAMS // rows, 2)
+    return min(topk, 1 << (each.bit_length() - 1))  # a power of two: kernels are compiled for each number
 
 
 def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool, Row, VerifyOutput
+from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.attention import RowKeys, Visibility
 from graft.model.kv_cache import KVStore
 from graft.settings import require
@@ -108,6 +108,9 @@ class Eagle3Drafter:
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
         """Does nothing: passes run one by one, on demand."""
+
+    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+        """Nothing is captured here."""
 
     def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
         """Does nothing: features are kept when the round is learned."""
