@@ -72,6 +72,13 @@ class DraftTree:
         library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
         return counts.tolist()
 
+    @cached_property
+    def num_nodes(self) -> list[int]:
+        """By row: how many nodes it has beside the root."""
+        if self.width == 1:
+            return [0] * len(self.tokens)
+        return [sum(counts[ROOT + 1 :]) for counts in self.counts_by_source]
+
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
