@@ -63,7 +63,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
-    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
+    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read, and of a plain round
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -104,7 +104,11 @@ class Policy(ABC):
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            self.learn_top_k(TargetTopK.of_trees(verified, tree, histories, self._salts(batch)))
+            top_k = TargetTopK.of_trees(verified, tree, histories, self._salts(batch))
+            if tree.width == 1:  # of a plain round, after which mostly another comes
+                self._unlearned = (*self._unlearned, top_k)
+            else:
+                self.learn_top_k(top_k)
         self.learn_accepted(tree, accepted, seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
