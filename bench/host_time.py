@@ -96,7 +96,7 @@ class Player:
         return np.array((own + [0] * num_rows)[:num_rows])
 
     def step(self, buffers: Any, size: int) -> None:
-        tokens, _, _, depths, rows = (column[:size].numpy() for column in buffers.columns)
+        _, _, _, depths, rows = (column[:size].numpy() for column in buffers.columns)
         lengths = buffers.by_row[2].numpy()
         best = self.truth(self.numbers(int(rows.max()) + 1)[rows], lengths[rows] + depths + 1)
         buffers.step.best[:size] = torch.from_numpy(best)
@@ -217,9 +217,9 @@ def decide(budget: Any, num_rows: int, plain: bool) -> None:
         best(plans)
         return min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size))
 
-    def further(plans: Any, num_others: int, num_done: int, reach: float) -> int:
-        more(plans, num_others, num_done, reach)
-        return max(num_passes - num_done, 0)
+    def further(*given: Any) -> int:
+        more(*given)
+        return max(num_passes - given[-2], 0)  # passes so far
 
     def looks(num_rows: int) -> bool:
         may_look(num_rows)
@@ -266,7 +266,9 @@ def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: De
         if not begun and count == num_rows:
             begun["at"] = len(device.launched) + given.warm_up
         if begun and len(device.launched) >= begun["at"] and "start" not in begun:
-            begun.update(start=len(device.launched), seconds=dict(scheduler._clock.seconds), counts=device.counts.copy())
+            begun.update(
+                start=len(device.launched), seconds=dict(scheduler._clock.seconds), counts=device.counts.copy()
+            )
             begun.update(stats=stats(), time=device.now())
             device.is_profiled = given.profile
         if "start" in begun and len(device.launched) >= begun["start"] + given.rounds and not done.is_set():
@@ -306,8 +308,12 @@ def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: De
     counts = {name: (begun["all"][name] - begun["counts"][name]) / num for name in begun["all"]}
     row_rounds, tokens, nodes, passes = (b - a for a, b in zip(begun["stats"], begun["last"], strict=True))
     print(f"{num_rows:4d} rows" + "".join(f"{value:9.3f}" for value in medians), end="   ")
-    print(", ".join(f"{name} {value:.3f}" for name, value in sorted(phases.items())), f"outside {outside:.3f}", end=" | ")
-    print(f"{tokens / row_rounds:.2f} tokens, {nodes / row_rounds:.1f} nodes, {passes / row_rounds:.1f} passes", end=" ")
+    print(
+        ", ".join(f"{name} {value:.3f}" for name, value in sorted(phases.items())), f"outside {outside:.3f}", end=" | "
+    )
+    print(
+        f"{tokens / row_rounds:.2f} tokens, {nodes / row_rounds:.1f} nodes, {passes / row_rounds:.1f} passes", end=" "
+    )
     print("| " + ", ".join(f"{value:.1f} {name}" for name, value in sorted(counts.items())), flush=True)
     if given.profile:
         pstats.Stats(device.profile).sort_stats(given.sort).print_stats(given.top)

@@ -1,5 +1,6 @@
 """Retrievers and calibration: what is learned, and that it is learned right."""
 
+import itertools
 import random
 from functools import partial
 
@@ -21,6 +22,7 @@ from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
 NUM_ROWS = 1 << 10
+NUMBERS = itertools.count(1)
 
 
 class Words:
@@ -28,6 +30,7 @@ class Words:
 
     def __init__(self, *ids):
         self.ids = list(ids)
+        self.number = next(NUMBERS)
 
 
 def pool_for(*histories):

@@ -140,6 +140,24 @@ def test_a_found_text_loses_its_end_before_its_beginning():
     assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
 
 
+def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
+    pool, _ = pool_of(num_pages=9)
+    row, other = pool.open_row(2 * PAGE), pool.open_row(PAGE)
+    other.length = PAGE
+    pool.keep(other, text_of(1), "")
+    used = other.pages[0]
+    pool.ensure(row, 3 * PAGE)
+    assert row.pages == [1, 2, used + 1]
+    pool.release(other)  # its page is kept, and the last that others get
+    pool.trim(row, 2 * PAGE)
+    pool.ensure(row, 3 * PAGE)
+    assert row.pages == [1, 2, used + 1]
+    pool.ensure(row, 6 * PAGE)
+    assert row.pages == [1, 2, *range(used + 1, used + 5)] and pool.num_kept_tokens == PAGE
+    pool.ensure(row, 9 * PAGE)
+    assert sorted(row.pages) == list(range(1, 10)) and pool.num_kept_tokens == 0
+
+
 @pytest.mark.parametrize("num_before", range(8))
 def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
     pool, store = pool_of(first_pages=4)

@@ -18,6 +18,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
         self._ids = list(prompt[-_TAIL:])
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
         self._stop = tuple(stop)
@@ -61,15 +62,17 @@ class TextStream:
         return bool(found)
 
     def _num_held(self) -> int:
-        longest = max((len(s) for s in self._stop), default=1) - 1
+        if not self._stop:
+            return 0
+        longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length
         return 0
 
     def _decode(self, ids: list[int]) -> str:
-        if len(ids) <= _SHORT and isinstance(self._tokenizer, Hashable):
-            return _decoded_before(self._tokenizer, tuple(ids))
+        if len(ids) <= _SHORT:
+            return self._decode_short(self._tokenizer, tuple(ids))
         return _decoded(self._tokenizer, ids)
 
 

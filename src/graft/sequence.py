@@ -61,6 +61,7 @@ class Sequence:
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
+        self._most_ids = len(prompt) + settings.max_new_tokens
 
     @property
     def new_ids(self) -> list[int]:
@@ -72,7 +73,7 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        return self.settings.max_new_tokens - self.num_new
+        return self._most_ids - len(self.ids)
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Appends a round's tokens, and ends exactly where plain decoding would have ended.
@@ -84,6 +85,12 @@ class Sequence:
         if self._is_stopped:
             self._drop_behind_stop()
             return
+        if self.settings.logprobs is None and not self._may_end_with(tokens):
+            self.ids += tokens
+            self._unsettled.append(_Unsettled(tokens, nodes, row))
+            if self.is_recorded:
+                self.settle()
+            return
         num_new = 0
         for depth, token in enumerate(tokens):
             if self.settings.logprobs is not None:
@@ -94,7 +101,7 @@ class Sequence:
             self.finish_reason = self._ending(token)
             if self.finish_reason is not None:
                 break
-        self._unsettled.append(_Unsettled(list(tokens[:num_new]), list(nodes[:num_new]), row))
+        self._unsettled.append(_Unsettled(tokens[:num_new], nodes[:num_new], row))
         if self.finish_reason is not None or self.is_recorded:
             self.settle()
         if self.finish_reason is not None:
@@ -104,8 +111,7 @@ class Sequence:
         """Catches up with the rounds so far: text, stop strings, statistics, and what a watcher sees."""
         while self._unsettled and not self._is_stopped:
             round = self._unsettled.pop(0)
-            num_new = self._read(round.tokens)
-            self._count(round, num_new)
+            self._count(round, self._read(round.tokens))
 
     def conclude(self) -> None:
         """Settles between two rounds, where an answer may end: nothing is behind a stop string any more."""
@@ -115,11 +121,13 @@ class Sequence:
 
     def _read(self, tokens: SequenceOf[int]) -> int:
         """Adds tokens to the text. Returns how many there were up to a stop string, if one came."""
+        stats, text, least = self.stats, self.text, self.settings.min_tokens
+        if text is None:
+            stats.tokens += len(tokens)
+            return len(tokens)
         for number, token in enumerate(tokens, start=1):
-            self.stats.tokens += 1
-            if self.text is None:
-                continue
-            if self.text.push(token, may_stop=self.stats.tokens >= self.settings.min_tokens):
+            stats.tokens += 1
+            if text.push(token, may_stop=stats.tokens >= least):
                 self._is_stopped = True
                 return number
         return len(tokens)
@@ -127,8 +135,8 @@ class Sequence:
     def _count(self, round: _Unsettled, num_new: int) -> None:
         stats, row = self.stats, round.row
         stats.rounds += 1
-        if row.num_nodes:
-            stats.nodes += row.num_nodes
+        if num_nodes := row.num_nodes:
+            stats.nodes += num_nodes
             for name, count in row.proposed_by_source().items():
                 stats.proposed_by_source[name] += count
         else:
@@ -152,7 +160,12 @@ class Sequence:
         del self.logprobs[self.stats.tokens :]
         self.finish_reason = "stop"
 
+    def _may_end_with(self, tokens: SequenceOf[int]) -> bool:
+        """False only if none of these tokens ends the answer."""
+        return len(self.ids) + len(tokens) >= self._most_ids or not self._endings.isdisjoint(tokens)
+
     def _ending(self, token: int) -> FinishReason | None:
+        """Why the answer ends with its last token, if it does."""
         if self.num_new >= self.settings.min_tokens and token in self._endings:
             return "stop"
         return "length" if self.num_remaining == 0 else None
@@ -161,8 +174,8 @@ class Sequence:
 class _Unsettled(NamedTuple):
     """A round that the text and the statistics do not know of yet."""
 
-    tokens: list[int]
-    nodes: list[int]
+    tokens: SequenceOf[int]
+    nodes: SequenceOf[int]
     row: TreeRow
 
 
@@ -185,7 +198,7 @@ class TreeRow:
 
     @property
     def num_nodes(self) -> int:
-        return sum(self._tree.counts_by_source[self._row][ROOT + 1 :])
+        return self._tree.num_nodes[self._row]
 
     def source(self, node: int) -> str:
         return self._names[self._tree.source_lists[self._row][node]]

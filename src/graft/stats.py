@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +15,29 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[Callable[[], float]]:
+    def __call__(self, phase: str) -> _Phase:
         """Times its context as part of a phase; the function it gives returns, afterwards, the seconds."""
-        start = time.perf_counter()
-        end = start
-        try:
-            yield lambda: end - start
-        finally:
-            end = time.perf_counter()
-            self.seconds[phase] += end - start
+        return _Phase(self.seconds, phase)
 
     def with_host(self, total: float) -> dict[str, float]:
         """Seconds by phase, with the rest of `total` as "host"."""
         return {**self.seconds, "host": max(0.0, total - sum(self.seconds.values()))}
+
+
+class _Phase:
+    """The context of a phase. Not a generator: a round has a dozen of them."""
+
+    def __init__(self, seconds: defaultdict[str, float], phase: str) -> None:
+        self._seconds, self._phase = seconds, phase
+        self._took = 0.0
+
+    def __enter__(self) -> Callable[[], float]:
+        self._start = time.perf_counter()
+        return lambda: self._took
+
+    def __exit__(self, *error: object) -> None:
+        self._took = time.perf_counter() - self._start
+        self._seconds[self._phase] += self._took
 
 
 @dataclass

@@ -33,7 +33,7 @@ class Batch:
     def max_depth(self) -> int:
         """The round's last token is the target's own, so no path need be longer than what is left less one."""
         if self._max_depth is None:
-            self._max_depth = max(sequence.num_remaining for sequence in self.sequences) - 1
+            self._max_depth = max([sequence.num_remaining for sequence in self.sequences]) - 1
         return self._max_depth
 
     def begin_round(self, num_other_tokens: int) -> None:

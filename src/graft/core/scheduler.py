@@ -170,6 +170,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closing = False
         self._end_of_all = math.inf  # by time.monotonic: what has not ended by then is ended
+        self._next_drop = -math.inf  # likewise: before, there is nobody to drop
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
         self._thread.start()
 
@@ -196,12 +197,14 @@ class Scheduler:
             if len(self._waiting) >= self.settings.max_waiting and not starts_at_once:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already")
             self._waiting.append(job)
+            self._next_drop = -math.inf
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
         """Ends a request, before its next round; nothing more is heard of it."""
         with self._changed:
             job.cancelled = True
+            self._next_drop = -math.inf
             self._changed.notify()
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -209,6 +212,7 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._end_of_all = min(time.monotonic() + drain_seconds, self._end_of_all)
+            self._next_drop = -math.inf
             self._changed.notify()
         self._thread.join()
 
@@ -253,7 +257,7 @@ class Scheduler:
                 self._fail(job, error)
 
     def _step(self) -> None:
-        if not self._running:
+        if not self._is_anything_running:
             self._prepare()
         self._drop_unwanted()
         self._admit()
@@ -291,7 +295,7 @@ class Scheduler:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._waiting or self._running):
+            while not (self._waiting or self._is_anything_running):
                 if self._closing:
                     return False
                 self._changed.wait()
@@ -300,11 +304,17 @@ class Scheduler:
     def _drop_unwanted(self) -> None:
         """Ends requests that were cancelled or took too long, wherever they are."""
         now = time.monotonic()
+        if now < self._next_drop:
+            return
+
+        def end_of(job: Job) -> float:
+            return min(self._end_of_all, math.inf if job.deadline is None else job.deadline)
 
         def is_unwanted(job: Job) -> bool:
-            return job.cancelled or now > min(self._end_of_all, math.inf if job.deadline is None else job.deadline)
+            return job.cancelled or now > end_of(job)
 
         with self._changed:
+            self._next_drop = min(map(end_of, (*self._waiting, *self._running)), default=self._end_of_all)
             gone = [job for job in self._waiting if is_unwanted(job)]
             for job in gone:
                 self._waiting.remove(job)
@@ -321,6 +331,10 @@ class Scheduler:
     def _running(self) -> set[Job]:
         """Requests that are read or decoded."""
         return {*self._jobs.values(), *(newcomer.job for newcomer in self._newcomers)}
+
+    @property
+    def _is_anything_running(self) -> bool:
+        return bool(self._jobs or self._newcomers)
 
     @property
     def _num_rows(self) -> int:
@@ -711,15 +725,14 @@ class Scheduler:
         else:
             log.error("a request failed", exc_info=error)
             self._tell(job, Failure("server", "the request failed; the server's log says why"))
-        job.cancelled = True
+        self.cancel(job)
 
-    @staticmethod
-    def _tell(job: Job, news: Update | Failure) -> None:
+    def _tell(self, job: Job, news: Update | Failure) -> None:
         try:
             job.listener(news)
         except Exception:
             log.exception("a listener failed")
-            job.cancelled = True
+            self.cancel(job)
 
 
 @contextmanager

@@ -124,6 +124,9 @@ class _CriteriaSequence(Sequence):
             self._all_logits.append(logits)
         return token
 
+    def _may_end_with(self, tokens: SequenceOf[int]) -> bool:
+        return True
+
     def _ending(self, token: int) -> FinishReason | None:
         ended = bool(self._criteria(self._so_far(self.new_ids), None).item())
         return "stop" if ended else "length" if self.num_remaining == 0 else None

@@ -41,7 +41,7 @@ from graft.model.runner import TargetRunner, outputs_of, side_by_side
 from graft.model.step import COLUMNS, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
 from graft.progress import Report
-from graft.spec_decode.tree import PADDING, DraftTree
+from graft.spec_decode.tree import DraftTree
 
 # Small steps are often one row's tree, large ones many rows' or a prompt's.
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -367,7 +367,7 @@ class CapturedTarget(TargetRunner):
         if graphs.failure is not None:
             return super().step(cache, tree, chunks)
         self._make_room(rows, tree, chunks)
-        num_tokens = int((tree.sources != PADDING).sum()) if tree is not None else 0
+        num_tokens = tree.num_tokens if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         size = self._size_for(num_tokens)
         with graphs.lock, self.pool.lock, on_device(graphs.device):
@@ -375,7 +375,7 @@ class CapturedTarget(TargetRunner):
             buffers = graphs.buffers_for(self, size, self.vocab_size)
             step = buffers.lay_out(rows, tree, chunks)
             buffers.load(step, size)
-            run = self._captured(buffers, tables, size, max((row.length for row in step.rows), default=0))
+            run = self._captured(buffers, tables, size, max([row.length for row in step.rows], default=0))
             if run is not None:
                 run()
                 buffers.step.judged.record()
@@ -441,9 +441,10 @@ class CapturedTarget(TargetRunner):
             return super().commit(cache, paths)
         # Places rise along a path, so that only one without gaps ends at its own length.
         moves = [(row, path) for row, path in zip(cache.rows, paths, strict=True) if path and path[-1] != len(path)]
-        with graphs.lock, self.pool.lock, on_device(graphs.device):
-            for first in range(0, len(moves), _MOVED[-1]):
-                self._move(moves[first : first + _MOVED[-1]])
+        if moves:
+            with graphs.lock, self.pool.lock, on_device(graphs.device):
+                for first in range(0, len(moves), _MOVED[-1]):
+                    self._move(moves[first : first + _MOVED[-1]])
         cache.advance([1 + len(path) for path in paths])
 
     def _move(self, moves: Sequence[tuple[Row, Sequence[int]]]) -> None:

@@ -123,6 +123,7 @@ class PagePool:
         self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
         self._names: dict[int, bytes] = {}  # of the kept pages
+        self._is_kept = np.zeros(0, dtype=bool)  # by page
         self._free_lines: list[int] = []
         self._here = np.zeros((0, 0), dtype=np.int32)  # block tables on the host, [lines, pages]
         self._staged: Tensor | None = None
@@ -172,6 +173,7 @@ class PagePool:
         longest = num_pages if self._max_positions is None else min(num_pages, self._longest)
         on_gpu, shape, num_slots = self.device.type == "cuda", (num_lines, longest), num_pages * PAGE
         uses, here = np.zeros(num_pages, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        is_kept = np.zeros(num_pages, dtype=bool)
         staged = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
         tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         loaded = torch.cuda.Event() if on_gpu else None
@@ -182,7 +184,8 @@ class PagePool:
         uses[: len(self._uses)] = self._uses
         uses[0] = 1
         here[: len(self._here), : self._here.shape[1]] = self._here
-        self._uses, self._here = uses, here
+        is_kept[: len(self._is_kept)] = self._is_kept
+        self._uses, self._here, self._is_kept = uses, here, is_kept
         self._staged, self._loaded, self.tables = staged, loaded, tables
         self._is_changed = True
         self.num_resized += 1
@@ -308,6 +311,7 @@ class PagePool:
                 if name not in self._kept and page not in self._names:
                     self._kept[name] = page
                     self._names[page] = name
+                    self._is_kept[page] = True
             self._use(names)
 
     def _use(self, names: Sequence[bytes]) -> None:
@@ -321,7 +325,11 @@ class PagePool:
         with self.lock:
             idle = [name for name, page in self._kept.items() if self._uses[page] == 0]
             for name in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
-                del self._names[self._kept.pop(name)]
+                self._keep_no_longer(self._kept[name])
+
+    def _keep_no_longer(self, page: int) -> None:
+        del self._kept[self._names.pop(page)]
+        self._is_kept[page] = False
 
     # Pages
 
@@ -358,16 +366,18 @@ class PagePool:
             return []
         if not self.is_fixed and count > self.num_free:
             self._resize(max(2 * len(self._uses), len(self._uses) + count), len(self._here))
-        is_free = self._uses == 0
-        idle = list(self._kept.values())
-        is_free[idle] = False  # kept pages go last, the least recently used first
-        free = np.flatnonzero(is_free)
+        end = after + count
+        if 0 < after <= len(self._uses) - count and not (self._uses[after:end].any() or self._is_kept[after:end].any()):
+            self._uses[after:end] = 1
+            return list(range(after, end))
+        # Kept pages go last, the least recently used first.
+        free = np.flatnonzero((self._uses == 0) & ~self._is_kept)
         if len(free) < count:
-            unused = [page for page in idle if self._uses[page] == 0][: count - len(free)]
+            unused = [page for page in self._kept.values() if self._uses[page] == 0][: count - len(free)]
             if len(free) + len(unused) < count:
                 raise NoRoomError(f"{len(free) + len(unused)} pages of {PAGE} tokens are free, and {count} are needed")
             for page in unused:
-                del self._kept[self._names.pop(page)]
+                self._keep_no_longer(page)
             free = np.sort(np.concatenate([free, np.array(unused, dtype=free.dtype)]))
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
         behind = runs[free[runs] == after]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.model import attention
-from graft.model.kv_cache import KVCache, KVStore, PagePool, Row
+from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.loan import evaluating, tree_attention
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
@@ -177,8 +177,10 @@ class TargetRunner:
 
     def _make_room(self, rows: Sequence[Row], tree: DraftTree | None, chunks: Sequence[Chunk]) -> None:
         if tree is not None:
+            pool, width = self.pool, tree.width
             for row in rows:
-                self.pool.ensure(row, row.length + tree.width)
+                if row.length + width > PAGE * len(row.pages):
+                    pool.ensure(row, row.length + width)
         for chunk in chunks:
             self.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
 

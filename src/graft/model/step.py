@@ -85,6 +85,9 @@ class FlatStep:
         )
         self.num_tokens = total.value
         starts, counts = self.by_row[:2, :num_rows]
+        if width == 1:
+            self.tree = Part(tree.tokens, index, [1] * num_rows, [0] * num_rows)
+            return
         deepest = np.maximum.reduceat(self.columns[3, : self.num_tokens], starts)
         self.tree = Part(tree.tokens, index, counts.tolist(), deepest.tolist())
 

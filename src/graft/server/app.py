@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -103,7 +104,12 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         scheduler = Scheduler(engine, settings)
         await asyncio.to_thread(scheduler.is_ready.wait)
         app.state.serving = Serving(engine, settings, name, grammars, scheduler)
+        # What is there now stays. The collector need not look at hundreds of thousands of objects again, which takes
+        # long in the middle of somebody's answer.
+        gc.collect()
+        gc.freeze()
         yield
+        gc.unfreeze()
         await asyncio.to_thread(scheduler.close)
 
     # Its documentation pages would load scripts from elsewhere.

@@ -114,7 +114,11 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Cho
     """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
     if choices is None:
         return _walk_rows(tree, verified, chooser, [True] * len(tree.tokens))
-    accepted = paths(tree, choices.here)
+    if tree.width == 1:  # a root a row: what follows it is all that is new
+        tokens = choices.flat.tolist()
+        accepted = Accepted([[] for _ in tokens], [[token] for token in tokens])
+    else:
+        accepted = paths(tree, choices.here)
     chooser.move_on([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
     return accepted
 

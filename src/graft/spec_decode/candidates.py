@@ -248,8 +248,8 @@ class Candidates:
 
     def attach_copies(
         self,
-        own: Sequence[int],
-        past: Sequence[int],
+        own: array[int],
+        past: array[int],
         scale: ScaleStruct,
         first: int,
         chances: Tensor,
@@ -262,12 +262,12 @@ class Candidates:
 
         own, past: by row, the address of the index of its own text and of that of finished texts.
         """
-        addresses, others, count, width = array("q", own), array("q", past), ctypes.c_int64(), self.width
+        count, width = ctypes.c_int64(), self.width
         while True:
             self._native.graft_attach_copies(
                 self._ref,
-                address_of(addresses),
-                address_of(others),
+                address_of(own),
+                address_of(past),
                 first,
                 self._weigh_by(chances),
                 num_places,

@@ -18,6 +18,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { OK, NO_MEMORY, OUT_OF_RANGE };
@@ -58,39 +59,74 @@ typedef struct {
 typedef void Work(Part *part);
 
 /* Threads wait for work for ever; they are started when they are first needed, and again in a forked process, which
-   has none. One caller at a time: they hold Python's lock. */
+   has none. One caller at a time: they hold Python's lock. Whoever is free takes the next part, the caller too, so that
+   it does not wait for a thread that is slow to wake.
+
+   A round's calls come one soon after the other, and to wake a thread takes longer than a part of the work. So where
+   there are cores to spare, a thread that has nothing to do looks out for work for a while before it sleeps, and the
+   caller for the end of the others' parts. */
+enum { CORES_TO_SPARE = 2 * MOST_THREADS, LOOKS = 64 };
+static const int64_t LOOKING_OUT = 200000; /* nanoseconds */
+
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t begun, done;
     pid_t process;
-    int64_t limit, num_started, num_parts, num_left;
-    int64_t round; /* grows with every work, so that a thread does each once */
+    int64_t limit, num_started;
+    int64_t num_parts, next; /* of the work under way: how many there are, and the first that nobody has taken */
+    int64_t num_left;        /* those not done yet */
+    int64_t round;           /* grows with every work */
+    int looks_out;
     Work *work;
     Part *parts;
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER,
           .limit = 1};
 
-/* How many threads may work, the caller's included. */
+/* How many cores there are for threads, the caller's included. */
 int graft_use_threads(int64_t count) {
     team.limit = count < 1 ? 1 : count < MOST_THREADS ? count : MOST_THREADS;
+    __atomic_store_n(&team.looks_out, count >= CORES_TO_SPARE, __ATOMIC_RELAXED);
     return OK;
 }
 
-static void *wait_for_work(void *number) {
-    int64_t place = (int64_t)(intptr_t)number, round = 0;
+/* Looks at a number for a while, until it is `value` or, if not `until`, until it is no longer. */
+static void look_out(const int64_t *number, int64_t value, int until) {
+    struct timespec start, now;
+    if (!__atomic_load_n(&team.looks_out, __ATOMIC_RELAXED)) return;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    do {
+        for (int i = 0; i < LOOKS; i++) {
+            if ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) == until) return;
+#if defined(__x86_64__) || defined(__i386__)
+            __builtin_ia32_pause();
+#endif
+        }
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    } while ((now.tv_sec - start.tv_sec) * INT64_C(1000000000) + now.tv_nsec - start.tv_nsec < LOOKING_OUT);
+}
+
+/* Does the next part. The lock is held before and after. */
+static void do_part(void) {
+    Work *work = team.work;
+    Part *part = team.parts + team.next++;
+    pthread_mutex_unlock(&team.lock);
+    work(part);
+    pthread_mutex_lock(&team.lock);
+    if (__atomic_sub_fetch(&team.num_left, 1, __ATOMIC_RELEASE) == 0) pthread_cond_signal(&team.done);
+}
+
+static void *wait_for_work(void *nothing) {
+    (void)nothing;
     pthread_mutex_lock(&team.lock);
     for (;;) {
-        while (team.round == round || place >= team.num_parts) {
-            round = team.round;
-            pthread_cond_wait(&team.begun, &team.lock);
+        while (team.next == team.num_parts) {
+            int64_t round = team.round;
+            pthread_mutex_unlock(&team.lock);
+            look_out(&team.round, round, 0);
+            pthread_mutex_lock(&team.lock);
+            if (team.round == round) pthread_cond_wait(&team.begun, &team.lock);
         }
-        round = team.round;
-        Work *work = team.work;
-        Part *part = team.parts + place;
-        pthread_mutex_unlock(&team.lock);
-        work(part);
-        pthread_mutex_lock(&team.lock);
-        if (--team.num_left == 0) pthread_cond_signal(&team.done);
+        do_part();
     }
     return NULL;
 }
@@ -104,14 +140,14 @@ static int64_t start_threads(int64_t count) {
         team.lock = lock;
         team.begun = team.done = waiting;
         team.process = getpid();
-        team.num_started = team.num_parts = team.round = 0;
+        team.num_started = team.num_parts = team.next = team.round = 0;
     }
     if (team.num_started + 1 >= count) return count;
     sigfillset(&all); /* signals are for the threads that Python knows */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team.num_started + 1 < count) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, wait_for_work, (void *)(intptr_t)(team.num_started + 1))) break;
+        if (pthread_create(&thread, NULL, wait_for_work, NULL)) break;
         pthread_detach(thread);
         team.num_started++;
     }
@@ -123,7 +159,7 @@ static int64_t start_threads(int64_t count) {
    most of all. Of several failures the first row's counts. */
 static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *most) {
     Part parts[MOST_THREADS];
-    int64_t count = least(team.limit, pool->num_rows / ROWS_A_THREAD);
+    int64_t count = least(team.limit, pool->num_rows / (team.looks_out ? 1 : ROWS_A_THREAD));
     count = count < 2 ? 1 : start_threads(count);
     for (int64_t p = 0; p < count; p++)
         parts[p] = (Part){*pool, pool->num_rows * p / count, pool->num_rows * (p + 1) / count, arguments, 0, OK};
@@ -132,18 +168,19 @@ static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *mo
         team.work = work;
         team.parts = parts;
         team.num_parts = count;
-        team.num_left = count - 1;
-        team.round++;
+        team.next = 0;
+        __atomic_store_n(&team.num_left, count, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&team.round, 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&team.begun);
+        while (team.next < team.num_parts) do_part();
         pthread_mutex_unlock(&team.lock);
-    }
-    work(parts);
-    if (count > 1) {
+        look_out(&team.num_left, 0, 1);
         pthread_mutex_lock(&team.lock);
         while (team.num_left > 0) pthread_cond_wait(&team.done, &team.lock);
-        team.num_parts = 0;
+        team.num_parts = team.next = 0;
         pthread_mutex_unlock(&team.lock);
-    }
+    } else
+        work(parts);
     int failed = OK;
     for (int64_t p = 0; p < count; p++) {
         if (!failed) failed = parts[p].failed;
@@ -195,9 +232,12 @@ static float path_of(float above, float chance) {
 enum { NUM_BUCKETS = 16 };
 
 static int64_t bucket_of(double probability) {
-    static const double HALF_POWERS[2] = {1.0, 0.70710678118654752440};
+#define HALF 0.70710678118654752440 /* of a halving */
+    static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
+                                               1.0 / 8,  HALF / 8,  1.0 / 16, HALF / 16, 1.0 / 32, HALF / 32,
+                                               1.0 / 64, HALF / 64, 1.0 / 128, HALF / 128};
     for (int64_t bucket = 1; bucket < NUM_BUCKETS; bucket++)
-        if (!(probability <= HALF_POWERS[bucket & 1] / (double)(1 << (bucket >> 1)))) return bucket - 1;
+        if (!(probability <= STARTS[bucket])) return bucket - 1;
     return NUM_BUCKETS - 1;
 }
 

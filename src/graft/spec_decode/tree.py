@@ -19,7 +19,7 @@ ROOT = 0  # source of the root; proposers are numbered from 1
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
     """Parents, probabilities, sources and score buckets of trees with one path each; not to be written to."""
-    parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape)
+    parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape).contiguous()
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     return parents, torch.ones(shape, device=device), zeros, zeros
 
@@ -71,6 +71,18 @@ class DraftTree:
         counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
         library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
         return counts.tolist()
+
+    @cached_property
+    def num_nodes(self) -> list[int]:
+        """By row: how many nodes it has beside the root."""
+        if self.width == 1:
+            return [0] * len(self.tokens)
+        return [sum(counts[ROOT + 1 :]) for counts in self.counts_by_source]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """All nodes of all rows, the roots among them."""
+        return len(self.tokens) if self.width == 1 else int(self.valid.sum())
 
     @property
     def width(self) -> int:

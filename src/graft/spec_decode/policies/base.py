@@ -64,7 +64,7 @@ class Policy(ABC):
     retrievers: Sequence[Learner] = ()
     isolated = False
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it asks for, the likeliest; None: all
-    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
+    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read, and of a plain round
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -105,7 +105,11 @@ class Policy(ABC):
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
-            self.learn_top_k(TargetTopK.of_trees(verified, tree, histories, self._salts(batch)))
+            top_k = TargetTopK.of_trees(verified, tree, histories, self._salts(batch))
+            if tree.width == 1:  # of a plain round, after which mostly another comes
+                self._unlearned = (*self._unlearned, top_k)
+            else:
+                self.learn_top_k(top_k)
         self.learn_accepted(tree, accepted, seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
@@ -156,6 +160,8 @@ class Policy(ABC):
 
     def _salts(self, batch: Batch) -> list[int]:
         """By row, the salt of its entries in the tables."""
+        if not self.isolated:
+            return [0] * len(batch.sequences)
         return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:

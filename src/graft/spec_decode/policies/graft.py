@@ -47,6 +47,18 @@ class _Look(NamedTuple):
     num_waited: int  # passes that were not made ahead
 
 
+class _Round(NamedTuple):
+    """A finished round, as the budget learns from it."""
+
+    tree: DraftTree
+    accepted: Accepted
+    look: _Look | None  # None if plain
+    num_others: int  # tokens of its step that were no rows'
+    seconds: float  # of the step
+    took: float  # from the end of the round before to that of this one, 0 if there was none
+    is_time_usual: bool  # whether these times may be learned from
+
+
 class Graft(Policy):
     """Ranks what the drafter and all retrievers propose, and verifies the nodes worth their cost."""
 
@@ -77,6 +89,7 @@ class Graft(Policy):
         self._look: _Look | None = None  # this round's; None if plain
         self._uncounted: tuple[Candidates, Accepted] | None = None  # the last round's, not yet in the calibration
         self._unjudged: _Look | None = None  # the last round's, whose passes are not yet judged
+        self._unobserved: _Round | None = None  # the last round, of which the budget does not know yet
         self._num_others = 0  # tokens of this round's step that are no rows'
         self._setups_before = 0
         self._ended = 0.0  # when the last round had been learned from
@@ -156,23 +169,28 @@ class Graft(Policy):
         return DraftResult(tree, passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
-        num_rows, look = len(accepted), self._look
         super().learn(batch, tree, verified, accepted, seconds)
         ended, self._ended = self._ended, time.perf_counter()
-        if self.adapts and self._is_time_usual:
-            self._learn_costs(tree, num_rows, look, seconds, self._ended - ended if ended else 0.0)
-        plan, num_waited = (look.plan, look.num_waited) if look is not None else (None, 0)
-        self.budget.observe(num_rows, sum(map(len, accepted.tokens)), plan, num_waited, self._num_others)
+        took = self._ended - ended if ended else 0.0
+        is_usual = self.adapts and self._is_time_usual
+        self._unobserved = _Round(tree, accepted, self._look, self._num_others, seconds, took, is_usual)
 
-    def _learn_costs(self, tree: DraftTree, num_rows: int, look: _Look | None, seconds: float, took: float) -> None:
-        """seconds: of the step; took: from the end of the round before to that of this one, 0 if there was none."""
-        budget, base = self.budget, num_rows + self._num_others
-        num_nodes = sum(sum(counts[1:]) for counts in tree.counts_by_source)
-        budget.step.observe(base + num_nodes, seconds, least=base)
+    def _observe(self, round: _Round) -> None:
+        """Takes a round into the budget."""
+        num_rows, look = len(round.accepted), round.look
+        if round.is_time_usual:
+            self._learn_costs(round)
+        plan, num_waited = (look.plan, look.num_waited) if look is not None else (None, 0)
+        self.budget.observe(num_rows, sum(map(len, round.accepted.tokens)), plan, num_waited, round.num_others)
+
+    def _learn_costs(self, round: _Round) -> None:
+        budget, num_rows, look, seconds = self.budget, len(round.accepted), round.look, round.seconds
+        base = num_rows + round.num_others
+        budget.step.observe(base + sum(round.tree.num_nodes), seconds, least=base)
         drafting = look.draft_seconds if look is not None else 0.0
-        if took and not self._num_others:  # all that is neither the step nor drafting
+        if round.took and not round.num_others:  # all that is neither the step nor drafting
             host = budget.host if look is not None else budget.plain_host
-            host.observe(num_rows, max(took - seconds - drafting, 0.0), most=seconds)
+            host.observe(num_rows, max(round.took - seconds - drafting, 0.0), most=seconds)
         if look is not None and look.num_waited:  # those made ahead were there, and cost next to nothing
             budget.drafting.observe(num_rows, drafting / look.num_waited, most=seconds)
 
@@ -185,11 +203,14 @@ class Graft(Policy):
     def catch_up(self) -> None:
         super().catch_up()
         # Cleared first, so that what fails is not tried again in every round.
-        uncounted, unjudged, self._uncounted, self._unjudged = self._uncounted, self._unjudged, None, None
+        uncounted, unjudged, unobserved = self._uncounted, self._unjudged, self._unobserved
+        self._uncounted = self._unjudged = self._unobserved = None
         if uncounted is not None:
             self.calibrate(*uncounted)
         if unjudged is not None:
             self._judge_passes(unjudged)
+        if unobserved is not None:
+            self._observe(unobserved)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         self.catch_up()
@@ -204,7 +225,7 @@ class Graft(Policy):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._uncounted = self._unjudged = None
+        self._uncounted = self._unjudged = self._unobserved = None
         self._restore_calibration(part_of(state, "calibration"))
         self.budget.passes.restore(part_of(state, "prospect"))
         self.budget.restart()
@@ -221,6 +242,7 @@ class Graft(Policy):
         self._calibration.restore(new)
 
     def costs(self) -> dict[str, Tensor]:
+        self.catch_up()
         return self.budget.costs()
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:

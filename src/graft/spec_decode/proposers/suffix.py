@@ -78,6 +78,24 @@ def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], m
     )
 
 
+class _Rows:
+    """The indices of texts that are decoded together, as long as they are the same texts."""
+
+    def __init__(self, numbers: list[int], indices: list[SuffixIndex]) -> None:
+        """numbers: of the texts, by which they are known."""
+        self.numbers, self._indices = numbers, indices
+        self.addresses = array("q", [index.address for index in indices])
+        self._lengths = [len(index) for index in indices]
+
+    def extend(self, histories: Sequence[History]) -> None:
+        """Adds what is new of the texts."""
+        lengths = [len(history.ids) for history in histories]
+        if lengths != self._lengths:
+            texts = [history.ids[known:] for history, known in zip(histories, self._lengths, strict=True)]
+            extend_all(self._indices, texts)
+            self._lengths = list(map(max, lengths, self._lengths))  # one that has ended may lose what it held back
+
+
 class SuffixLookup:
     """A retriever of what followed the longest matches, first in the text itself, then in finished texts."""
 
@@ -98,6 +116,7 @@ class SuffixLookup:
     ) -> None:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
+        self._last = _Rows([], [])  # of the last round
         self._max_past_tokens = max_past_tokens
         self._past = SuffixIndex(max_past_tokens)  # for all
         self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, the least recently extended first
@@ -107,13 +126,15 @@ class SuffixLookup:
     def propose(
         self, candidates: Candidates, histories: Sequence[History], first: int, chances: Tensor, max_depth: int
     ) -> None:
-        own = [self._index(history) for history in histories]
-        extend_all(own, [history.ids[len(index) :] for history, index in zip(histories, own, strict=True)])
+        rows = self._rows_of(histories)
+        rows.extend(histories)
         most = candidates.most_nodes
         num_places, num_nodes = min(self._num_drafted, max(most // 4, 1)), min(self._num_nodes, most)
         limits = (num_places, max_depth, self._depth, num_nodes)
-        past = [self._past_for(history).address for history in histories]
-        candidates.attach_copies([index.address for index in own], past, _SCALE, first, chances, *limits)
+        past = array("q", [self._past.address]) * len(histories)
+        if self._is_isolated:
+            past = array("q", [self._past_for(history).address for history in histories])
+        candidates.attach_copies(rows.addresses, past, _SCALE, first, chances, *limits)
 
     def learn(self, top_k: TargetTopK) -> None:
         """Nothing to do: texts are taken from their histories."""
@@ -155,6 +176,12 @@ class SuffixLookup:
 
     def _has_too_many_owners(self) -> bool:
         return len(self._pasts) > _MAX_OWNERS or sum(map(len, self._pasts.values())) > self._max_past_tokens
+
+    def _rows_of(self, histories: Sequence[History]) -> _Rows:
+        numbers = [history.number for history in histories]
+        if numbers != self._last.numbers:
+            self._last = _Rows(numbers, [self._index(history) for history in histories])
+        return self._last
 
     def _index(self, history: History) -> SuffixIndex:
         """The index of a text's own tokens, as far as they were added."""
