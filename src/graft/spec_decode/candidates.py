@@ -29,7 +29,7 @@ NO_TOKEN = -1  # stands where a text has no earlier token
 # A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
 # rare as equal random numbers.
 DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
-_CAPACITY = 1024  # nodes a row has room for at first
+_CAPACITY = 2048  # nodes a row has room for at first
 _INHERITED = -1  # needs as many draft passes as its parent
 
 
