@@ -64,7 +64,8 @@ class Policy(ABC):
     retrievers: Sequence[Learner] = ()
     isolated = False
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it asks for, the likeliest; None: all
-    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read, and of a plain round
+    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
+    _unlearned_round: TargetTopK | None = None  # of a plain round
 
     @property
     def common_sources(self) -> frozenset[str]:
@@ -106,8 +107,9 @@ class Policy(ABC):
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
             top_k = TargetTopK.of_trees(verified, tree, histories, self._salts(batch))
-            if tree.width == 1:  # of a plain round, after which mostly another comes
-                self._unlearned = (*self._unlearned, top_k)
+            self._learn_plain_round()  # the one before, if nobody has caught up since
+            if tree.width == 1:  # mostly another plain round comes, before which nobody asks
+                self._unlearned_round = top_k
             else:
                 self.learn_top_k(top_k)
         self.learn_accepted(tree, accepted, seconds)
@@ -119,8 +121,14 @@ class Policy(ABC):
 
     def catch_up(self) -> None:
         """Does postponed learning, while the device works."""
+        self._learn_plain_round()
         unlearned, self._unlearned = self._unlearned, ()
         for top_k in unlearned:
+            self.learn_top_k(top_k)
+
+    def _learn_plain_round(self) -> None:
+        top_k, self._unlearned_round = self._unlearned_round, None
+        if top_k is not None:
             self.learn_top_k(top_k)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
@@ -143,7 +151,7 @@ class Policy(ABC):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Replaces what was learned by what `state` once gave, on any device; what is missing there starts anew."""
-        self._unlearned = ()
+        self._unlearned, self._unlearned_round = (), None
         for retriever in self.retrievers:
             retriever.restore(state)
 
@@ -155,7 +163,8 @@ class Policy(ABC):
         """Takes over what `costs` once gave on this machine, so that `prepare` need not measure again."""
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
-        """Candidates of the batch's roots and nothing else."""
+        """Candidates of the batch's roots and nothing else. What a plain round has taught is known from now on."""
+        self._learn_plain_round()
         return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
 
     def _salts(self, batch: Batch) -> list[int]:

@@ -202,6 +202,9 @@ class Graft(Policy):
 
     def catch_up(self) -> None:
         super().catch_up()
+        self._learn_last_round()
+
+    def _learn_last_round(self) -> None:
         # Cleared first, so that what fails is not tried again in every round.
         uncounted, unjudged, unobserved = self._uncounted, self._unjudged, self._unobserved
         self._uncounted = self._unjudged = self._unobserved = None
@@ -213,7 +216,7 @@ class Graft(Policy):
             self._observe(unobserved)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
-        self.catch_up()
+        self._learn_last_round()
         if self._look is not None:
             self._uncounted, self._unjudged = (self._look.candidates, accepted), self._look
 
