@@ -170,17 +170,18 @@ class Candidates:
             rows.append(row + [(nodes[0].token, 0, -1, 0, 0.0, 0.0)] * (width - len(row)))
         return rows
 
-    def gains(self, total, caps, most_needs=None):
-        """Sums of the path probabilities of the first 1, 2, 3 ... ranked nodes."""
+    def gains(self, total, caps, most_needs=None, truths=None):
+        """Sums of the path probabilities of the first 1, 2, 3 ... ranked nodes, each times what of it comes true."""
         sums, paths = [], [float(self.rows[row][place].path) for row, place in self.ranked(total, caps, most_needs)]
         for path in paths:
-            sums.append(path + (sums[-1] if sums else 0.0))
+            power = min(max(-math.frexp(path)[1], 0), 11)
+            sums.append(path * (truths[power] if truths else 1.0) + (sums[-1] if sums else 0.0))
         return sums
 
-    def values_by_need(self, max_passes, counts, costs, caps):
+    def values_by_need(self, max_passes, counts, costs, caps, truths=None):
         values = []
         for passes in range(max_passes + 1):
-            gains = [0.0, *self.gains(max(counts, default=0), caps, passes)]
+            gains = [0.0, *self.gains(max(counts, default=0), caps, passes, truths)]
             known = [(gains[min(count, len(gains) - 1)] - cost) for count, cost in zip(counts, costs, strict=True)]
             values.append(max([0.0, *(value for value in known if len(gains) > 1)]))
         return values

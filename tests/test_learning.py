@@ -13,7 +13,7 @@ from graft import Engine
 from graft.model import VerifyOutput
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
-from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.candidates import NO_TOKEN, Candidates
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
@@ -573,6 +573,34 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
     before = calibration.state()["tried"]
     calibration.observe(candidates, [[7], [7, 8]])  # of the first row one token is known; the second proposed nothing
     assert (calibration.state()["tried"] - before).sum() == 1
+
+
+def test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less():
+    """Two rows: nodes of 0.6 come true, of those of 0.1 every second one that should, of those of 0.001 none ever."""
+    calibration = PathCalibration()
+    assert set(calibration.truths) == {1.0}
+    paths = torch.tensor([[1.0, 0.6, 0.1, 0.001, 0.001], [1.0, 0.6, 0.1, 0.1, 0.0]])
+    for number in range(4000):
+        first = [1] if number % 5 < 3 else []
+        second = [1] if number % 5 < 3 else ([2] if number % 20 < 10 and number % 5 == 3 else [])
+        calibration.observe(paths, [first, second if number % 2 else first])
+    truths = calibration.truths
+    assert truths[0] == pytest.approx(1.0, abs=0.1)
+    assert truths[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is an eighth to a sixteenth"
+    assert truths[9] < 0.6 and truths[5] == 1.0, "little is known of what is seldom, and nothing of what never was"
+    other = PathCalibration()
+    other.restore(calibration.state())
+    assert other.truths == truths
+    other.restore({})
+    assert set(other.truths) == {1.0}
+
+
+def test_a_round_that_accepted_nothing_or_verified_nothing_can_be_counted():
+    calibration = PathCalibration()
+    calibration.observe(torch.ones(3, 1), [[], [], []])
+    assert set(calibration.truths) == {1.0}, "roots are no proposals"
+    calibration.observe(torch.tensor([[1.0, 0.25]]), [[]])
+    assert calibration.truths[1] < 1.0 or calibration.truths[2] < 1.0
 
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from array import array
 from copy import copy
 from itertools import pairwise
 from pathlib import Path
@@ -153,8 +154,10 @@ def test_equal_paths_become_one_and_the_best_of_all_rows_become_the_tree(both, d
     known, candidates = both.pools
     ranking = candidates.ranked(total, caps)
     assert ranking.gains == known.gains(total, caps)
-    prices = [total // 2, total], [0.05, 0.2]
-    assert candidates.values_by_need(3, *prices, caps) == known.values_by_need(3, *prices, caps)
+    truths = array("d", [both.rng.uniform(0.2, 1.2) for _ in range(12)])
+    assert candidates.ranked(total, caps, truths).gains == known.gains(total, caps, truths=truths)
+    for prices in (([total // 2, total], [0.05, 0.2], caps), ([total], [0.0], caps, truths)):
+        assert candidates.values_by_need(3, *prices) == known.values_by_need(3, *prices)
     for count in {0, len(ranking) // 2, len(ranking)}:
         assert rows_of(*ranking.tree(99, count)) == as_floats(known.tree(count, caps))
     assert_same_best(both, total)

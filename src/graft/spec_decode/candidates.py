@@ -328,12 +328,13 @@ class Candidates:
         """
         self._native.graft_merge(self._ref, drafted, self._weigh_by(chances))
 
-    def ranked(self, total: int, caps: Sequence[int]) -> Ranking:
+    def ranked(self, total: int, caps: Sequence[int], truths: array[float] | None = None) -> Ranking:
         """The `total` likeliest nodes of all rows together, of each row at most `caps[row]`; no root counts.
 
-        Candidates must be merged, or equal paths count separately.
+        truths: see `PathCalibration`; path probabilities are taken as they are if None. Candidates must be merged, or
+        equal paths count separately.
         """
-        return Ranking(self, total, caps)
+        return Ranking(self, total, caps, truths)
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The tree of the root and the `budget` likeliest nodes of each row, and their path probabilities.
@@ -343,7 +344,12 @@ class Candidates:
         return self.ranked(budget * self.num_rows, [budget] * self.num_rows).tree(max_depth)
 
     def values_by_need(
-        self, max_passes: int, counts: Sequence[int], costs: Sequence[float], caps: Sequence[int]
+        self,
+        max_passes: int,
+        counts: Sequence[int],
+        costs: Sequence[float],
+        caps: Sequence[int],
+        truths: array[float] | None = None,
     ) -> list[float]:
         """What the best nodes (see `ranked`) would have been worth, had there been 0, 1, 2 ... `max_passes` draft
         passes: their expected accepted tokens less what it costs to verify them, at the best of the rising `counts`,
@@ -358,6 +364,7 @@ class Candidates:
             address_of(prices),
             max(caps),
             address_of(limits),
+            truths and address_of(truths),
             values,
         )
         return values[:]
@@ -404,14 +411,16 @@ class Ranking:
     candidates must not change while it is used.
     """
 
-    def __init__(self, candidates: Candidates, total: int, caps: Sequence[int]) -> None:
+    def __init__(
+        self, candidates: Candidates, total: int, caps: Sequence[int], truths: array[float] | None = None
+    ) -> None:
         most = min(max(caps), total, candidates.width - 1)  # nodes that a row may get
         total = min(total, most * candidates.num_rows)
         self._candidates, self._stride = candidates, most
         self._nodes, self._rows = _numbers(most * candidates.num_rows), _numbers(total)
         limits, found = array("q", (min(cap, most) for cap in caps)), ctypes.c_int64()
         gains = (ctypes.c_double * total)()
-        addresses = map(address_of, (limits, self._nodes, self._rows))
+        addresses = (address_of(limits), truths and address_of(truths), *map(address_of, (self._nodes, self._rows)))
         candidates._native.graft_rank(candidates._ref, total, most, *addresses, gains, byref(found))
         self.gains: list[float] = gains[: found.value]  # expected accepted tokens of the first 1, 2, 3 ... nodes
 

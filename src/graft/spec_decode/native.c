@@ -24,7 +24,7 @@
 enum { OK, NO_MEMORY, OUT_OF_RANGE };
 enum { TOKEN, BEFORE, DEPTH, KEY, NEED, PARENT, EARLIER, SOURCE, SCORE_BUCKET, AGREEMENT };
 enum { ALONE, OPPOSED, AGREED };
-enum { ROOT = 0, PADDING = -1, INHERITED = -1 };
+enum { ROOT = 0, PADDING = -1, INHERITED = -1, NUM_TRUTHS = 12 };
 
 static const float SURE = 0.999f, LEAST = 1e-30f;
 
@@ -546,9 +546,20 @@ static void sink(Heap *heap, int64_t place) {
     rows[place] = moved;
 }
 
-/* Puts the rows' likeliest in one order: rows[i] is the row of the i-th node, gains[i] the sum of the path
-   probabilities of the first i + 1. The j-th node of a row in that order is its own j-th. memory: 2 * num_rows. */
-static int64_t rank_all(const Pool *pool, const Ranking *ranking, int64_t *rows, double *gains, int64_t *memory) {
+/* What of a node's path probability comes true: truths, NULL for all of it, are by its power of two (see
+   `PathCalibration`). */
+static double expected(float path, const double *truths) {
+    uint32_t bits;
+    if (truths == NULL) return path;
+    memcpy(&bits, &path, sizeof bits);
+    int64_t power = 126 - (int64_t)(bits >> 23 & 255); /* 0 from 0.5 on, then 1 from 0.25 on ... */
+    return path * truths[power < 0 ? 0 : least(power, NUM_TRUTHS - 1)];
+}
+
+/* Puts the rows' likeliest in one order: rows[i] is the row of the i-th node, gains[i] the expected accepted of the
+   first i + 1. The j-th node of a row in that order is its own j-th. memory: 2 * num_rows. */
+static int64_t rank_all(
+    const Pool *pool, const Ranking *ranking, const double *truths, int64_t *rows, double *gains, int64_t *memory) {
     Heap heap = {pool, ranking, memory, memory + pool->num_rows, 0};
     int64_t num_ranked = 0;
     double sum = 0.0;
@@ -559,7 +570,8 @@ static int64_t rank_all(const Pool *pool, const Ranking *ranking, int64_t *rows,
     for (int64_t place = heap.size / 2 - 1; place >= 0; place--) sink(&heap, place);
     while (num_ranked < ranking->total && heap.size > 0) {
         int64_t r = heap.rows[0];
-        sum += pool->paths[r * pool->capacity + ranking->nodes[r * ranking->stride + heap.taken[r]++]];
+        int64_t node = ranking->nodes[r * ranking->stride + heap.taken[r]++];
+        sum += expected(pool->paths[r * pool->capacity + node], truths);
         if (rows != NULL) rows[num_ranked] = r;
         gains[num_ranked++] = sum;
         if (heap.taken[r] == ranking->counts[r]) heap.rows[0] = heap.rows[--heap.size];
@@ -571,8 +583,8 @@ static int64_t rank_all(const Pool *pool, const Ranking *ranking, int64_t *rows,
 /* Ranks the likeliest nodes of all rows together: see `Ranking` and `rank_all`. rows, gains: room for `total`;
    num_ranked: how many there are. */
 int graft_rank(
-    Pool *pool, int64_t total, int64_t stride, const int64_t *caps, int64_t *nodes, int64_t *rows, double *gains,
-    int64_t *num_ranked) {
+    Pool *pool, int64_t total, int64_t stride, const int64_t *caps, const double *truths, int64_t *nodes,
+    int64_t *rows, double *gains, int64_t *num_ranked) {
     int64_t *memory = malloc((size_t)(3 * pool->num_rows) * sizeof(int64_t));
     if (memory == NULL) return NO_MEMORY;
     Ranking ranking = {total, stride, -1, caps, nodes, memory + 2 * pool->num_rows};
@@ -582,7 +594,7 @@ int graft_rank(
             return OUT_OF_RANGE;
         }
     int failed = share_work(pool, rank_rows, &ranking, NULL);
-    if (!failed) *num_ranked = rank_all(pool, &ranking, rows, gains, memory);
+    if (!failed) *num_ranked = rank_all(pool, &ranking, truths, rows, gains, memory);
     free(memory);
     return failed;
 }
@@ -634,7 +646,7 @@ int graft_tree(
    counts: rising. values: [max_passes + 1] */
 int graft_values_by_need(
     Pool *pool, int64_t max_passes, int64_t num_counts, const int64_t *counts, const double *costs, int64_t stride,
-    const int64_t *caps, double *values) {
+    const int64_t *caps, const double *truths, double *values) {
     int64_t total = num_counts ? counts[num_counts - 1] : 0;
     int64_t size = pool->num_rows * (stride + 3) + total;
     int64_t *memory = malloc((size_t)size * sizeof(int64_t));
@@ -643,7 +655,7 @@ int graft_values_by_need(
     for (int64_t passes = 0; passes <= max_passes && !failed; passes++) {
         Ranking ranking = {total, stride, passes, caps, memory + 3 * pool->num_rows, memory + 2 * pool->num_rows};
         failed = share_work(pool, rank_rows, &ranking, NULL);
-        int64_t count = failed ? 0 : rank_all(pool, &ranking, NULL, gains, memory);
+        int64_t count = failed ? 0 : rank_all(pool, &ranking, truths, NULL, gains, memory);
         values[passes] = 0.0;
         for (int64_t i = 0; i < num_counts && count; i++) {
             double value = gains[least(counts[i], count) - 1] - costs[i];

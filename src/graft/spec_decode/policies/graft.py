@@ -7,6 +7,7 @@ Draft while another pass is worth its time (prune), attach what was retrieved at
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from graft.model import TargetRunner, VerifyOutput
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, Plan
-from graft.spec_decode.calibration import Calibration
+from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.candidates import Candidates, Ranking
 from graft.spec_decode.cost_model import StepCost, UnitCost, time_pass, time_step, usual_shape
 from graft.spec_decode.policies.base import MAX_BUDGET, USUAL_PASS_COST, DraftResult, Policy, PolicySettings
@@ -42,6 +43,8 @@ class _Look(NamedTuple):
     passes: list[int]  # by row
     reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
     plan: Plan
+    tree: DraftTree
+    paths: Tensor  # [B, W] path probabilities of its nodes
     num_others: int  # tokens of the step that are no rows'
     draft_seconds: float
     num_waited: int  # passes that were not made ahead
@@ -85,7 +88,7 @@ class Graft(Policy):
             names.extend(retriever.names)
             priors.extend(retriever.prior)
         self.sources = tuple(names)
-        self._calibration = Calibration(priors)
+        self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
         self._look: _Look | None = None  # this round's; None if plain
         self._uncounted: tuple[Candidates, Accepted] | None = None  # the last round's, not yet in the calibration
         self._unjudged: _Look | None = None  # the last round's, whose passes are not yet judged
@@ -119,7 +122,7 @@ class Graft(Policy):
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
         """The likeliest candidates of all rows together, of each row at most `caps[row]`."""
         candidates.merge(DRAFTED, self._calibration.chances)
-        return candidates.ranked(total, caps)
+        return candidates.ranked(total, caps, self._truths)
 
     # The round
 
@@ -160,12 +163,12 @@ class Graft(Policy):
             self._retrieve(candidates, batch, self._copies + self._tables if any(passes) else self._tables)
             ranking = self.best_of(candidates, most, caps)
             plan = self.budget.best(self.budget.plans(ranking.gains, num_rows, self._num_others))
-            tree, _ = ranking.tree(batch.max_depth, plan.num_nodes)
+            tree, paths = ranking.tree(batch.max_depth, plan.num_nodes)
         considered = tree
         if any(sequence.is_recorded for sequence in batch.sequences):
             more = [sum(counts[1:]) + _SHOWN for counts in tree.counts_by_source]
             considered, _ = candidates.ranked(sum(more), more).tree(batch.max_depth)
-        self._look = _Look(candidates, caps, passes, reaches, plan, self._num_others, drafting, num_waited)
+        self._look = _Look(candidates, caps, passes, reaches, plan, tree, paths, self._num_others, drafting, num_waited)
         return DraftResult(tree, passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
@@ -178,6 +181,8 @@ class Graft(Policy):
     def _observe(self, round: _Round) -> None:
         """Takes a round into the budget."""
         num_rows, look = len(round.accepted), round.look
+        if look is not None and look.tree is round.tree:  # or a grammar has cut the tree
+            self._path_calibration.observe(look.paths, round.accepted.nodes)
         if round.is_time_usual:
             self._learn_costs(round)
         plan, num_waited = (look.plan, look.num_waited) if look is not None else (None, 0)
@@ -224,12 +229,18 @@ class Graft(Policy):
         self.catch_up()
         counts = self._calibration.state().values()
         by_source = {name: torch.stack([c[:, number] for c in counts]) for number, name in enumerate(self.sources)}
-        return super().state() | named("calibration", by_source) | named("prospect", self.budget.passes.state())
+        return (
+            super().state()
+            | named("calibration", by_source)
+            | named("prospect", self.budget.passes.state())
+            | named("paths", self._path_calibration.state())
+        )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self._uncounted = self._unjudged = self._unobserved = None
         self._restore_calibration(part_of(state, "calibration"))
+        self._path_calibration.restore(part_of(state, "paths"))
         self.budget.passes.restore(part_of(state, "prospect"))
         self.budget.restart()
 
@@ -309,7 +320,7 @@ class Graft(Policy):
         if look.reaches:
             num_rows = len(look.passes)
             prices = self.budget.prices(num_rows, look.num_others)
-            values = look.candidates.values_by_need(len(look.reaches), *prices, look.caps)
+            values = look.candidates.values_by_need(len(look.reaches), *prices, look.caps, self._truths)
             self.budget.passes_of(num_rows).observe(look.reaches, values)
 
     # Graft
@@ -330,6 +341,11 @@ class Graft(Policy):
     def adapts(self) -> bool:
         """Whether it chooses the budget, and so learns costs from rounds' times."""
         return self._settings.budget is None
+
+    @property
+    def _truths(self) -> array[float] | None:
+        """What of path probabilities comes true; where the number of nodes is given, nobody asks."""
+        return self._path_calibration.truths if self.adapts else None
 
     @property
     def _is_time_usual(self) -> bool:
