@@ -62,7 +62,7 @@ typedef void Work(Part *part);
    has none. One caller at a time: they hold Python's lock. Whoever is free takes the next part, the caller too, so that
    it does not wait for a thread that is slow to wake.
 
-   A round's calls come one soon after the other, and to wake a thread takes longer than a part of the work. So where
+   A round's calls come one soon after the other, and to wake a thread may take longer than a part of the work. So where
    there are cores to spare, a thread that has nothing to do looks out for work for a while before it sleeps, and the
    caller for the end of the others' parts. */
 enum { CORES_TO_SPARE = 2 * MOST_THREADS, LOOKS = 64 };
