@@ -81,7 +81,6 @@ def _eagle3_rows(found: eagle3.Recognised) -> dict[str, str]:
 def _block_rows(found: block.Recognised) -> dict[str, str]:
     facts = found.facts
     layers, size, shifted = facts.get("target_layers"), facts["block_size"], facts["shifted"]
-    num_drafts = size if shifted else size - 1 if isinstance(size, int) else None
     slots = "shifted" if shifted else "in place"
     weights = {"embedding": facts["own_embedding"], "lm_head": facts["own_lm_head"]}
     parts = [f"Markov ({facts['markov']}, rank {facts['markov_rank']})"] if facts["markov"] else []
@@ -94,7 +93,7 @@ def _block_rows(found: block.Recognised) -> dict[str, str]:
     return {
         "kind": found.kind,
         "layers": f"{len(sight)}: " + "; ".join(sight if len(set(sight)) > 1 else sight[:1]),
-        "block": f"{size} slots, which draft {num_drafts} tokens",
+        "block": f"{size} slots, which draft {size if shifted else size - 1} tokens",
         "slots": slots if found.slots_are_said else f"{slots}; config.json does not say, see --slots",
         "mask": f"token {facts['mask_token_id']}" + (", a vector of its own" if facts["own_mask"] else ""),
         "target layers": ", ".join(map(str, layers)) if layers else "the usual: one for each of its own",
@@ -112,6 +111,7 @@ def _print_table(found: checkpoints.Recognised, rows: dict[str, str]) -> None:
     dtype = str(found.tensors["fc.weight"].dtype).removeprefix("torch.")
     table = Table.grid(padding=(0, 2))
     for label, text in {
+        "kind": rows.pop("kind"),
         "folder": str(found.folder),
         "layout": found.layout,
         "files": ", ".join(found.files),

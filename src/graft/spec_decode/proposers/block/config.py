@@ -36,14 +36,11 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_size("num_target_layers", self.num_target_layers)
-        size = self.block_size
-        require(
-            isinstance(size, int) and not isinstance(size, bool) and size >= 2,
-            f"block_size must be a whole number of at least 2, not {size!r}",
-        )
+        check_size("block_size", self.block_size)
+        require(self.block_size >= 2, "a block of one slot has the root only: block_size must be at least 2")
         mask = self.mask_token_id
         require(
-            isinstance(mask, int) and not isinstance(mask, bool) and 0 <= mask < self.vocab_size,
+            isinstance(mask, int) and 0 <= mask < self.vocab_size,
             f"mask_token_id {mask!r} is not one of the target's {self.vocab_size:,} tokens",
         )
         require(len(self.causal) > 0, "a head has at least one layer")

@@ -91,10 +91,14 @@ class BlockHead(DraftHead):
 
         roots: [B]. lengths: [B] tokens before each root, which are so many of the first of `past`, from `context`.
         """
-        device, batch = roots.device, len(roots)
-        places = torch.arange(self.config.block_size, device=device)
-        positions = lengths[:, None] + places
-        before = torch.arange(past[0].shape[3], device=device).expand(batch, -1)
+        places = torch.arange(self.config.block_size, device=roots.device)
+        attention = self.attention_over(lengths, past)
+        return self.predicting(self(self.slots(roots), lengths[:, None] + places, attention))
+
+    def attention_over(self, lengths: Tensor, past: KeyValue) -> Attention:
+        """Attention of blocks to the first `lengths` [B] tokens of `past`, and to themselves."""
+        positions = lengths[:, None] + torch.arange(self.config.block_size, device=lengths.device)
+        before = torch.arange(past[0].shape[3], device=lengths.device).expand(len(lengths), -1)
         known = torch.cat([before < lengths[:, None], torch.ones_like(positions, dtype=torch.bool)], dim=1)
         distance = positions[:, :, None] - torch.cat([before, positions], dim=1)[:, None]  # [B, W, S + W]
 
@@ -104,7 +108,7 @@ class BlockHead(DraftHead):
             groups = query.shape[1] // key.shape[1]
             return attend(query, keys, values, seen[:, None].repeat(1, 1, groups, 1))
 
-        return self.predicting(self(self.slots(roots), positions, attention))
+        return attention
 
     def reaches(self, layer: int, distance: Tensor) -> Tensor:
         """Whether a layer's queries see keys so many positions before them (behind them, where negative)."""

@@ -127,6 +127,7 @@ def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[st
     facts = read_shape(config, layout.shape, _ONLY) | _read_layers(layout, config)
     facts["block_size"] = _both(config, "block_size")
     require(facts["block_size"] is not None, "block_size is missing: how many slots a block has")
+    check_size("block_size", facts["block_size"])
     facts["mask_token_id"] = _both(config, "mask_token_id")
     require(facts["mask_token_id"] is not None, "mask_token_id is missing: which token stands in masked slots")
     for key in ("num_target_layers", "target_hidden_size"):
@@ -237,7 +238,7 @@ def _check_planned(config: Json, facts: Json) -> None:
     for method in value_at(config, ("speculators_config", "proposal_methods")) or ():
         planned, most = method.get("speculative_tokens"), facts["block_size"]
         require(
-            not isinstance(planned, int) or not isinstance(most, int) or planned <= most,
+            not isinstance(planned, int) or planned <= most,
             f"a block of {most} slots cannot draft the {planned} tokens of speculators_config: one is another head's",
         )
 
