@@ -80,9 +80,8 @@ def inspect_head(path: str | Path, slots: str | None = None) -> Recognised:
         facts["head_norms"] = normed or shape.get("model_type", "qwen3") == "qwen3"
         said = "shifted" in facts
         chosen = SLOTS[slots] if slots is not None else facts.get("shifted", usually_shifted(layout, config, facts))
-        require(
-            facts.setdefault("shifted", chosen) == chosen, f"it says that its slots are not {slots}: drop the option"
-        )
+        facts.setdefault("shifted", chosen)
+        require(facts["shifted"] == chosen, f"it says that the slots are not {slots}: leave the choice to it")
     if (mask := _read_mask(folder / checkpoints.MASK_FILE, facts["mask_token_id"])) is not None:
         tensors[_MASK] = mask
         files += (checkpoints.MASK_FILE,)
