@@ -458,6 +458,7 @@ def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_besi
     assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert (config["torch_dtype"], config["trained_on"]) == ("bfloat16", "stories")
     assert config["dflash_config"]["target_layer_ids"] == config["target_layer_ids"] == [1, 6], "counted by outputs"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 7], "counted by inputs, where vLLM looks first"
     assert (config["block_size"], config["dflash_config"]["mask_token_id"]) == (4, 5)
     backbone_file = load_file(tmp_path / "model.safetensors")
     assert set(backbone_file) == set(backbone(2))

@@ -175,7 +175,8 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
         nested |= {"causal": head.causal[0], "causal_head": head.causal[0]}
         both["is_causal"] = head.causal[0]
     config = {"architectures": list(layout.architectures), **shape, **both, "dflash_config": nested}
-    config |= {"draft_vocab_size": head.draft_vocab_size}
+    config["eagle_aux_hidden_state_layer_ids"] = list(head.target_layers)  # where vLLM looks first
+    config["draft_vocab_size"] = head.draft_vocab_size
     if head.target_hidden_size != head.hidden_size:  # a reader may take the key itself for a difference
         config["target_hidden_size"] = head.target_hidden_size
     if head.markov is not None or head.confidence:
