@@ -33,6 +33,7 @@ MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
 VOCABULARY = {"d2t", "t2d"}  # buffers, which a file need not have
 # Copies of the target's own weights, which some versions of speculators save for training.
 UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
+_HEADER = 2**16  # bytes of a file besides its tensors, at most: names, shapes, offsets
 SHAPE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -177,11 +178,43 @@ def read_pickle(path: Path) -> Any:
         raise GraftError(f"{path} is damaged, or holds more than tensors; use a copy in safetensors") from error
 
 
-def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor]) -> None:
-    """Writes config.json and model.safetensors."""
+def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_bytes: int | None = None) -> None:
+    """Writes config.json and model.safetensors, or as many files of at most `max_bytes` as it takes, with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_tensors(folder / "model.safetensors", tensors)
+    index = folder / "model.safetensors.index.json"
+    for old in (*folder.glob("model*.safetensors"), index):  # of a head that was here before
+        old.unlink(missing_ok=True)
+    parts = _parts(tensors, max_bytes)
+    if len(parts) == 1:
+        write_tensors(folder / "model.safetensors", tensors)
+        return
+    files: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write_tensors(folder / file, {name: tensors[name] for name in names})
+        files |= dict.fromkeys(names, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    content = {"metadata": {"total_size": size}, "weight_map": files}
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _parts(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[list[str]]:
+    """The names of tensors that go into a file together."""
+    if max_bytes is None:
+        return [list(tensors)]
+    parts: list[list[str]] = [[]]
+    room = max_bytes - _HEADER
+    for name, tensor in tensors.items():
+        require(
+            tensor.nbytes <= max_bytes - _HEADER, f"{name} of {tensor.nbytes:,} bytes fits no file of {max_bytes:,}"
+        )
+        if tensor.nbytes > room:
+            parts.append([])
+            room = max_bytes - _HEADER
+        parts[-1].append(name)
+        room -= tensor.nbytes
+    return parts
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -114,10 +114,16 @@ def load_head(
     return head.to(device)
 
 
-def save_head(head: BlockHead, folder: str | Path, extra_config: Mapping[str, Any] | None = None) -> None:
+def save_head(
+    head: BlockHead,
+    folder: str | Path,
+    extra_config: Mapping[str, Any] | None = None,
+    max_file_bytes: int | None = None,
+) -> None:
     """Writes a head so that SGLang and vLLM find its backbone; `extra_config` adds to config.json, or overrides it.
 
-    A conditional head is in a file of its own, a mask's vector where vLLM looks for it.
+    A conditional head is in a file of its own, a mask's vector where vLLM looks for it. max_file_bytes: the backbone is
+    written as several files, none larger.
     """
     folder, config = Path(folder), head.config
     dtype = str(head.fc.weight.dtype).removeprefix("torch.")
@@ -126,7 +132,8 @@ def save_head(head: BlockHead, folder: str | Path, extra_config: Mapping[str, An
         tensors = {name: tensor for name, tensor in tensors.items() if name not in checkpoints.VOCABULARY}
     mask = tensors.pop(_MASK, None)
     conditional = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CONDITIONAL)}
-    checkpoints.write_head(folder, write_config(config) | {"torch_dtype": dtype} | dict(extra_config or {}), tensors)
+    content = write_config(config) | {"torch_dtype": dtype} | dict(extra_config or {})
+    checkpoints.write_head(folder, content, tensors, max_file_bytes)
     for file in (_CONDITIONAL_FILE, checkpoints.MASK_FILE):  # of a head that was here before
         (folder / file).unlink(missing_ok=True)
     if conditional:

@@ -25,6 +25,12 @@ KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a layer's queries see keys so many positions before them (behind them, where negative)."""
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
+
+
 class BlockHead(DraftHead):
     """The network. Parameters have the names of z-lab's, DeepSpec's and TreeFlash's files.
 
@@ -111,10 +117,8 @@ class BlockHead(DraftHead):
         return attention
 
     def reaches(self, layer: int, distance: Tensor) -> Tensor:
-        """Whether a layer's queries see keys so many positions before them (behind them, where negative)."""
-        causal, window = self.config.causal[layer], self.config.windows[layer]
-        seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        return seen if window is None else seen & (distance.abs() < window)
+        """`within_reach`, of a layer."""
+        return within_reach(distance, self.config.causal[layer], self.config.windows[layer])
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Of all slots [..., block_size, H] those that predict, [..., K, H]."""
