@@ -12,6 +12,7 @@ import typer
 from graft.cli.options import MODEL, Given, Group, option, takes
 from graft.cli.terminal import ProgressBars, load_engine, notes
 from graft.data import read_prompts
+from graft.errors import GraftError
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -132,9 +133,8 @@ def _recipe(kind: str, training: Given, eagle3: Given, shape: Given, block: Give
 
     require_known("kind", kind, KINDS)
     foreign = [*shape, *block, *files] if kind == "eagle3" else [*eagle3]
-    if foreign:
-        flag = _flag(foreign[0])
-        require(False, f"{flag} is not for --kind {kind}: drop it, or choose another kind")
+    for name in foreign:
+        raise GraftError(f"{_flag(name)} is not for --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
         size = {name: eagle3.pop(name) for name in ("draft_vocab_size",) if name in eagle3}
         return Eagle3Recipe(Eagle3Settings.of(training | eagle3), **size)
@@ -153,6 +153,7 @@ def _recipe(kind: str, training: Given, eagle3: Given, shape: Given, block: Give
 
 def _flag(name: str) -> str:
     """The option of a setting, as it is typed."""
-    groups = EAGLE3 | SHAPE | BLOCK | FILES
-    flag: str = groups[name].__metadata__[0].param_decls[0]
+    (given,) = (EAGLE3 | SHAPE | BLOCK | FILES)[name].__metadata__
+    # Within Annotated, typer takes what is first, here the flag, for the default until it builds the command.
+    flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
     return flag.partition("/")[0]
