@@ -18,6 +18,7 @@ from graft import GraftError
 from graft.cli.train import ANSWERING, BLOCK, EAGLE3, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
 from graft.spec_decode.proposers.block import BlockHead, load_head
+from graft.train import block as block_training
 from graft.train.block import (
     BlockObjective,
     BlockSettings,
@@ -277,6 +278,21 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(model, conditional,
     assert float(found["loss"]) == pytest.approx(float(expected.detach()), rel=1e-4)
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=2e-3, atol=1e-5, msg=name)
+
+
+def test_in_bf16_with_fp32_weights_the_losses_are_about_the_same(model, monkeypatch):
+    """As on a GPU, where the target is bf16 and the head's products are."""
+    head, batch = make_head(model), batch_of()
+    exact = block_backward(head, model, batch, SETTINGS)
+    exact_gradient = head.fc.weight.grad.clone()
+    head.zero_grad()
+    monkeypatch.setattr(block_training, "autocast", lambda device, settings: torch.autocast("cpu", torch.bfloat16))
+    rough = block_backward(head, tiny_model(num_hidden_layers=6).bfloat16(), batch, SETTINGS)
+    for name, value in exact.items():
+        assert float(rough[name]) == pytest.approx(float(value), rel=0.05)
+    gradient = head.fc.weight.grad
+    assert gradient.dtype == torch.float32
+    assert torch.cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0) > 0.9
 
 
 def test_gradients_reach_every_parameter_and_none_of_the_model(model):
