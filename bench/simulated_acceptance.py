@@ -21,7 +21,7 @@ from graft.data import read_prompts, user_message
 from graft.engine import Engine
 from graft.loading import load
 from graft.spec_decode.proposers.block import load_head
-from graft.train.generate_data import Answered, AnswerSettings, read_answers, write_answers
+from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
 from graft.train.simulate import SimulateSettings, simulate
 
 
@@ -73,7 +73,7 @@ def _tasks(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[str, l
         every = list(read_answers(options.answers))
         for temperature in sorted({answer.temperature for answer in every}):
             chosen = [answer for answer in every if answer.temperature == temperature]
-            yield f"temperature {temperature:g}", chosen[:: max(1, len(chosen) // options.limit)][: options.limit]
+            yield f"temperature {temperature:g}", spread(chosen, options.limit)
         return
     answering = AnswerSettings(
         max_new_tokens=options.max_new_tokens, temperatures=(options.temperature,), num_rows=options.rows

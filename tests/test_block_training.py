@@ -31,7 +31,7 @@ from graft.train.block import (
     unused_token,
 )
 from graft.train.eagle3 import Eagle3Settings
-from graft.train.generate_data import Answered, AnswerSettings
+from graft.train.generate_data import Answered, AnswerSettings, spread
 from graft.train.packing import PackedBatches
 from graft.train.recipe import new_block_head
 from graft.train.simulate import Simulated, SimulateSettings, Table, num_accepted, simulate, table_of
@@ -79,8 +79,11 @@ def make_head(model, shape=SHAPE, conditional=True, seed=3, **changes) -> BlockH
 
 
 def batch_of(answers=None, **changes):
+    """A batch whose rows have blocks in several documents."""
     settings = replace(SETTINGS, **changes)
-    return PackedBatches(answers or texts(), settings, settings.anchors).at(0)
+    batches = PackedBatches(answers or texts(), settings, settings.anchors)
+    made = (batches.at(step) for step in range(len(batches)))
+    return next(b for b in made if bool(((b.anchor_starts > 0) & (b.num_labels > 0)).any(dim=1).all()))
 
 
 # What a batch is
@@ -140,6 +143,11 @@ def test_documents_of_a_row_do_not_see_each_other_in_the_target(name):
         packed = states.features[row, start : start + len(answer.tokens)]
         expected = torch.cat([alone.hidden_states[0], alone.hidden_states[2]], dim=-1)[0]
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_some_answers_stand_for_all_of_them():
+    assert spread(list("abcdefghij"), 5) == list("acegi")
+    assert spread(list("abc"), 5) == list("abc") and spread(list("abc"), 0) == []
 
 
 # What a block sees

@@ -21,7 +21,7 @@ from graft.model.attention import attend
 from graft.settings import Settings, require
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
 from graft.spec_decode.proposers.block.head import Attention, within_reach
-from graft.train.generate_data import Answered
+from graft.train.generate_data import Answered, spread
 from graft.train.packing import PackedBatch, PackedBatches
 from graft.train.simulate import SimulateSettings, simulate
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
@@ -131,7 +131,7 @@ class BlockObjective:
         self._training = PackedBatches(training, settings, settings.anchors)
         # Of other temperatures less is accepted: figures of runs with other temperatures would not compare.
         coolest = min(answer.temperature for answer in held_back)
-        self._simulated = [a for a in held_back if a.temperature == coolest][: settings.simulated]
+        self._simulated = spread([a for a in held_back if a.temperature == coolest], settings.simulated)
         self._device = head.fc.weight.device
 
     def backward(self, step: int) -> dict[str, Tensor]:

@@ -161,6 +161,11 @@ def read_answers(folder: Path) -> Iterator[Answered]:
             yield Answered(tokens, num_prompt, temperature)
 
 
+def spread(answers: Sequence[Answered], count: int) -> list[Answered]:
+    """At most so many, from all over: they are written in the order of their prompts' lengths."""
+    return [answers[i * len(answers) // count] for i in range(count)] if len(answers) > count else list(answers)
+
+
 def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     partial = path.with_suffix(".partial")

@@ -27,7 +27,7 @@ from graft.train import card
 from graft.train import eagle3 as eagle3_training
 from graft.train.block import BlockObjective, BlockSettings, BlockShape, unused_token
 from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, draft_vocabulary
-from graft.train.generate_data import Answered, AnswerSettings, read_answers, write_answers
+from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
 from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
@@ -222,7 +222,7 @@ def new_block_head(
     output: Any = model.get_output_embeddings().weight
     head.borrow_embedding(embedding)
     head.borrow_lm_head(output)
-    batch = PackedBatches(answers[:256], settings, num_anchors=1).at(0)
+    batch = PackedBatches(spread(answers, 256), settings, num_anchors=1).at(0)
     head = head.to(device=model.device)
     block_training.start_from_target(head, model, batch.to(model.device))
     return head
