@@ -255,16 +255,16 @@ def test_a_hub_id_is_fetched_without_its_other_files(tmp_path: Path, monkeypatch
         asked.append((repository, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("graft.spec_decode.proposers.checkpoints.snapshot_download", download)
     assert inspect_head("owner/head").folder == tmp_path
-    assert asked == [("owner/head", ["config.json", "*.safetensors", "*.bin"])]
+    assert asked == [("owner/head", ["config.json", "*.safetensors", "*.bin", "mask_embedding.pt"])]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, allow_patterns: list[str]) -> str:
         raise OSError("no network.\nmore about it")
 
-    monkeypatch.setattr("graft.spec_decode.proposers.eagle3.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("graft.spec_decode.proposers.checkpoints.snapshot_download", download)
     with pytest.raises(
         GraftError, match=r"no head at owner/head: there is no such folder, and as a hub id: no network$"
     ):

@@ -10,22 +10,22 @@ import torch
 from graft import Engine, GraftError
 from graft.model import TargetRunner
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
-from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
-from graft.train.recipe import write_card
-from graft.train.trainer import (
-    Batches,
-    TrainSettings,
-    _split_by_prompt,
+from graft.train.card import eagle3_text, read_log, write_card
+from graft.train.eagle3 import (
+    Eagle3Objective,
+    Eagle3Settings,
+    PaddedBatches,
     _unrolled_attention,
     draft_vocabulary,
     start_from_target,
-    train,
     unrolled_losses,
 )
+from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
+from graft.train.trainer import optimize, split_by_prompt
 from test_drafter import make_head, plain_draft
 from tiny import VOCAB, tiny_model
 
-SETTINGS = TrainSettings(
+SETTINGS = Eagle3Settings(
     steps=12,
     batch_tokens=200,
     unroll=3,
@@ -35,6 +35,11 @@ SETTINGS = TrainSettings(
     held_back=0.2,
     bf16=False,
 )
+
+
+def train(head, model, answers, settings, folder, progress=lambda record: None):
+    optimize(Eagle3Objective(head, model, answers, settings), settings, folder, len(answers), progress)
+    return head
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +208,12 @@ def test_the_card_shows_the_curves_only_where_they_could_be_drawn(installed, tmp
     pytest.importorskip("matplotlib")
     if not installed:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    (tmp_path / "work" / "training").mkdir(parents=True)
     records = [{"step": 0, "loss": 2.0}, {"step": 0, "held_back_right_0": 0.25}]
-    (tmp_path / "work" / "training" / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    facts = {"prompts": 1, "answers": 1, "answer_tokens": 9, "vocabulary_coverage": 1.0}
-    write_card(tmp_path, facts | {"answering": asdict(AnswerSettings()), "training": asdict(SETTINGS)})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    facts = {"prompts": 1, "answers": 1, "answer_tokens": 9, "vocabulary_coverage": 1.0, "temperatures": [0.0]}
+    facts |= {"steps": 12, "training": asdict(SETTINGS)}
+    log = read_log(tmp_path / "log.jsonl")
+    write_card(tmp_path, facts, log, eagle3_text(facts, log))
     card = (tmp_path / "README.md").read_text()
     assert ("(loss.png)" in card) == installed == (tmp_path / "loss.png").exists()
     assert "| 1 | 0.250 |\n" in card
@@ -220,13 +226,13 @@ def test_the_draft_vocabulary_is_what_answers_use_most():
 
 
 def test_every_answer_is_seen_once_an_epoch(answers):
-    batches = Batches(answers, SETTINGS)
+    batches = PaddedBatches(answers, SETTINGS)
     seen = [tuple(row[row != 0].tolist()) for step in range(len(batches)) for row in batches.at(step)[0]]
     assert sorted(seen) == sorted(tuple(t for t in a.tokens.tolist() if t) for a in answers)
 
 
 def test_all_answers_to_a_prompt_are_on_the_same_side_of_the_split():
     answers = [Answered(torch.tensor([p, p, a], dtype=torch.int32), 2) for a in range(3) for p in range(20)]
-    held_back, training = _split_by_prompt(answers, share=0.2)
+    held_back, training = split_by_prompt(answers, share=0.2)
     assert len(held_back) == 3 * 4 and len(training) == 3 * 16
     assert not {int(a.tokens[0]) for a in held_back} & {int(a.tokens[0]) for a in training}

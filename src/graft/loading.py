@@ -16,10 +16,12 @@ from graft.model.cpu_linear import speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers.checkpoints import folder_of
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.proposers.head_kinds import kind_of
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,8 +96,12 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
     """A drafter for this model from a head's folder, hub id or packaged name."""
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
-    path = packaged_head(draft) or draft
-    head = load_head(path, model.config, model.dtype, model.device, embedding)
+    folder = folder_of(packaged_head(draft) or draft)
+    require(
+        kind_of(folder) == "eagle3",
+        f"{draft} is a block head: `graft load-check` can check it, but drafting with it is not supported yet",
+    )
+    head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)
 

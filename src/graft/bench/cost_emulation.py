@@ -21,7 +21,8 @@ from graft.device_info import free_memory
 from graft.errors import GraftError
 from graft.model.cpu_linear import speed_up
 from graft.settings import Settings, require, require_known
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head, check_size
+from graft.spec_decode.proposers.draft_head import check_size
+from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 
 _NOISE = 0.02  # standard deviation of random weights: their products stay far from overflow in every dtype
 _SEED = 0

@@ -1,4 +1,4 @@
-"""`graft load-check`: describes an EAGLE-3 head's files and checks that they fit a model."""
+"""`graft load-check`: describes a draft head's files and checks that they fit a model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,45 @@ import typer
 
 from graft.errors import ModelError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.settings import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from graft.spec_decode.proposers.eagle3 import Recognised
+    from graft.spec_decode.proposers import block, checkpoints, eagle3
 
 
 def load_check(
-    head: Annotated[str, typer.Argument(help="A folder or hub id of an EAGLE-3 head.", show_default=False)],
+    head: Annotated[str, typer.Argument(help="A folder or hub id of a draft head.", show_default=False)],
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
+    slots: Annotated[
+        str | None, typer.Option(help="Of a block head whose config does not say: in-place or shifted.")
+    ] = None,
 ) -> None:
-    """Show what an EAGLE-3 head is, load it, and say whether it fits a model.
+    """Show what a draft head is, load it, and say whether it fits a model.
 
-    Of the model only its config is read. Exits with 2 and the reason if the head is damaged or another model's.
+    EAGLE-3 heads, and block heads: DFlash, DSpark, JetSpec, TreeFlash. Of the model only its config is read.
+    Exits with 2 and the reason if the head is damaged or another model's.
 
     [dim]Example:[/] graft load-check ./my-head --model smollm2-135m
     """
     import torch
 
-    from graft.spec_decode.proposers.eagle3 import inspect_head, load_head
+    from graft.spec_decode.proposers import block, eagle3
+    from graft.spec_decode.proposers.checkpoints import folder_of
+    from graft.spec_decode.proposers.head_kinds import kind_of
 
-    found = inspect_head(head)
-    _print_table(found)
-    target = _target_config(model)
-    loaded = load_head(found.folder, target, torch.bfloat16, "cpu")
-    layers = ", ".join(map(str, loaded.config.target_layers))
-    print(f"It fits {model}: it loads, and reads what goes into layers {layers}.")
+    folder = folder_of(head)
+    if kind_of(folder) == "block":
+        found = block.inspect_head(folder, slots)
+        _print_table(found, _block_rows(found))
+        layers = block.load_head(folder, _target_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers
+    else:
+        require(slots is None, "--slots is for block heads, and this is an EAGLE-3 head: drop it")
+        other = eagle3.inspect_head(folder)
+        _print_table(other, _eagle3_rows(other))
+        layers = eagle3.load_head(folder, _target_config(model), torch.bfloat16, "cpu").config.target_layers
+    print(f"It fits {model}: it loads, and reads what goes into layers {', '.join(map(str, layers))}.")
 
 
 def _target_config(name: str) -> PreTrainedConfig:
@@ -52,30 +64,64 @@ def _target_config(name: str) -> PreTrainedConfig:
         raise ModelError(f"cannot read the config of {name}: {reason}") from error
 
 
-def _print_table(found: Recognised) -> None:
+def _eagle3_rows(found: eagle3.Recognised) -> dict[str, str]:
+    facts = found.facts
+    norms = [name for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output") if facts[name]]
+    window = f"{facts['sliding_window']} tokens back" if facts.get("sliding_window") else "all"
+    layers = facts.get("target_layers")
+    return {
+        "kind": "EAGLE-3",
+        "window": window,
+        "target layers": ", ".join(map(str, layers)) if layers else "the usual: early, middle, late",
+        "embedding": "its own" if facts["own_embedding"] else "the target's",
+        "extra norms": ", ".join(norms) or "none",
+    }
+
+
+def _block_rows(found: block.Recognised) -> dict[str, str]:
+    facts = found.facts
+    layers, size, shifted = facts.get("target_layers"), facts["block_size"], facts["shifted"]
+    slots = "shifted" if shifted else "in place"
+    weights = {"embedding": facts["own_embedding"], "lm_head": facts["own_lm_head"]}
+    parts = [f"Markov ({facts['markov']}, rank {facts['markov_rank']})"] if facts["markov"] else []
+    parts += ["confidence"] if facts["confidence"] else []
+    parts += ["conditional"] if facts["conditional"] else []
+    sight = [
+        ("causal" if causal else "bidirectional") + (f", {window} back" if window else "")
+        for causal, window in zip(facts["causal"], facts["windows"], strict=True)
+    ]
+    return {
+        "kind": found.kind,
+        "layers": f"{len(sight)}: " + "; ".join(sight if len(set(sight)) > 1 else sight[:1]),
+        "block": f"{size} slots, which draft {size if shifted else size - 1} tokens",
+        "slots": slots if found.slots_are_said else f"{slots}; config.json does not say, see --slots",
+        "mask": f"token {facts['mask_token_id']}" + (", a vector of its own" if facts["own_mask"] else ""),
+        "target layers": ", ".join(map(str, layers)) if layers else "the usual: one for each of its own",
+        "token heads": ", ".join(parts) or "none",
+        **{name: "its own" if own else "the target's" for name, own in weights.items()},
+    }
+
+
+def _print_table(found: checkpoints.Recognised, rows: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     facts = found.facts
     heads, key_heads, head_dim = (facts[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    norms = [name for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output") if facts[name]]
-    layers = facts.get("target_layers")
-    window = f", seeing {facts['sliding_window']} tokens back" if facts.get("sliding_window") else ""
     dtype = str(found.tensors["fc.weight"].dtype).removeprefix("torch.")
     table = Table.grid(padding=(0, 2))
     for label, text in {
+        "kind": rows.pop("kind"),
         "folder": str(found.folder),
         "layout": found.layout,
         "files": ", ".join(found.files),
         "tensors": f"{len(found.tensors)}, {found.num_parameters:,} parameters in {dtype}",
         "width": f"{facts['hidden_size']:,}, on hidden states of {facts['target_hidden_size']:,}",
-        "attention": f"{heads} heads of {head_dim}, {key_heads} for keys and values{window}",
+        "attention": f"{heads} heads of {head_dim}, {key_heads} for keys and values",
         "rotary": ", ".join(f"{key} {value}" for key, value in facts["rope"].items()),
         "MLP": f"{facts['intermediate_size']:,}",
         "vocabulary": f"{facts['draft_vocab_size']:,} of the target's {facts['vocab_size']:,}",
-        "target layers": ", ".join(map(str, layers)) if layers else "the usual: early, middle, late",
-        "embedding": "its own" if facts["own_embedding"] else "the target's",
-        "extra norms": ", ".join(norms) or "none",
+        **rows,
     }.items():
         table.add_row(label, text)
     Console(highlight=False, markup=False).print(table)

@@ -1,19 +1,27 @@
-"""`graft train`: trains an EAGLE-3 draft head for a model on the model's own answers."""
+"""`graft train`: trains a draft head for a model on the model's own answers."""
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
 from graft.cli.terminal import ProgressBars, load_engine, notes
 from graft.data import read_prompts
+from graft.errors import GraftError
+from graft.settings import require
+
+if TYPE_CHECKING:
+    from graft.train.recipe import Recipe
 
 _answering = functools.partial(option, rich_help_panel="Answering")
 _training = functools.partial(option, rich_help_panel="Training")
+_eagle3 = functools.partial(option, rich_help_panel="EAGLE-3 heads")
+_block = functools.partial(option, rich_help_panel="Block heads: dflash, treeflash")
 
 ANSWERING: Group = {
     "max_new_tokens": _answering(int, "--max-new-tokens", "Longest answer.", "256"),
@@ -25,43 +33,127 @@ TRAINING: Group = {
     "steps": _training(int, "--steps", "Optimizer steps.", "2000"),
     "batch_tokens": _training(int, "--batch-tokens", "Tokens of a step.", "32768"),
     "max_tokens": _training(int, "--max-tokens", "Prompt and answer are cut here.", "2048"),
-    "unroll": _training(int, "--unroll", "Drafted steps that are trained.", "5"),
-    "step_weight": _training(float, "--step-weight", "Weight of each further step.", "0.8"),
     "learning_rate": _training(float, "--learning-rate", "At its highest.", "0.001"),
     "warmup_steps": _training(int, "--warmup-steps", "Steps until then.", "100"),
+    "weight_decay": _training(float, "--weight-decay", "Of matrices.", "0.01"),
+    "ema_decay": _training(float, "--ema-decay", "Of averaged weights; 0: the last ones.", "0, block heads 0.999"),
     "evaluate_every": _training(int, "--evaluate-every", "Steps between evaluations, which also save.", "200"),
+    "held_back": _training(float, "--held-back", "Share of prompts that only evaluations see.", "0.01"),
     "seed": _training(int, "--seed", "Fixes the order of the answers.", "0"),
+}
+EAGLE3: Group = {
+    "draft_vocab_size": _eagle3(int, "--draft-vocab-size", "Tokens the head can draft.", "8192"),
+    "unroll": _eagle3(int, "--unroll", "Drafted steps that are trained.", "5"),
+    "step_weight": _eagle3(float, "--step-weight", "Weight of each further step.", "0.8"),
+}
+SHAPE: Group = {
+    "num_layers": _block(int, "--layers", "Layers of the head.", "4"),
+    "num_taps": _block(int, "--taps", "Target layers it reads, evenly spread.", "5"),
+    "target_layers": _block(list[int], "--target-layer", "Read what goes into this one instead; repeatable."),
+    "num_drafts": _block(int, "--drafts", "Tokens a block predicts.", "12"),
+    "slots": _block(str, "--slots", "in-place, which other engines read too, or shifted.", "in-place"),
+    "causal": _block(bool, "--causal/--bidirectional", "Slots see no later ones, as JetSpec's.", "bidirectional"),
+    "learned_mask": _block(bool, "--learned-mask/--token-mask", "What stands in masked slots.", "learned-mask"),
+}
+BLOCK: Group = {
+    "anchors": _block(int, "--anchors", "Blocks of a row of --max-tokens.", "384"),
+    "weighting": _block(str, "--weighting", "Of slots: decay, or pace for D-PACE.", "decay"),
+    "gamma": _block(float, "--gamma", "Of decay: slots until a weight is 1/e.", "5"),
+    "pace_floor": _block(float, "--pace-floor", "Of pace: the least a probability counts.", "0.5"),
+    "marginal_weight": _block(float, "--marginal-weight", "Of treeflash's slots without the token before.", "0.5"),
+    "chunk_slots": _block(int, "--chunk-slots", "Slots whose logits exist at once.", "4608"),
+    "flex": _block(bool, "--flex/--dense", "FlexAttention, or a dense mask, on a GPU.", "flex"),
+    "simulated": _block(int, "--simulated", "Held-back answers that evaluations decode.", "128"),
+    "nodes": _block(int, "--nodes", "Nodes of the trees there.", "60"),
+}
+FILES: Group = {
+    "start_from": _block(Path, "--start-from", "A head whose weights it starts with.", metavar="HEAD"),
+    "max_file_mib": _block(int, "--max-file-mib", "Save the backbone in files of this size.", "one file"),
 }
 
 
-@takes(loading=MODEL, answering=ANSWERING, training=TRAINING)
+@takes(loading=MODEL, answering=ANSWERING, training=TRAINING, eagle3=EAGLE3, shape=SHAPE, block=BLOCK, files=FILES)
 def train(
-    prompts: Annotated[list[Path], typer.Option(help="Prompts, one JSON object a line; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Folder of the new head.")],
-    draft_vocab_size: Annotated[int, typer.Option(help="Tokens the head can draft.")] = 8192,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Prompts, one JSON object a line; may be repeated.")
+    ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Instead of prompts: answers made before, work/answers of another head.")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="eagle3, dflash or treeflash.")] = "eagle3",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop after this long, to go on later.")] = None,
     *,
     loading: Given,
     answering: Given,
     training: Given,
+    eagle3: Given,
+    shape: Given,
+    block: Given,
+    files: Given,
 ) -> None:
-    """Train an EAGLE-3 draft head: the model answers the prompts, and the head learns to guess its answers.
+    """Train a draft head: the model answers the prompts, and the head learns to guess its answers.
 
-    Interrupted and started again with the same options, it goes on where it stopped.
+    Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped.
 
-    The head is saved in the layout of SafeAILab's EAGLE-3, which other engines read too.
+    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, which other engines read too.
 
-    [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --steps 4000
+    [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """
     from graft.train.generate_data import AnswerSettings
     from graft.train.recipe import train_head
-    from graft.train.trainer import TrainSettings
 
     if "temperatures" in answering:
         answering["temperatures"] = tuple(answering["temperatures"])
-    answer_settings, train_settings = AnswerSettings.of(answering), TrainSettings.of(training)
-    texts = [prompt.text for path in prompts for prompt in read_prompts(path, limit)]
+    require((not prompts) == (answers is not None), "give either --prompts or --answers")
+    require(not (answers is not None and (answering or limit)), "--answers are there: drop the options of answering")
+    require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
+    answer_settings = AnswerSettings.of(answering)
+    recipe = _recipe(kind, training, eagle3, shape, block, files)
+    texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
     with ProgressBars() as progress:
-        train_head(engine, texts, out, draft_vocab_size, answer_settings, train_settings, progress.show)
-    notes().print(f"The head is in {out}", markup=False)
+        seconds = math.inf if max_seconds is None else max_seconds
+        outcome = train_head(engine, texts, out, recipe, answer_settings, progress.show, answers, seconds)
+    words = f"The head is in {out}"
+    if outcome.stage == "answer":
+        words = f"Time is up: {outcome.done} of {outcome.total} groups are answered. The same command goes on."
+    elif not outcome.is_finished:
+        done = f"{outcome.done} of {outcome.total} steps"
+        words = f"Time is up: {done}. The head so far is in {out}; the same command goes on."
+    notes().print(words, markup=False, soft_wrap=True)
+
+
+def _recipe(kind: str, training: Given, eagle3: Given, shape: Given, block: Given, files: Given) -> Recipe:
+    from graft.settings import require_known
+    from graft.train.block import BlockSettings, BlockShape
+    from graft.train.eagle3 import Eagle3Settings
+    from graft.train.recipe import KINDS, BlockRecipe, Eagle3Recipe
+
+    require_known("kind", kind, KINDS)
+    foreign = [*shape, *block, *files] if kind == "eagle3" else [*eagle3]
+    for name in foreign:
+        raise GraftError(f"{_flag(name)} is not for --kind {kind}: drop it, or choose another kind")
+    if kind == "eagle3":
+        size = {name: eagle3.pop(name) for name in ("draft_vocab_size",) if name in eagle3}
+        return Eagle3Recipe(Eagle3Settings.of(training | eagle3), **size)
+    if "target_layers" in shape:
+        shape["target_layers"] = tuple(shape["target_layers"])
+    mib = files.get("max_file_mib")
+    require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
+    return BlockRecipe(
+        BlockSettings.of(training | block),
+        BlockShape.of(shape),
+        conditional=kind == "treeflash",
+        start_from=files.get("start_from"),
+        max_file_bytes=None if mib is None else mib * 2**20,
+    )
+
+
+def _flag(name: str) -> str:
+    """The option of a setting, as it is typed."""
+    (given,) = (EAGLE3 | SHAPE | BLOCK | FILES)[name].__metadata__
+    # Within Annotated, typer takes what is first, here the flag, for the default until it builds the command.
+    flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
+    return flag.partition("/")[0]

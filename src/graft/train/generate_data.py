@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from graft.errors import GraftError
 from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
 from graft.spec_decode.tree import DraftTree
+
+_SETTINGS = "answers.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Answered:
 
     tokens: Tensor  # [T] int32, prompt then answer
     num_prompt_tokens: int
+    temperature: float = 0.0
 
 
 class BatchDecoder:
@@ -108,11 +113,15 @@ def write_answers(
     settings: AnswerSettings,
     folder: Path,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-) -> None:
-    """Answers all prompts at every temperature into `folder`; `progress(shards done, of, new tokens)` as it goes."""
+    deadline: float = math.inf,
+) -> bool:
+    """Answers all prompts at every temperature into `folder`; `progress(shards done, of, new tokens)` as it goes.
+
+    False if `deadline`, a time of `time.perf_counter`, came before the last shard was begun.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    _same_settings(folder / "answers.json", {**asdict(settings), "prompts": fingerprint})
+    _same_settings(folder / _SETTINGS, {**asdict(settings), "prompts": fingerprint})
     most = settings.max_prompt_tokens
     if target.max_positions is not None:
         most = min(most, target.max_positions - settings.max_new_tokens)
@@ -125,6 +134,8 @@ def write_answers(
         path = folder / f"answers-{group:05d}-{rank:02d}.safetensors"
         num_tokens = 0
         if not path.exists():
+            if time.perf_counter() >= deadline:
+                return False
             prompt_group, temperature = groups[group], settings.temperatures[rank]
             decoder = BatchDecoder(target, len(prompt_group), len(prompt_group[-1]) + settings.max_new_tokens)
             torch.manual_seed(settings.seed + 1_000_003 * group + rank)
@@ -133,28 +144,38 @@ def write_answers(
             _save_shard(path, prompt_group, answers)
             num_tokens = sum(map(len, answers))
         progress(done + 1, len(shards), num_tokens)
+    return True
 
 
 def read_answers(folder: Path) -> Iterator[Answered]:
     """Every answer in a folder, in a fixed order."""
     paths = sorted(folder.glob("answers-*.safetensors"))
     require(bool(paths), f"{folder} holds no answers")
+    temperatures = json.loads((folder / _SETTINGS).read_text())["temperatures"]
     for path in paths:
         shard = load_file(path)
+        temperature = float(temperatures[int(path.stem.rsplit("-", 1)[1])])
         for tokens, num_prompt in zip(
-            shard["tokens"].split(shard["lengths"].tolist()), shard["num_prompt_tokens"].tolist(), strict=True
+            shard["tokens"].int().split(shard["lengths"].tolist()), shard["num_prompt_tokens"].tolist(), strict=True
         ):
-            yield Answered(tokens, num_prompt)
+            yield Answered(tokens, num_prompt, temperature)
+
+
+def spread(answers: Sequence[Answered], count: int) -> list[Answered]:
+    """At most so many, from all over: they are written in the order of their prompts' lengths."""
+    return [answers[i * len(answers) // count] for i in range(count)] if len(answers) > count else list(answers)
 
 
 def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     partial = path.with_suffix(".partial")
+    tokens = [token for row in rows for token in row]
+    small = max(tokens) < 2**16  # most vocabularies: two bytes a token, which makes large sets easy to move
     save_file(
         {
-            "tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32),
-            "lengths": torch.tensor([len(row) for row in rows]),
-            "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts]),
+            "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
+            "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
+            "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
         },
         partial,
     )

@@ -1,16 +1,17 @@
-"""The training recipe of an EAGLE-3 head: generate answers, train, save, and write a model card.
+"""The training recipe of a draft head: generate answers, train, save, and write a model card.
 
-Every stage writes under the head's folder and is skipped when its output is already there.
+Every stage writes under the head's folder and is skipped when its output is already there. What differs between kinds
+of heads is in `Eagle3Recipe` and `BlockRecipe`.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -19,132 +20,228 @@ from graft.data import user_message
 from graft.engine import Engine
 from graft.progress import Report
 from graft.settings import require
-from graft.spec_decode.proposers.eagle3.checkpoint import save_head
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
-from graft.train.generate_data import AnswerSettings, read_answers, write_answers
-from graft.train.trainer import TrainSettings, draft_vocabulary, start_from_target, train
+from graft.spec_decode.proposers import block, eagle3
+from graft.spec_decode.proposers.draft_head import DraftHead
+from graft.train import block as block_training
+from graft.train import card
+from graft.train import eagle3 as eagle3_training
+from graft.train.block import BlockObjective, BlockSettings, BlockShape, unused_token
+from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, draft_vocabulary
+from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
+from graft.train.packing import PackedBatches
+from graft.train.trainer import Objective, TrainSettings, optimize
 
 WORK = "work"  # answers, log and state, below the head's folder; may be deleted when the head is done
+KINDS = ("eagle3", "dflash", "treeflash")
+
+
+class Recipe(Protocol):
+    """What makes a kind of head."""
+
+    @property
+    def settings(self) -> TrainSettings: ...
+
+    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
+        """What to train, with a new head, and facts for its card."""
+
+    def save(self, head: DraftHead, folder: Path) -> None: ...
+
+    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
+        """The card's text."""
+
+
+@dataclass(frozen=True)
+class Eagle3Recipe:
+    """An EAGLE-3 head."""
+
+    settings: Eagle3Settings
+    draft_vocab_size: int = 8192
+
+    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
+        size, most, model = self.draft_vocab_size, engine.target.vocab_size, engine.target.model
+        require(1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
+        vocabulary, coverage = draft_vocabulary(answers, most, size)
+        head = new_eagle3_head(model, vocabulary)
+        return Eagle3Objective(head, model, answers, self.settings), {"vocabulary_coverage": coverage}
+
+    def save(self, head: DraftHead, folder: Path) -> None:
+        assert isinstance(head, eagle3.Eagle3Head)
+        eagle3.save_head(head, folder)
+
+    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
+        return card.eagle3_text(facts, log)
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """A block head: DFlash, or TreeFlash if `conditional`."""
+
+    settings: BlockSettings
+    shape: BlockShape
+    conditional: bool
+    start_from: Path | None = None  # a head whose weights the new one starts with
+    max_file_bytes: int | None = None
+
+    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
+        model = engine.target.model
+        special = [*engine.eos_token_ids, *(getattr(engine.tokenizer, "all_special_ids", None) or ())]
+        mask = unused_token(answers, engine.target.vocab_size, special)
+        head = new_block_head(model, self.shape, self.conditional, mask, answers, self.settings)
+        if self.start_from is not None:
+            _take_weights(head, self.start_from, model)
+        return BlockObjective(head, model, answers, self.settings), {"head": asdict(head.config)}
+
+    def save(self, head: DraftHead, folder: Path) -> None:
+        assert isinstance(head, block.BlockHead)
+        block.save_head(head, folder, max_file_bytes=self.max_file_bytes)
+
+    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
+        return card.block_text(facts, log)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a call came."""
+
+    stage: str  # answer or train
+    done: int
+    total: int
+
+    @property
+    def is_finished(self) -> bool:
+        return self.stage == "train" and self.done == self.total
 
 
 def train_head(
     engine: Engine,
     prompts: Sequence[str],
     folder: Path,
-    draft_vocab_size: int,
+    recipe: Recipe,
     answering: AnswerSettings,
-    training: TrainSettings,
     report: Callable[[Report], None] = lambda report: None,
-) -> Path:
-    """Trains a head for the engine's model on its own answers to the prompts, and saves it in `folder`."""
-    model = engine.target.model
-    work = folder / WORK
-    encoded = [engine.encode(user_message(text, engine.tokenizer)) for text in prompts]
-    require(bool(encoded), "there are no prompts to answer")
-    most = engine.target.vocab_size
-    require(1 <= draft_vocab_size <= most, f"draft_vocab_size must be between 1 and {most}, not {draft_vocab_size}")
+    answers_from: Path | None = None,
+    max_seconds: float = math.inf,
+) -> Outcome:
+    """Trains a head for the engine's model on its own answers to the prompts, and saves it in `folder`.
 
+    answers_from: a folder of answers made before, instead of prompts. After `max_seconds` it stops, to go on in the
+    next call; a head that has been trained for some of its steps is saved too.
+    """
     start = time.perf_counter()
-    num_made = 0
-
-    def answered(done: int, total: int, tokens: int) -> None:
-        nonlocal num_made
-        num_made += tokens
-        rate = num_made / (time.perf_counter() - start)
-        report(Report("answer", done, total, f"{num_made:,} tokens, {rate:,.0f} tokens/s"))
-
-    write_answers(engine.target, encoded, engine.eos_token_ids, answering, work / "answers", answered)
-    answers = list(read_answers(work / "answers"))
-
-    vocabulary, coverage = draft_vocabulary(answers, engine.target.vocab_size, draft_vocab_size)
-    head = new_head(model, vocabulary)
-
-    def trained(record: dict[str, float]) -> None:
-        words = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in ("step", "tokens", "norm"))
-        report(Report("train", int(record["step"]) + 1, training.steps, words))
-
-    train(head, model, answers, training, work / "training", trained)
-    save_head(head.to(torch.bfloat16), folder)
-    facts = {
-        "prompts": len(prompts),
+    deadline, work = start + max_seconds, folder / WORK
+    source = answers_from
+    if source is None:
+        source = work / "answers"
+        encoded = [engine.encode(user_message(text, engine.tokenizer)) for text in prompts]
+        require(bool(encoded), "there are no prompts to answer")
+        made = _Answering(report)
+        if not write_answers(engine.target, encoded, engine.eos_token_ids, answering, source, made, deadline):
+            return Outcome("answer", made.done, made.total)
+    answers = list(read_answers(source))
+    most = max(int(answer.tokens.max()) for answer in answers)
+    require(most < engine.target.vocab_size, f"{source} holds answers of another model: it has a token {most}")
+    objective, facts = recipe.prepare(engine, answers)
+    steps = recipe.settings.steps
+    training = work / "training"
+    done = optimize(objective, recipe.settings, training, len(answers), _Training(report, steps), deadline)
+    recipe.save(objective.head.to(torch.bfloat16), folder)
+    facts |= {
+        "prompts": len({a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers}),
         "answers": len(answers),
         "answer_tokens": sum(len(a.tokens) - a.num_prompt_tokens for a in answers),
-        "vocabulary_coverage": coverage,
-        "answering": asdict(answering),
-        "training": asdict(training),
+        "temperatures": sorted({a.temperature for a in answers}),
+        "steps": done,
+        "training": asdict(recipe.settings),
     }
-    write_card(folder, facts)
-    return folder
+    if answers_from is None:
+        facts["answering"] = asdict(answering)
+    log = card.read_log(training / "log.jsonl")
+    card.write_card(folder, facts, log, recipe.describe(facts, log))
+    return Outcome("train", done, steps)
 
 
-def new_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> Eagle3Head:
+class _Answering:
+    """Reports of the first stage."""
+
+    def __init__(self, report: Callable[[Report], None]) -> None:
+        self._report, self._start = report, time.perf_counter()
+        self._num_tokens = self.done = self.total = 0
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        self.done, self.total, self._num_tokens = done, total, self._num_tokens + tokens
+        rate = self._num_tokens / (time.perf_counter() - self._start)
+        self._report(Report("answer", done, total, f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s"))
+
+
+class _Training:
+    """Reports of the training, with the time left."""
+
+    def __init__(self, report: Callable[[Report], None], steps: int) -> None:
+        self._report, self._steps = report, steps
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, record: dict[str, float]) -> None:
+        now, step = time.perf_counter(), int(record["step"])
+        self._first = self._first or (step, now)  # the first step also compiles
+        words = [f"{name} {value:.3f}" for name, value in record.items() if name in card.SHOWN or "right" in name]
+        if step > self._first[0]:
+            seconds = (now - self._first[1]) / (step - self._first[0])
+            left = seconds * (self._steps - 1 - step)
+            words += [f"{seconds:.3f} s a step", f"{left / 60:.1f} min left"]
+        self._report(Report("train", step + 1, self._steps, ", ".join(words)))
+
+
+def new_eagle3_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> eagle3.Eagle3Head:
     """An untrained head for this target, initialized from the target's weights. changes: to the default config."""
-    text = model.config.get_text_config()
-    config = Eagle3Config.for_target(
-        model.config,
-        draft_vocab_size=len(vocabulary),
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        rope=_rope(text),
-        **changes,
+    config = eagle3.Eagle3Config.for_target(
+        model.config, draft_vocab_size=len(vocabulary), **_norms_and_rope(model), **changes
     )
-    head = Eagle3Head(config)
+    head = eagle3.Eagle3Head(config)
     head.set_vocabulary(vocabulary)
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, torch.Tensor)
+    embedding: Any = model.get_input_embeddings().weight
     head.borrow_embedding(embedding)
     head = head.to(device=model.device)
     torch.manual_seed(0)
-    start_from_target(head, model)
+    eagle3_training.start_from_target(head, model)
     return head
 
 
-def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Writes the model card, README.md and loss.png, from the training log and `facts`."""
-    log = [json.loads(line) for line in (folder / WORK / "training" / "log.jsonl").read_text().splitlines()]
-    evaluations = [record for record in log if "held_back_right_0" in record]
-    rights = [(k.rsplit("_", 1)[1], v) for k, v in evaluations[-1].items() if k.startswith("held_back_right_")]
-    rows = "\n".join(f"| {int(step) + 1} | {right:.3f} |" for step, right in rights)
-    picture = "\n![loss and right guesses over training](loss.png)\n" if _plot(log, folder / "loss.png") else ""
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "README.md").write_text(
-        f"""# An EAGLE-3 draft head, made with `graft train`
-
-Trained on {facts["answer_tokens"]:,} tokens of the target's own answers ({facts["answers"]:,} answers to
-{facts["prompts"]:,} prompts, temperatures {", ".join(map(str, facts["answering"]["temperatures"]))}), for
-{facts["training"]["steps"]:,} steps of {facts["training"]["batch_tokens"]:,} tokens. Its draft vocabulary covers
-{facts["vocabulary_coverage"]:.2%} of the answers' tokens. All settings are in `training.json`.
-
-Share of right guesses on held-back answers, by drafted depth (top 1, the tokens before it right):
-
-| depth | right |
-|---|---|
-{rows}
-{picture}"""
-    )
+def new_block_head(
+    model: PreTrainedModel,
+    shape: BlockShape,
+    conditional: bool,
+    mask_token_id: int,
+    answers: Sequence[Answered],
+    settings: BlockSettings,
+) -> block.BlockHead:
+    """An untrained head for this target, initialized from the target's weights and what it makes of some answers."""
+    config = shape.config_for(model, mask_token_id, conditional=conditional, **_norms_and_rope(model))
+    torch.manual_seed(settings.seed)
+    head = block.BlockHead(config)
+    embedding: Any = model.get_input_embeddings().weight
+    output: Any = model.get_output_embeddings().weight
+    head.borrow_embedding(embedding)
+    head.borrow_lm_head(output)
+    batch = PackedBatches(spread(answers, 256), settings, num_anchors=1).at(0)
+    head = head.to(device=model.device)
+    block_training.start_from_target(head, model, batch.to(model.device))
+    return head
 
 
-def _plot(log: list[dict[str, float]], path: Path) -> bool:
-    """Plots the training curves; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False  # the card's picture is the one thing that needs it; `graft train` again, with it, adds it
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    steps = [record for record in log if "loss" in record]
-    left.plot([r["step"] for r in steps], [r["loss"] for r in steps], linewidth=0.8)
-    left.set(xlabel="step", ylabel="loss", title="loss against the target's distribution")
-    evaluations = [record for record in log if "held_back_right_0" in record]
-    for name in (k for k in evaluations[-1] if k.startswith("held_back_right_")):
-        depth = int(name.rsplit("_", 1)[1]) + 1
-        right.plot([r["step"] for r in evaluations], [r[name] for r in evaluations], label=f"depth {depth}")
-    right.set(xlabel="step", title="right guesses on held-back answers")
-    right.legend()
-    figure.savefig(path, dpi=120)
-    return True
+def _take_weights(head: block.BlockHead, path: Path, model: PreTrainedModel) -> None:
+    """Gives a new head the weights of a saved one, which may lack its conditional head or mask."""
+    other = block.load_head(path, model.config, head.fc.weight.dtype, head.fc.weight.device)
+    same = {name: getattr(head.config, name) for name in ("conditional", "own_mask", "mask_token_id")}
+    its = replace(other.config, **same)
+    for field in fields(its):
+        own, saved = getattr(head.config, field.name), getattr(its, field.name)
+        require(own == saved, f"{path} cannot be the start: its {field.name} is {saved}, not {own}")
+    head.load_state_dict(other.state_dict(), strict=False)
 
 
-def _rope(text_config: Any) -> dict[str, Any]:
-    """Rotary parameters with the target's base, without its scaling."""
-    own = getattr(text_config, "rope_parameters", None) or {}
-    return {"rope_type": "default", "rope_theta": float(own.get("rope_theta", 10_000.0))}
+def _norms_and_rope(model: PreTrainedModel) -> dict[str, Any]:
+    """The target's norms, and rotary parameters with its base, without its scaling."""
+    text = model.config.get_text_config()
+    own = getattr(text, "rope_parameters", None) or {}
+    rope = {"rope_type": "default", "rope_theta": float(own.get("rope_theta", 10_000.0))}
+    return {"rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6), "rope": rope}

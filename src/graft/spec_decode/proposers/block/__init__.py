@@ -1,0 +1,16 @@
+"""Block heads (DFlash, DSpark, JetSpec, TreeFlash): draft heads of one pass a block, and their checkpoints."""
+
+from graft.spec_decode.proposers.block.checkpoint import Recognised, inspect_head, load_head, save_head
+from graft.spec_decode.proposers.block.config import BlockConfig, default_target_layers
+from graft.spec_decode.proposers.block.head import BlockHead, KeyValue
+
+__all__ = [
+    "BlockConfig",
+    "BlockHead",
+    "KeyValue",
+    "Recognised",
+    "default_target_layers",
+    "inspect_head",
+    "load_head",
+    "save_head",
+]

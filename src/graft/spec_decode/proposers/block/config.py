@@ -1,0 +1,109 @@
+"""Config of a block head: what its network computes, whichever project it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from transformers import PreTrainedConfig
+
+from graft.settings import require
+from graft.spec_decode.proposers.draft_head import HeadConfig, check_size, layer_shape
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """Config of a block head. A block is the root and, behind it, masked slots; slots stand at the positions from the
+    root's on."""
+
+    num_target_layers: int  # of the target it was trained for
+    block_size: int  # slots, the root's included
+    mask_token_id: int
+    shifted: bool  # a slot predicts the token behind its position; else its own position's, and the root's slot none
+    causal: tuple[bool, ...]  # by layer: whether a slot sees no later slots
+    windows: tuple[int | None, ...]  # by layer: how many positions back are seen, its own included; all if None
+    head_norms: bool = True  # queries and keys are normed
+    own_lm_head: bool = False  # else the target's
+    own_mask: bool = False  # masked slots have a vector of their own; else the embedding of mask_token_id
+    markov: str | None = None  # logits depend on the token before, by DSpark's tables: one of MARKOV_HEADS
+    markov_rank: int = 0
+    confidence: bool = False  # DSpark's estimate of acceptance
+    confidence_with_markov: bool = False  # that also reads the Markov head's vector of the token before
+    conditional: bool = False  # hidden states are corrected by the token before, by TreeFlash's MLP
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size("num_target_layers", self.num_target_layers)
+        check_size("block_size", self.block_size)
+        require(self.block_size >= 2, "a block of one slot has the root only: block_size must be at least 2")
+        mask = self.mask_token_id
+        require(
+            isinstance(mask, int) and 0 <= mask < self.vocab_size,
+            f"mask_token_id {mask!r} is not one of the target's {self.vocab_size:,} tokens",
+        )
+        require(len(self.causal) > 0, "a head has at least one layer")
+        require(
+            len(self.windows) == len(self.causal),
+            f"{len(self.windows)} windows for {len(self.causal)} layers: there must be one for each",
+        )
+        for window in self.windows:
+            if window is not None:
+                check_size("sliding_window", window)
+        require(
+            self.own_lm_head or (self.draft_vocab_size, self.hidden_size) == (self.vocab_size, self.target_hidden_size),
+            "a head with a draft vocabulary or width of its own needs an lm_head of its own",
+        )
+        self._check_dependencies()
+
+    def _check_dependencies(self) -> None:
+        require(
+            self.markov in (None, *MARKOV_HEADS),
+            f"markov_head_type {self.markov!r} is not one of {', '.join(MARKOV_HEADS)}",
+        )
+        if self.markov is not None:
+            check_size("markov_rank", self.markov_rank)
+        require(
+            self.markov is not None or not self.confidence_with_markov,
+            "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
+        )
+        require(
+            self.markov is None or not self.conditional,
+            "a Markov head and a conditional one exclude each other: choose one",
+        )
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, num_layers: int, **changes: Any) -> Self:
+        """A new head of layers of the target's own shape, bidirectional and without windows, with `changes`."""
+        num_target_layers = target.get_text_config().num_hidden_layers
+        usual = {
+            "num_target_layers": num_target_layers,
+            "target_layers": default_target_layers(num_target_layers, num_layers),
+            "causal": (False,) * num_layers,
+            "windows": (None,) * num_layers,
+        }
+        return cls.of({**layer_shape(target), **usual, **changes})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.causal)
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size if self.shifted else self.block_size - 1
+
+    @property
+    def has_conditionals(self) -> bool:
+        """Whether a slot's logits depend on the token before it."""
+        return self.conditional or self.markov is not None
+
+
+def default_target_layers(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs DFlash reads unless told otherwise: one for each of its own, evenly spread."""
+    if num_layers == 1:
+        return (num_target_layers // 2 + 1,)
+    span = num_target_layers - 4  # the outputs of layer 1 up to the last but two
+    require(span >= 0, f"a target of {num_target_layers} layers has no usual ones to read: name the layers")
+    return tuple(round(1 + number * span / (num_layers - 1)) + 1 for number in range(num_layers))

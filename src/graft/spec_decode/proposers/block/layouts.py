@@ -1,0 +1,252 @@
+"""Layouts of published block heads: names in `config.json` and of tensors, for reading, and for writing our own.
+
+Only names and numbers are dealt with here; files are `checkpoint`'s. `docs/checkpoints.md` says where each fact comes
+from. Projects borrow each other's names, so a setting is read wherever one of them puts it, and places that contradict
+each other are refused; the architecture only says where the layers' shape is and what is usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from graft.errors import GraftError
+from graft.settings import require
+from graft.spec_decode.proposers.block.config import BlockConfig
+from graft.spec_decode.proposers.checkpoints import (
+    Json,
+    Place,
+    agreed,
+    agreed_layers,
+    architecture_of,
+    read_shape,
+    value_at,
+    write_shape,
+)
+from graft.spec_decode.proposers.draft_head import check_size
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+CONDITIONAL = "ar_approximation."  # what the names of TreeFlash's own tensors start with
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one project has what; defaults are z-lab's."""
+
+    name: str
+    architectures: tuple[str, ...]
+    shape: Place = ()  # of the layers' shape in config.json
+    backbone: str = ""  # what the backbone's tensors start with
+    shifted: bool = False  # the slots, where config.json does not say
+
+    def spell(self, name: str) -> str:
+        """The layout's name of a tensor of `BlockHead`."""
+        return name if name.startswith(CONDITIONAL) else self.backbone + name
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("zlab", ("DFlashDraftModel",)),
+        Layout("specforge", ("DSparkDraftModel",), shifted=True),
+        Layout("deepspec", ("Qwen3DSparkModel",), shifted=True),
+        Layout("treeflash", ("TreeFlashDraftModel",), backbone="model."),
+        Layout("speculators", ("DFlashSpeculator", "DSparkSpeculator"), shape=("transformer_layer_config",)),
+    )
+}
+_SPECULATORS = {"dflash": False, "dspark": True}  # their speculators_model_type, and whether slots are usually shifted
+
+# Layer numbers: whether those at a place count outputs (the output of i is the input of i + 1, -1 the embeddings).
+_LAYERS: dict[Place, bool] = {
+    ("dflash_config", "target_layer_ids"): True,
+    ("target_layer_ids",): True,
+    ("aux_hidden_state_layer_ids",): False,
+    ("eagle_aux_hidden_state_layer_ids",): False,
+}
+# What the head computes, where a config might ask for something else.
+_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_ONLY_HERE = {  # in either of `_both`'s places
+    "attention_sink_bias": False,
+    "conv_kernel_size": 0,
+    "final_logit_softcapping": 0.0,
+    "input_embedding_scale": 1.0,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "rope_is_neox_style": True,
+}
+_PROJECTORS = ("dflash", "dspark")
+_RENAMED = {  # prefixes in some files
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+}
+
+
+def is_block_head(config: Json) -> bool:
+    """Whether a config.json is that of a block head."""
+    known = {name for layout in LAYOUTS.values() for name in layout.architectures}
+    return architecture_of(config) in known or config.get("speculators_model_type") in _SPECULATORS
+
+
+def recognise(config: Json) -> Layout:
+    """The layout of a head with this config.json."""
+    if (kind := config.get("speculators_model_type")) is not None:  # whose architectures are also others'
+        require(kind in _SPECULATORS, f"speculators_model_type {kind} is not one of {', '.join(_SPECULATORS)}")
+        return LAYOUTS["speculators"]
+    architecture = architecture_of(config)
+    for layout in LAYOUTS.values():
+        if architecture in layout.architectures:
+            return layout
+    known = ", ".join(name for layout in LAYOUTS.values() for name in layout.architectures)
+    raise GraftError(f"architecture {architecture} is not that of a block head; known are {known}")
+
+
+def head_name(name: str) -> str:
+    """The `BlockHead` name of a tensor in a file of any layout."""
+    name = name.removeprefix(LAYOUTS["treeflash"].backbone)
+    for theirs, own in _RENAMED.items():
+        if name.startswith(theirs):
+            return own + name.removeprefix(theirs)
+    return name
+
+
+def read_config(layout: Layout, config: Json, names: Collection[str]) -> dict[str, Any]:
+    """Arguments of `BlockConfig` from config.json and the names of the tensors, as far as the target is not needed.
+
+    `shifted` is missing where config.json does not say; see `usually_shifted`.
+    """
+    for key, value in _ONLY_HERE.items():
+        found = _both(config, key)
+        require(found in (None, value), f"{key} is {found}, and only {value} is supported")
+    projector = _both(config, "projector_type")
+    require(projector in (None, *_PROJECTORS), f"projector_type is {projector}, and only dflash and dspark are known")
+    facts = read_shape(config, layout.shape, _ONLY) | _read_layers(layout, config)
+    facts["block_size"] = _both(config, "block_size")
+    require(facts["block_size"] is not None, "block_size is missing: how many slots a block has")
+    check_size("block_size", facts["block_size"])
+    facts["mask_token_id"] = _both(config, "mask_token_id")
+    require(facts["mask_token_id"] is not None, "mask_token_id is missing: which token stands in masked slots")
+    for key in ("num_target_layers", "target_hidden_size"):
+        if (value := _both(config, key)) is not None:
+            facts[key] = value
+    if (layers := agreed_layers(config, _LAYERS)) is not None:
+        facts["target_layers"] = layers
+    if (shifted := agreed(config, [*_places("sample_from_anchor"), *_places("shift_label")])) is not None:
+        facts["shifted"] = bool(shifted)
+    facts |= _read_token_heads(config, names)
+    _check_planned(config, facts)
+    return facts | {"own_embedding": "embed_tokens.weight" in names, "own_lm_head": "lm_head.weight" in names}
+
+
+def usually_shifted(layout: Layout, config: Json, facts: Json) -> bool:
+    """The slot convention of a head whose config.json does not say it: shifted where it is DSpark's."""
+    usual = _SPECULATORS.get(str(config.get("speculators_model_type")), layout.shifted)
+    return usual or facts["markov"] is not None or facts["confidence"]
+
+
+def write_config(head: BlockConfig) -> dict[str, Any]:
+    """The config.json of a head, as SGLang and vLLM read those of z-lab; or of DeepSpec, if it has a Markov head."""
+    layout = LAYOUTS["zlab" if head.markov is None else "deepspec"]
+    windows = {window for window in head.windows if window is not None}
+    require(len(windows) <= 1, f"layers with different windows ({', '.join(map(str, sorted(windows)))}) have no layout")
+    shape = write_shape(head) | {
+        "model_type": "qwen3" if head.head_norms else "llama",
+        "num_hidden_layers": head.num_layers,
+        "layer_types": [_FULL if window is None else _SLIDING for window in head.windows],
+        "sliding_window": next(iter(windows), None),
+        "use_sliding_window": bool(windows),
+        "tie_word_embeddings": False,
+    }
+    # In both places, since readers differ in where they look.
+    both = {
+        "block_size": head.block_size,
+        "mask_token_id": head.mask_token_id,
+        "num_target_layers": head.num_target_layers,
+        "target_layer_ids": [layer - 1 for layer in head.target_layers],
+        "sample_from_anchor": head.shifted,
+    }
+    nested: dict[str, Any] = dict(both)
+    if head.causal != tuple(window is not None for window in head.windows):
+        require(len(set(head.causal)) == 1, "layers that are causal and layers that are not have no layout")
+        nested |= {"causal": head.causal[0], "causal_head": head.causal[0]}
+        both["is_causal"] = head.causal[0]
+    config = {"architectures": list(layout.architectures), **shape, **both, "dflash_config": nested}
+    config["eagle_aux_hidden_state_layer_ids"] = list(head.target_layers)  # where vLLM looks first
+    config["draft_vocab_size"] = head.draft_vocab_size
+    if head.target_hidden_size != head.hidden_size:  # a reader may take the key itself for a difference
+        config["target_hidden_size"] = head.target_hidden_size
+    if head.markov is not None or head.confidence:
+        config |= {"markov_rank": head.markov_rank, "markov_head_type": head.markov}
+        config |= {"enable_confidence_head": head.confidence}
+        config |= {"confidence_head_with_markov": head.confidence_with_markov}
+    if head.conditional:
+        config["treeflash_config"] = {"ar_approximation": "swiglu"}
+    return config
+
+
+def _read_layers(layout: Layout, config: Json) -> dict[str, Any]:
+    """By layer whether it is causal and its window; and whether queries and keys are normed."""
+    shape = value_at(config, layout.shape)
+    count = shape.get("num_hidden_layers")
+    check_size("num_hidden_layers", count)
+    types = shape.get("layer_types") or config.get("layer_types") or [_FULL] * count
+    require(
+        len(types) == count and set(types) <= {_SLIDING, _FULL},
+        f"layer_types must say {_FULL} or {_SLIDING} for each of {count} layers, not {types}",
+    )
+    everywhere = value_at(config, ("dflash_config", "use_swa")) and _SLIDING not in types
+    window = value_at(config, ("dflash_config", "swa_window_size")) or shape.get("sliding_window")
+    windows = tuple(window if everywhere or kind == _SLIDING else None for kind in types)
+    require(window is not None or not (everywhere or _SLIDING in types), f"{_SLIDING} without a sliding_window")
+    return {"causal": _read_causal(config, types), "windows": windows}
+
+
+def _read_causal(config: Json, types: Collection[str]) -> tuple[bool, ...]:
+    """Whether each layer is causal: what is said for all of them, else those with a window are."""
+    said = [value_at(config, place) for place in (("is_causal",), ("dflash_config", "causal"))]
+    said += [value_at(config, ("dflash_config", "causal_head"))]
+    said += [False if config.get("sliding_window_non_causal") else None]
+    for value in said:
+        if value is not None:
+            return (bool(value),) * len(types)
+    return tuple(kind == _SLIDING for kind in types)
+
+
+def _read_token_heads(config: Json, names: Collection[str]) -> dict[str, Any]:
+    rank = _both(config, "markov_rank") or 0
+    require(isinstance(rank, int) and rank >= 0, f"markov_rank must be a whole number, not {rank!r}")
+    confidence = agreed(config, [*_places("enable_confidence_head"), *_places("use_confidence_head")])
+    if confidence is None:
+        confidence = any(name.startswith("confidence_head.") for name in names)
+    with_markov = _both(config, "confidence_head_with_markov")
+    method = agreed(config, [("treeflash_config", "ar_approximation"), ("ar_approximation",)])
+    require(method in (None, "swiglu"), f"ar_approximation is {method}, and only swiglu is known")
+    return {
+        "markov": str(_both(config, "markov_head_type") or "vanilla").lower() if rank else None,
+        "markov_rank": rank,
+        "confidence": bool(confidence),
+        "confidence_with_markov": bool(confidence and (with_markov if with_markov is not None else rank > 0)),
+        "conditional": method is not None,
+    }
+
+
+def _check_planned(config: Json, facts: Json) -> None:
+    """speculators also says how many tokens are to be drafted; a block cannot give more than it has slots."""
+    for method in value_at(config, ("speculators_config", "proposal_methods")) or ():
+        planned, most = method.get("speculative_tokens"), facts["block_size"]
+        require(
+            not isinstance(planned, int) or planned <= most,
+            f"a block of {most} slots cannot draft the {planned} tokens of speculators_config: one is another head's",
+        )
+
+
+def _places(key: str) -> tuple[Place, Place]:
+    return ("dflash_config", key), (key,)
+
+
+def _both(config: Json, key: str) -> Any:
+    return agreed(config, _places(key))

@@ -1,0 +1,91 @@
+"""Parts of a block head that read the token before a slot: DSpark's Markov and confidence heads, TreeFlash's MLP.
+
+One backbone pass gives a slot's hidden state without knowing that token; these say what follows from each candidate.
+Parameters have the names of the projects' files. Shapes: B rows, K slots, m candidates of the token before, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graft.spec_decode.proposers.block.config import BlockConfig
+
+_CONDITIONAL_EPS = 1e-6  # fixed in TreeFlash, whatever the layers' is
+
+
+class MarkovHead(nn.Module):
+    """Low-rank table of token pairs, added to the logits; plain, gated by the hidden state, or recurrent."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank, hidden_size = config.markov_rank, config.hidden_size
+        self.kind = config.markov
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def forward(self, normed: Tensor, parents: Tensor) -> Tensor:
+        """What to add to the logits, [B, K, m, draft_vocab]. normed: [B, K, H] hidden states. parents: [B, K, m].
+
+        A recurrent head's state at a slot is that of a path. It is followed along the first parent of each slot: exact
+        for m = 1, and for the likeliest path where parents come likeliest first.
+        """
+        before = self.markov_w1(parents)  # [B, K, m, r]
+        if self.kind == "rnn":
+            return self.markov_w2(self._recurrent(normed, before))
+        if self.kind == "gated":
+            both = torch.cat([_for_each(normed, before), before], dim=-1)
+            before = torch.sigmoid(self.gate_proj(both)) * before
+        return self.markov_w2(before)
+
+    def _recurrent(self, normed: Tensor, before: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(before[:, 0]), []  # [B, m, r]
+        for slot in range(before.shape[1]):
+            known = torch.cat([state, before[:, slot], _for_each(normed[:, slot], before[:, slot])], dim=-1)
+            gate, candidate, output = self.joint_proj(known).chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            state = (gate * state + (1 - gate) * torch.tanh(candidate))[:, :1].expand_as(state)
+            outputs.append(torch.tanh(output))
+        return torch.stack(outputs, dim=1)
+
+
+class ConfidenceHead(nn.Module):
+    """Probability that a slot's token is accepted, given that the tokens before it are."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank = config.markov_rank if config.confidence_with_markov else 0
+        self.proj = nn.Linear(config.hidden_size + rank, 1)
+
+    def forward(self, normed: Tensor, before: Tensor | None) -> Tensor:
+        """[..., m] from hidden states [..., H], or [...] where the token before, [..., m, r], is not read."""
+        features = normed if before is None else torch.cat([_for_each(normed, before), before], dim=-1)
+        return torch.sigmoid(self.proj(features).squeeze(-1).float())
+
+
+class ConditionalHead(nn.Module):
+    """TreeFlash's correction of a hidden state by the embedding of the token before."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.ug = nn.Linear(2 * size, 2 * inner)  # up and gate
+        self.d = nn.Linear(inner, size, bias=False)  # down
+        self.norm = nn.RMSNorm(size, eps=_CONDITIONAL_EPS)
+        if not self.d.weight.is_meta:
+            nn.init.zeros_(self.d.weight)  # begins as the backbone's own marginals
+
+    def forward(self, normed: Tensor, embeddings: Tensor) -> Tensor:
+        """What to add to hidden states, [..., m, H], from them normed, [..., H], and embeddings [..., m, H]."""
+        both = torch.cat([self.norm(embeddings), _for_each(normed, embeddings)], dim=-1)
+        up, gate = self.ug(both).chunk(2, dim=-1)
+        return self.d(nn.functional.silu(gate) * up)
+
+
+def _for_each(hidden: Tensor, candidates: Tensor) -> Tensor:
+    """Hidden states [..., H], repeated for each of the candidates [..., m, any]: [..., m, H]."""
+    return hidden[..., None, :].expand(*candidates.shape[:-1], -1)

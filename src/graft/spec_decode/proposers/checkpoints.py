@@ -1,0 +1,316 @@
+"""Files of draft heads, whatever their kind: finding, reading, checking and writing them.
+
+Which names a kind's configs and tensors have is in `eagle3/layouts.py` and `block/layouts.py`. Nothing is guessed or
+skipped: a head is complete and fits its target, or an error says in one line what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from graft.errors import GraftError
+from graft.settings import require
+from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig, check_size
+
+Json = Mapping[str, Any]
+Place = tuple[str, ...]  # the keys that lead to a value of config.json
+
+MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
+VOCABULARY = {"d2t", "t2d"}  # buffers, which a file need not have
+# Copies of the target's own weights, which some versions of speculators save for training.
+UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
+_HEADER = 2**16  # bytes of a file besides its tensors, at most: names, shapes, offsets
+SHAPE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """Content of a head's folder, read without its target."""
+
+    folder: Path
+    layout: str
+    files: tuple[str, ...]
+    facts: Mapping[str, Any]  # arguments of the head's config; some only the target can supply
+    tensors: Mapping[str, Tensor]  # by the head's names
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in VOCABULARY)
+
+    def check_target(self, config: HeadConfig, target: PreTrainedConfig) -> None:
+        """A GraftError if the head belongs to another target."""
+        text = target.get_text_config()
+        for what, own, its in (
+            ("a vocabulary", config.vocab_size, text.vocab_size),
+            ("hidden states", config.target_hidden_size, text.hidden_size),
+        ):
+            require(own == its, f"{self.folder} is for a target with {what} of {own:,}, not {its:,}: another model's")
+        require(
+            max(config.target_layers) < text.num_hidden_layers,
+            f"{self.folder} reads the target's layers {', '.join(map(str, config.target_layers))}, "
+            f"but the target has only {text.num_hidden_layers}: another model's",
+        )
+
+    def fill(
+        self, head: DraftHead, dtype: torch.dtype, device: str | torch.device, spell: Callable[[str], str]
+    ) -> None:
+        """Gives a head that is laid out on "meta" its weights and draft vocabulary. spell: the files' tensor names."""
+        self._check_tensors(dict(head.named_parameters()), spell)
+        weights = {
+            # A copy in any case: a tensor that is still mapped to its file would change with it.
+            name: self.tensors[name].to(device, dtype, copy=True)
+            for name, _ in head.named_parameters()
+        }
+        head.load_state_dict(weights | {"d2t": head.d2t, "t2d": head.t2d}, assign=True)
+        if (target_ids := self._target_ids(len(head.d2t), len(head.t2d))) is not None:
+            head.set_vocabulary(target_ids)
+            t2d = self.tensors.get("t2d")
+            marked = t2d is None or torch.equal(t2d.bool(), head.t2d)
+            require(marked, f"{self.folder}: t2d does not mark the tokens d2t leads to")
+
+    def _check_tensors(self, expected: Mapping[str, Tensor], spell: Callable[[str], str]) -> None:
+        if missing := sorted(expected.keys() - self.tensors.keys()):
+            name = missing[0]
+            raise GraftError(f"{self.folder} has no tensor {spell(name)}, expected as {list(expected[name].shape)}")
+        if extra := sorted(self.tensors.keys() - expected.keys() - VOCABULARY - UNUSED_TENSORS):
+            raise GraftError(f"{self.folder} has a tensor {spell(extra[0])}, for which its config.json has no place")
+        for name, parameter in expected.items():
+            tensor, shape = self.tensors[name], parameter.shape
+            require(
+                tensor.shape == shape and tensor.is_floating_point(),
+                f"{self.folder}: {spell(name)} is {tensor.dtype} {list(tensor.shape)}, expected floats {list(shape)}",
+            )
+            require(bool(tensor.isfinite().all()), f"{self.folder}: {spell(name)} has values that are not finite")
+
+    def _target_ids(self, size: int, vocab_size: int) -> Tensor | None:
+        """Target ids of all draft ids; None where they are the same."""
+        d2t = self.tensors.get("d2t")
+        if d2t is None:
+            require(size == vocab_size, f"{self.folder} has no tensor d2t, expected as [{size}]")
+            return None
+        require(
+            d2t.shape == (size,) and not d2t.is_floating_point(),
+            f"{self.folder}: d2t is {d2t.dtype} {list(d2t.shape)}, expected whole numbers [{size}]",
+        )
+        target_ids = torch.arange(size) + d2t
+        for token in (int(target_ids.min()), int(target_ids.max())):
+            require(0 <= token < vocab_size, f"{self.folder}: d2t leads to token {token}, outside the {vocab_size:,}")
+        require(len(target_ids.unique()) == size, f"{self.folder}: d2t gives two draft tokens the same target token")
+        return target_ids
+
+
+def folder_of(path: str | Path) -> Path:
+    """Where the files of a folder or hub id are; those of a hub id are fetched first."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    require(not folder.exists(), f"{path} is a file: give the folder that holds config.json and the weights")
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "*.bin", MASK_FILE]))
+    except HFValidationError as error:
+        raise GraftError(f"no head at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
+    except OSError as error:  # what the hub client raises, from a missing repository to a missing network
+        reason = str(error).strip().partition("\n")[0].rstrip(". ")
+        raise GraftError(f"no head at {path}: there is no such folder, and as a hub id: {reason}") from error
+
+
+def read_config(folder: Path) -> Json:
+    """The content of a head's config.json."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise GraftError(f"{path} is missing: give the folder of a draft head") from error
+    except ValueError as error:
+        raise GraftError(f"{path} is not valid JSON; copy it again") from error
+    require(isinstance(content, dict), f"{path} does not hold settings; copy it again")
+    return content
+
+
+def architecture_of(config: Json) -> str | None:
+    return (config.get("architectures") or [None])[0]
+
+
+def read_weights(
+    folder: Path, head_name: Callable[[str], str], more: Sequence[Path] = ()
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """Names of the weight files, and their tensors by the head's names. more: files besides the usual ones."""
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    require(len(files) > 0, f"{folder} has neither model.safetensors nor pytorch_model.bin: copy the weights into it")
+    files += more
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _read_tensors(file).items():
+            own = head_name(name)
+            require(own not in tensors, f"{folder} has the tensor {own} twice: delete the wrong one")
+            tensors[own] = tensor
+    return tuple(str(file.relative_to(folder)) for file in files), tensors
+
+
+def read_pickle(path: Path) -> Any:
+    """The content of a torch file, of which nothing but tensors and plain values is accepted, and no code run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle fails in every way there is
+        raise GraftError(f"{path} is damaged, or holds more than tensors; use a copy in safetensors") from error
+
+
+def write_head(folder: Path, config: Json, tensors: Mapping[str, Tensor], max_bytes: int | None = None) -> None:
+    """Writes config.json and model.safetensors, or as many files of at most `max_bytes` as it takes, with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    index = folder / "model.safetensors.index.json"
+    for old in (*folder.glob("model*.safetensors"), index):  # of a head that was here before
+        old.unlink(missing_ok=True)
+    parts = _parts(tensors, max_bytes)
+    if len(parts) == 1:
+        write_tensors(folder / "model.safetensors", tensors)
+        return
+    files: dict[str, str] = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write_tensors(folder / file, {name: tensors[name] for name in names})
+        files |= dict.fromkeys(names, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    content = {"metadata": {"total_size": size}, "weight_map": files}
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _parts(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[list[str]]:
+    """The names of tensors that go into a file together."""
+    if max_bytes is None:
+        return [list(tensors)]
+    parts: list[list[str]] = [[]]
+    room = max_bytes - _HEADER
+    for name, tensor in tensors.items():
+        require(
+            tensor.nbytes <= max_bytes - _HEADER, f"{name} of {tensor.nbytes:,} bytes fits no file of {max_bytes:,}"
+        )
+        if tensor.nbytes > room:
+            parts.append([])
+            room = max_bytes - _HEADER
+        parts[-1].append(name)
+        room -= tensor.nbytes
+    return parts
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    path.write_bytes(to_safetensors(plain, metadata={"format": "pt"}))
+
+
+def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
+    """Arguments of `HeadConfig` that say a head's shape, from `place` in its config.json.
+
+    only: values that a setting must have where it is there at all.
+    """
+    shape = value_at(config, place)
+    require(isinstance(shape, Mapping), f"{'.'.join(place)} is missing")
+    for key, value in only.items():
+        require(shape.get(key) in (None, value), f"{key} is {shape.get(key)}, and only {value} is supported")
+    for key in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads"):
+        check_size(key, shape.get(key))
+    heads, hidden_size = shape["num_attention_heads"], shape["hidden_size"]
+    facts = {key: shape[key] for key in SHAPE_KEYS if shape.get(key) is not None}
+    facts.setdefault("num_key_value_heads", heads)
+    facts.setdefault("head_dim", hidden_size // heads)
+    facts["target_hidden_size"] = config.get("target_hidden_size") or hidden_size
+    facts["draft_vocab_size"] = config.get("draft_vocab_size") or shape["vocab_size"]
+    facts["rope"] = _read_rope(shape)
+    return facts
+
+
+def write_shape(head: HeadConfig) -> dict[str, Any]:
+    """The head's shape as config.json has it."""
+    rope = dict(head.rope)
+    shape = {key: getattr(head, key) for key in SHAPE_KEYS}
+    shape |= {"hidden_act": "silu", "rope_theta": rope.pop("rope_theta")}
+    return shape | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def agreed(config: Json, places: Collection[Place]) -> Any:
+    """The value that stands at one or several of these places; a GraftError if they contradict each other."""
+    found = {".".join(place): value for place in places if (value := value_at(config, place)) is not None}
+    said = " but ".join(f"{place} is {value}" for place, value in found.items())
+    values = list(found.values())
+    require(all(value == values[0] for value in values), f"{said}: delete the one that is wrong")
+    return values[0] if values else None
+
+
+def agreed_layers(config: Json, places: Mapping[Place, bool]) -> tuple[int, ...] | None:
+    """The target layers whose inputs are read. places: whether the numbers there count outputs, else inputs."""
+    found: dict[str, tuple[int, ...]] = {}
+    for keys, counts_outputs in places.items():
+        if layers := value_at(config, keys):
+            place = ".".join(keys)
+            listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+            require(listed, f"{place} must be a list of layer numbers, not {layers!r}")
+            found[place] = tuple(layer + counts_outputs for layer in layers)
+    said = " but ".join(f"{place} means the inputs of {', '.join(map(str, ids))}" for place, ids in found.items())
+    require(len(set(found.values())) <= 1, f"{said}: delete the one that is wrong")
+    return next(iter(found.values()), None)
+
+
+def value_at(config: Json, place: Place) -> Any:
+    value: Any = config
+    for key in place:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def put_at(config: dict[str, Any], place: Place, value: Any) -> None:
+    for key in place[:-1]:
+        config = config.setdefault(key, {})
+    config[place[-1]] = value
+
+
+@contextmanager
+def said_of(path: Path) -> Iterator[None]:
+    """Puts the file's name before the message of a GraftError."""
+    try:
+        yield
+    except GraftError as error:
+        raise GraftError(f"{path}: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise GraftError(f"{path} is damaged or cut off; copy it again") from error
+    content = read_pickle(path)
+    named = isinstance(content, dict) and all(isinstance(tensor, Tensor) for tensor in content.values())
+    require(named, f"{path} does not hold tensors by name")
+    return content
+
+
+def _read_rope(shape: Json) -> dict[str, Any]:
+    """Rotary parameters as transformers 5 has them, from its own or the earlier spelling."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    require(isinstance(rope, Mapping), f"rotary parameters must be settings by name, not {rope!r}")
+    known = {"rope_type": rope.get("type", "default"), "rope_theta": shape.get("rope_theta") or 10000.0}
+    return known | {key: value for key, value in rope.items() if key != "type"}

@@ -1,0 +1,466 @@
+"""What a block head learns from the target's answers: many blocks of a row in one forward.
+
+The target reads a packed row once. Each block begins at an anchor, sees the context strictly before it in its own
+document, and itself, as when drafting; every slot learns the target's distribution at its place. A conditional head
+also learns it with the true token before the slot given. Logits exist for a few blocks at a time only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from graft.model import evaluating
+from graft.model.attention import attend
+from graft.settings import Settings, require
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
+from graft.spec_decode.proposers.block.head import Attention, within_reach
+from graft.train.generate_data import Answered, spread
+from graft.train.packing import PackedBatch, PackedBatches
+from graft.train.simulate import SimulateSettings, simulate
+from graft.train.trainer import TrainSettings, autocast, split_by_prompt
+
+WEIGHTINGS = ("decay", "pace")
+HITS = (1, 5, 16)  # of evaluations: whether the token is among so many likeliest
+_EVALUATED = 4  # batches
+
+
+@dataclass(frozen=True)
+class BlockShape(Settings):
+    """The network of a new block head; its layers have the shape of the target's."""
+
+    num_layers: int = 4
+    num_taps: int = 5  # target layers that are read, evenly spread, unless `target_layers` names them
+    target_layers: tuple[int, ...] = ()  # whose inputs are read
+    num_drafts: int = 12  # tokens that a block predicts
+    slots: str = "in-place"
+    causal: bool = False  # a slot sees no later slots
+    learned_mask: bool = True  # masked slots have a vector of their own; else the embedding of a token
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_taps", "num_drafts"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.slots in ("in-place", "shifted"), f"slots {self.slots!r} are not known: in-place, shifted")
+        require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot has the root only")
+
+    def config_for(self, model: PreTrainedModel, mask_token_id: int, **changes: Any) -> BlockConfig:
+        layers = model.config.get_text_config().num_hidden_layers
+        shifted = self.slots == "shifted"
+        taps = self.target_layers or default_target_layers(layers, self.num_taps)
+        require(
+            min(taps) >= 0 and max(taps) < layers,
+            f"target layers {', '.join(map(str, taps))} are not all among the model's 0 to {layers - 1}",
+        )
+        return BlockConfig.for_target(
+            model.config,
+            self.num_layers,
+            target_layers=taps,
+            block_size=self.num_drafts + (not shifted),
+            shifted=shifted,
+            causal=(self.causal,) * self.num_layers,
+            own_mask=self.learned_mask,
+            mask_token_id=mask_token_id,
+            **changes,
+        )
+
+
+@dataclass(frozen=True)
+class BlockSettings(TrainSettings):
+    """Settings of the training of a block head."""
+
+    ema_decay: float = 0.999
+    anchors: int = 384  # blocks of a packed row, drawn anew at every step
+    weighting: str = "decay"  # of slots: by depth alone, or "pace", D-PACE's: by how sure the slots before are
+    gamma: float = 5.0  # of decay: slots until a weight has fallen to 1/e
+    pace_floor: float = 0.5  # of pace: the least that a slot's probability counts
+    marginal_weight: float = 0.5  # of slots without the token before, where those with it have weight 1
+    chunk_slots: int = 4608  # slots whose logits exist at once
+    flex: bool = True  # FlexAttention, on a GPU: a dense mask takes far more memory and time
+    simulated: int = 128  # held-back answers on which evaluations measure the accepted length
+    nodes: int = 60  # of the trees there
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("anchors", "chunk_slots", "nodes"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.weighting in WEIGHTINGS, f"weighting {self.weighting!r} is not one of {', '.join(WEIGHTINGS)}")
+        require(self.gamma > 0, f"gamma must be above 0, not {self.gamma}")
+        require(0 <= self.pace_floor < 1, f"pace_floor must be from 0 to below 1, not {self.pace_floor}")
+        require(self.marginal_weight >= 0, f"marginal_weight must not be negative, but is {self.marginal_weight}")
+        require(self.simulated >= 0, f"simulated must not be negative, but is {self.simulated}")
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target makes of a packed batch."""
+
+    features: Tensor  # [R, T, taps * H_t]
+    final: Tensor  # [R, T, H_t], behind the final norm: what its lm_head reads
+
+
+@torch.no_grad()
+def target_states(model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch) -> TargetStates:
+    """The target's states of a batch; documents do not see each other, since positions begin anew at each."""
+    states = _target_forward(model, batch)
+    features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
+    return TargetStates(features, states.last_hidden_state)
+
+
+def _target_forward(model: PreTrainedModel, batch: PackedBatch) -> Any:
+    with evaluating(model):
+        return model.base_model(
+            input_ids=batch.tokens, position_ids=batch.positions, output_hidden_states=True, use_cache=False
+        )
+
+
+class BlockObjective:
+    """Forward KL divergence of all slots from the target."""
+
+    def __init__(
+        self, head: BlockHead, model: PreTrainedModel, answers: Sequence[Answered], settings: BlockSettings
+    ) -> None:
+        self.head, self._model, self._settings = head, model, settings
+        held_back, training = split_by_prompt(answers, settings.held_back)
+        self._held_back = PackedBatches(held_back, settings, settings.anchors)
+        self._training = PackedBatches(training, settings, settings.anchors)
+        # Of other temperatures less is accepted: figures of runs with other temperatures would not compare.
+        coolest = min(answer.temperature for answer in held_back)
+        self._simulated = spread([a for a in held_back if a.temperature == coolest], settings.simulated)
+        self._device = head.fc.weight.device
+
+    def backward(self, step: int) -> dict[str, Tensor]:
+        batch = self._training.at(step).to(self._device)
+        return block_backward(self.head, self._model, batch, self._settings)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """By slot how often the true token is among the likeliest, given the true text before the block; and mean
+        accepted lengths on held-back answers."""
+        totals: dict[str, Tensor] = {}
+        for step in range(min(_EVALUATED, len(self._held_back))):
+            batch = self._held_back.at(step).to(self._device)
+            for name, counts in _hits(self.head, self._model, batch, self._settings).items():
+                totals[name] = totals.get(name, torch.zeros_like(counts)) + counts
+        seen = totals.pop("slots").clamp(min=1)
+        figures = {
+            f"held_back_{name}_{slot}": share
+            for name, counts in totals.items()
+            for slot, share in enumerate((counts / seen).tolist())
+        }
+        if self._simulated:
+            with autocast(self._device, self._settings):
+                results = simulate(self.head, self._model, self._simulated, SimulateSettings(self._settings.nodes))
+            figures |= {f"accepted_{kind}": result.mean_accepted for kind, result in results.items()}
+        return figures
+
+
+def block_backward(
+    head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings: BlockSettings
+) -> dict[str, Tensor]:
+    """Adds a batch's gradients to the head's parameters; its losses, each the mean over slots by weight."""
+    shares = {name: share for name, share in _shares(head, settings).items() if share > 0}
+    device, drafts = batch.tokens.device, head.config.num_drafts
+    with autocast(device, settings):
+        states = target_states(model, head.config.target_layers, batch)
+        hidden = block_hidden(head, states.features, batch, settings.flex)  # [R, N, K, H]
+    losses = {name: torch.zeros((), device=device) for name in shares}
+    total = _depth_weights(batch.num_labels, drafts, settings).sum().clamp(min=1.0)
+    gradients = []
+    for chunk in _chunks(head, model, states, batch, hidden.detach(), settings):
+        leaf = chunk.hidden.requires_grad_()
+        for name, share in shares.items():
+            with autocast(device, settings):
+                logits = _logits(head, chunk, name)
+            divergence, label_log_probs = _divergence(logits, chunk.wanted, chunk.labels)
+            weights = _depth_weights(chunk.num_labels, drafts, settings)
+            if settings.weighting == "pace":
+                weights = weights * _pace(chunk.num_labels, label_log_probs, settings.pace_floor)
+            loss = (divergence * weights).sum() / total
+            (share * loss).backward()
+            losses[name] += loss.detach()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    hidden.backward(torch.cat(gradients).view_as(hidden))
+    loss = torch.stack([share * losses[name] for name, share in shares.items()]).sum()
+    return {"loss": loss, **{f"loss_{name}": value for name, value in losses.items()}}
+
+
+def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bool) -> Tensor:
+    """Hidden states [R, N, K, H], before the final norm, of all slots that predict, of all blocks."""
+    size, num_blocks = head.config.block_size, batch.anchors.shape[1]
+    past = head.context(features.to(head.fc.weight.dtype), batch.positions)
+    roots = batch.tokens.gather(1, batch.anchors)
+    places = torch.arange(size, device=roots.device)
+    positions = (batch.anchors - batch.anchor_starts)[..., None] + places  # [R, N, block_size]
+    attention = _flex_attention(head, batch, past) if flex and roots.is_cuda else _dense_attention(head, batch, past)
+    hidden = head(head.slots(roots).flatten(1, 2), positions.flatten(1), attention)
+    return head.predicting(hidden.unflatten(1, (num_blocks, size)))
+
+
+# Which keys a query sees, by row, head (any), query and key: keys are the row's T tokens, then all slots of its blocks.
+Seen = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
+
+
+def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
+    """What slots see in a layer: the tokens of their document strictly before the anchor, and their own block."""
+    size, length = head.config.block_size, batch.tokens.shape[1]
+    anchors, starts = batch.anchors, batch.anchor_starts
+    causal, window = head.config.causal[layer], head.config.windows[layer]
+
+    def seen(row: Tensor, _: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // size, query % size
+        anchor, key_slot = anchors[row, block], key - length
+        in_context = (key >= starts[row, block]) & (key < anchor)  # anchors are below the row's length
+        in_block = (key_slot >= 0) & (key_slot // size == block)
+        distance = anchor + slot - torch.where(in_block, anchor + key_slot % size, key)
+        return (in_context | in_block) & within_reach(distance, causal, window)
+
+    return seen
+
+
+def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
+    """Attention with a mask of all pairs, for a CPU."""
+    rows, num_blocks = batch.anchors.shape
+    device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
+    groups = head.config.num_attention_heads // head.config.num_key_value_heads
+
+    @functools.cache
+    def mask(kind: tuple[bool, int | None], layer: int) -> Tensor:
+        row = torch.arange(rows, device=device)[:, None, None]
+        query = torch.arange(num_queries, device=device)[:, None]
+        key = torch.arange(batch.tokens.shape[1] + num_queries, device=device)
+        return seen_by_blocks(head, layer, batch)(row, None, query, key)[:, None].repeat(1, 1, groups, 1)
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = _with_past(past, layer, key, value)
+        return attend(query.to(values.dtype), keys, values, mask(*_first_alike(head, layer)))
+
+    return attention
+
+
+def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
+    """FlexAttention: of the mask only tiles that have something in them are computed."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, num_blocks = batch.anchors.shape
+    device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
+    num_keys = batch.tokens.shape[1] + num_queries
+    run = _compiled_flex() if device.type == "cuda" else _plain_flex()
+
+    @functools.cache
+    def mask(kind: tuple[bool, int | None], layer: int) -> Any:
+        seen: Any = seen_by_blocks(head, layer, batch)
+        return create_block_mask(seen, rows, None, num_queries, num_keys, device=device, _compile=device.type == "cuda")
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = _with_past(past, layer, key, value)
+        out: Tensor = run(
+            query.to(values.dtype), keys, values, block_mask=mask(*_first_alike(head, layer)), enable_gqa=True
+        )
+        return out
+
+    return attention
+
+
+def _plain_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(_plain_flex(), dynamic=False)
+
+
+def _first_alike(head: BlockHead, layer: int) -> tuple[tuple[bool, int | None], int]:
+    """What a layer sees, and the first layer that sees the same: their masks are made once."""
+    kinds = list(zip(head.config.causal, head.config.windows, strict=True))
+    return kinds[layer], kinds.index(kinds[layer])
+
+
+def _with_past(past: KeyValue, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of context and slots, of one dtype: norms leave keys in fp32 under autocast."""
+    keys, values = torch.cat([past[0][layer], key], dim=2), torch.cat([past[1][layer], value], dim=2)
+    return keys.to(values.dtype), values
+
+
+@dataclass
+class _Chunk:
+    """A few blocks of one row, n of them, with what they are to learn."""
+
+    hidden: Tensor  # [n, K, H]
+    parents: Tensor  # [n, K] the true token before each slot's
+    labels: Tensor  # [n, K] the true token
+    num_labels: Tensor  # [n] slots that have one
+    wanted: Tensor  # [n, K, vocab] the target's logits
+
+
+@torch.no_grad()
+def _target_logits(head: BlockHead, model: PreTrainedModel, final: Tensor) -> Tensor:
+    output: Any = model.get_output_embeddings().weight
+    return nn.functional.linear(final, output[: head.config.vocab_size])
+
+
+def _chunks(
+    head: BlockHead,
+    model: PreTrainedModel,
+    states: TargetStates,
+    batch: PackedBatch,
+    hidden: Tensor,
+    settings: BlockSettings,
+) -> Iterator[_Chunk]:
+    """All blocks, a few at a time. The target's logits are made once for every token of a row."""
+    places = torch.arange(hidden.shape[2], device=hidden.device)
+    width = max(1, settings.chunk_slots // len(places))
+    for row, tokens in enumerate(batch.tokens):
+        with autocast(tokens.device, settings):
+            wanted = _target_logits(head, model, states.final[row])  # [T, vocab]
+        for first in range(0, hidden.shape[1], width):
+            blocks = slice(first, first + width)
+            index = (batch.anchors[row, blocks, None] + places).clamp(max=len(tokens) - 2)
+            num_labels = batch.num_labels[row, blocks]
+            yield _Chunk(hidden[row, blocks], tokens[index], tokens[index + 1], num_labels, wanted[index])
+
+
+def _logits(head: BlockHead, chunk: _Chunk, name: str) -> Tensor:
+    """Logits [n, K, vocab] of a chunk, marginal or conditional."""
+    if name == "marginal":
+        return head.marginals(chunk.hidden)
+    return head.conditionals(chunk.hidden, chunk.parents[..., None]).squeeze(2)
+
+
+def _shares(head: BlockHead, settings: BlockSettings) -> dict[str, float]:
+    """What is trained, by name, and its share in the loss."""
+    if head.config.has_conditionals:
+        return {"conditional": 1.0, "marginal": settings.marginal_weight}
+    return {"marginal": 1.0}
+
+
+def _depth_weights(num_labels: Tensor, num_drafts: int, settings: BlockSettings) -> Tensor:
+    """Weights [..., K] of slots by depth, 0 where there is no token to learn. num_labels: [...]."""
+    places = torch.arange(num_drafts, device=num_labels.device)
+    weights = torch.exp(-places / settings.gamma) if settings.weighting == "decay" else torch.ones_like(places).float()
+    return weights * (places < num_labels[..., None])
+
+
+def _pace(num_labels: Tensor, label_log_probs: Tensor, floor: float) -> Tensor:
+    """D-PACE's weights [n, K]: how much of the expected accepted length depends on a slot, the head being so sure."""
+    places = torch.arange(label_log_probs.shape[1], device=label_log_probs.device)
+    sure = (1 - floor) * label_log_probs.exp() + floor
+    reached = (sure * (places < num_labels[:, None])).cumprod(dim=1)
+    return reached.flip(1).cumsum(dim=1).flip(1)
+
+
+def _divergence(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(wanted || own) [n, K] of logits [n, K, vocab], and the labels' own log-probabilities, without gradient."""
+    divergence, label_log_probs = _Divergence.apply(logits, wanted, labels)
+    return divergence, label_log_probs
+
+
+class _Divergence(torch.autograd.Function):
+    """Made with its gradient, own minus wanted, which is all that backward needs of two tensors of vocabulary size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        run = _compiled_divergence() if logits.is_cuda else _divergence_and_gradient
+        divergence, gradient, label_log_probs = run(logits, wanted, labels)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(label_log_probs)
+        return divergence, label_log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][..., None].to(gradient.dtype), None, None
+
+
+def _divergence_and_gradient(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    own, target = logits.float().log_softmax(dim=-1), wanted.float().log_softmax(dim=-1)
+    shares = target.exp()
+    divergence = (shares * (target - own)).sum(dim=-1)
+    return divergence, (own.exp() - shares).to(logits.dtype), own.gather(-1, labels[..., None]).squeeze(-1)
+
+
+@functools.cache
+def _compiled_divergence() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A few kernels instead of a dozen passes over tensors of vocabulary size."""
+    return torch.compile(_divergence_and_gradient, dynamic=False)
+
+
+def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings: BlockSettings) -> dict[str, Tensor]:
+    """Counts [K] by slot: of slots with a token to guess, and of those that have it among their likeliest."""
+    counts: dict[str, Tensor] = {}
+
+    def count(name: str, which: Tensor) -> None:
+        counts[name] = counts.get(name, torch.zeros(which.shape[1], device=which.device)) + which.sum(dim=0)
+
+    with autocast(batch.tokens.device, settings):
+        states = target_states(model, head.config.target_layers, batch)
+        hidden = block_hidden(head, states.features, batch, settings.flex)
+        for chunk in _chunks(head, model, states, batch, hidden, settings):
+            there = _depth_weights(chunk.num_labels, head.config.num_drafts, settings) > 0
+            count("slots", there)
+            for name in _shares(head, settings):
+                logits = _logits(head, chunk, name)
+                rank = (logits > logits.gather(-1, chunk.labels[..., None])).sum(dim=-1)  # [n, K]
+                for hit in HITS:
+                    count(f"{name}_hit{hit}", there & (rank < hit))
+    return counts
+
+
+@torch.no_grad()
+def start_from_target(head: BlockHead, model: PreTrainedModel, batch: PackedBatch) -> None:
+    """Initializes a head with the target's last layers and norm, as far as shapes agree. batch: any text of its own.
+
+    A tap's features are scaled to a size of 1, which differ by orders of magnitude between layers; so are queries and
+    keys where the head norms them, and then brought to their size in the target.
+    """
+    states = _target_forward(model, batch).hidden_states
+    width = head.config.target_hidden_size
+    sizes = [float(states[layer].float().pow(2).mean(dim=-1).sqrt().median()) for layer in head.config.target_layers]
+    head.fc.weight.normal_(0, 0.005)
+    if head.config.hidden_size == width:
+        head.fc.weight[:, -width:].diagonal().add_(1.0)  # mostly the latest features, and a little of all
+    for part, size in zip(head.fc.weight.split(width, dim=1), sizes, strict=True):
+        part.div_(max(size, 1e-6))
+    if head.config.own_mask:
+        embedding: Any = model.get_input_embeddings().weight
+        head.mask_embedding.normal_(0, float(embedding.float().std()))
+    target = dict(model.base_model.named_parameters())
+    if "norm.weight" in target and target["norm.weight"].shape == head.norm.weight.shape:
+        head.norm.weight.copy_(target["norm.weight"])
+    first = head.config.num_target_layers - head.config.num_layers
+    norms: list[Tensor] = []
+    for number in range(head.config.num_layers):
+        prefix, own = f"layers.{first + number}.", dict(head.layers[number].named_parameters())
+        its = {name.removeprefix(prefix): w for name, w in target.items() if name.startswith(prefix)}
+        for name, weight in its.items():
+            if name in own and own[name].shape == weight.shape:
+                own[name].copy_(weight)
+        if "input_layernorm.weight" in its:
+            norms.append(own["input_layernorm.weight"])
+        if head.config.head_norms and "self_attn.q_norm.weight" not in its and first + number >= 0:
+            _match_sizes(head.layers[number], states[first + number].to(head.fc.weight.dtype))
+    if norms:
+        head.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))  # one for all layers' keys and values
+
+
+def _match_sizes(layer: Any, hidden: Tensor) -> None:
+    """Sets the norms of queries and keys to the sizes that they have in a target without such norms."""
+    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+    for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
+        norm.weight.fill_(float(projection(normed).float().pow(2).mean().sqrt()))
+
+
+def unused_token(answers: Sequence[Answered], vocab_size: int, special: Sequence[int]) -> int:
+    """A token to stand for masked slots: of those that the texts have least often the last, and not a special one."""
+    counts = torch.cat([answer.tokens for answer in answers]).bincount(minlength=vocab_size)
+    counts[[token for token in special if token < vocab_size]] = torch.iinfo(torch.int64).max
+    return vocab_size - 1 - int(counts.flip(0).argmin())

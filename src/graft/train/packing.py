@@ -1,0 +1,80 @@
+"""Rows of several answers one behind the other, and the anchors in them at which blocks are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from graft.train.generate_data import Answered
+from graft.train.trainer import Batches, TrainSettings
+
+_OPEN_ROWS = 8  # that an answer may still go into: more waste less and take longer to plan
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """R rows of T tokens: documents, a prompt and its answer each, and padding, which is a document of its own.
+
+    A row has N anchors, ascending. An anchor is the index of a block's root, and the token behind it is answer.
+    """
+
+    tokens: Tensor  # [R, T]
+    starts: Tensor  # [R, T] index of the first token of each one's document
+    anchors: Tensor  # [R, N]
+    anchor_starts: Tensor  # [R, N] `starts` at the anchors
+    num_labels: Tensor  # [R, N] answer tokens behind the anchor; 0 for anchors that only fill up the row
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
+    @property
+    def positions(self) -> Tensor:
+        """[R, T] of the tokens in their documents."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.starts
+
+
+class PackedBatches(Batches[list[list[int]], PackedBatch]):
+    """Batches of one shape: always as many rows, as long, with as many anchors, so that nothing is compiled twice."""
+
+    def __init__(self, answers: Sequence[Answered], settings: TrainSettings, num_anchors: int) -> None:
+        self._num_anchors = num_anchors
+        self._length = settings.max_tokens
+        self._num_rows = max(1, settings.batch_tokens // settings.max_tokens)
+        super().__init__(answers, settings)
+
+    def _plan_epoch(self, generator: torch.Generator) -> list[list[list[int]]]:
+        done: list[list[int]] = []
+        opened: list[tuple[list[int], int]] = []  # answers and what is left of the row, the fullest last
+        for i in torch.randperm(len(self._answers), generator=generator).tolist():
+            count = len(self._answers[i].tokens)
+            fitting = next((n for n in reversed(range(len(opened))) if opened[n][1] >= count), None)
+            row, room = ([], self._length) if fitting is None else opened.pop(fitting)
+            opened.append(([*row, i], room - count))
+            opened.sort(key=lambda each: -each[1])
+            if len(opened) > _OPEN_ROWS:
+                done.append(opened.pop()[0])
+        done += [row for row, _ in opened]
+        return [done[i : i + self._num_rows] for i in range(0, len(done), self._num_rows)]
+
+    def _batch(self, plan: list[list[int]], step: int) -> PackedBatch:
+        shape = self._num_rows, self._length
+        tokens, starts = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        num_labels = torch.zeros(shape, dtype=torch.int64)
+        for row, answers in enumerate(plan):
+            end = 0
+            for answer in (self._answers[i] for i in answers):
+                start, end = end, end + len(answer.tokens)
+                tokens[row, start:end] = answer.tokens
+                starts[row, start:end] = start
+                first = start + max(answer.num_prompt_tokens, 1) - 1  # whose next token is the first of the answer
+                num_labels[row, first:end] = torch.arange(end - first - 1, -1, -1)
+            starts[row, end:] = end
+        generator = torch.Generator().manual_seed((self._settings.seed * 1_000_003 + step) * 2 + 1)
+        # Drawn without replacement; positions that cannot be anchors come last, and fill up rows of few answers.
+        draws = torch.rand(shape, generator=generator, dtype=torch.float64).masked_fill_(num_labels == 0, -1.0)
+        anchors = draws.topk(min(self._num_anchors, self._length)).indices.sort(dim=1).values
+        return PackedBatch(tokens, starts, anchors, starts.gather(1, anchors), num_labels.gather(1, anchors))

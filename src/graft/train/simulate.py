@@ -1,0 +1,181 @@
+"""Offline simulator of block heads: accepted length on known answers, without an engine.
+
+From the end of the prompt on, one pass of the head gives a tree of its likeliest nodes; as much of the answer as is in
+it is accepted, and the next root is the token behind. The tree is what an engine would verify with the head alone, and
+the answer what the target says, so the mean accepted length is that of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.model import evaluating
+from graft.settings import Settings, require
+from graft.spec_decode.proposers.block import BlockHead, KeyValue
+from graft.train.generate_data import Answered
+
+_LOGITS = 2**28  # conditional logits that exist at once
+
+
+@dataclass(frozen=True)
+class SimulateSettings(Settings):
+    """Settings of the simulator."""
+
+    nodes: int = 60  # of a tree, without the root
+    width: int = 16  # of a conditional table: tokens of a slot that have children, and children of each
+    rows: int = 64  # answers simulated together
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "width", "rows"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Outcome of a simulation."""
+
+    rounds: int
+    tokens: int
+    reached: tuple[float, ...]  # by depth from 1 on, the share of rounds that accepted so many drafted tokens
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens a round, the target's own included."""
+        return self.tokens / max(self.rounds, 1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one pass says: for each of K slots, after each of P tokens before it, its m likeliest tokens."""
+
+    tokens: Tensor  # [B, K, P, m]
+    log_probs: Tensor  # [B, K, P, m]
+    entries: Tensor  # [B, K, P, m] which of the next slot's P a token is; -1: none, it has no children
+
+
+@torch.no_grad()
+def simulate(
+    head: BlockHead, model: PreTrainedModel, answers: Sequence[Answered], settings: SimulateSettings | None = None
+) -> dict[str, Simulated]:
+    """By kind of tree: `chain`, `marginal`, and `conditional` where the head reads the token before a slot."""
+    settings = settings or SimulateSettings()
+    counts: dict[str, Tensor] = {}
+    num_tokens = sum(len(answer.tokens) - max(answer.num_prompt_tokens, 1) for answer in answers)
+    for group in _groups(answers, settings.rows):
+        texts = _Texts(head, model, group)
+        for kind in tree_kinds(head):
+            accepted = torch.stack([*texts.rounds(kind, settings)])  # [rounds, B], -1 for rows that have ended
+            depths = torch.arange(head.config.num_drafts + 1, device=accepted.device)
+            reached = (accepted[..., None] >= depths).sum(dim=(0, 1))
+            counts[kind] = counts.get(kind, torch.zeros_like(reached)) + reached
+    results = {}
+    for kind, reached in counts.items():
+        rounds, *deeper = reached.tolist()
+        results[kind] = Simulated(rounds, num_tokens, tuple(count / max(rounds, 1) for count in deeper))
+    return results
+
+
+def tree_kinds(head: BlockHead) -> tuple[str, ...]:
+    return ("chain", "marginal", "conditional") if head.config.has_conditionals else ("chain", "marginal")
+
+
+def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, kind: str, settings: SimulateSettings) -> Table:
+    """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
+    log_probs = head.marginals(hidden).float().log_softmax(dim=-1)  # [B, K, vocab]
+    most = log_probs.shape[-1]
+    if kind != "conditional":
+        width = min(1 if kind == "chain" else settings.nodes, most)
+        found = log_probs.topk(width)
+        tokens = head.to_target(found.indices)[:, :, None]
+        return Table(tokens, found.values[:, :, None], torch.zeros_like(tokens))
+    width = min(settings.width, most)
+    candidates = head.to_target(log_probs.topk(width).indices)  # [B, K, P], a slot's own
+    parents = torch.cat([roots[:, None, None].expand(-1, 1, width), candidates[:, :-1]], dim=1)
+    rows = max(1, _LOGITS // (hidden.shape[1] * width * most))
+    found_tokens, found_values = [], []
+    for some, before in zip(hidden.split(rows), parents.split(rows), strict=True):
+        best = head.conditionals(some, before).float().log_softmax(dim=-1).topk(width)
+        found_tokens.append(head.to_target(best.indices))
+        found_values.append(best.values)
+    children = torch.cat(found_tokens)
+    same = children[:, :-1, :, :, None] == candidates[:, :-1, None, None]  # [B, K - 1, P, m, P]
+    entries = torch.where(same.any(dim=-1), same.int().argmax(dim=-1), -1)
+    return Table(children, torch.cat(found_values), torch.cat([entries, torch.full_like(children[:, -1:], -1)], dim=1))
+
+
+def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
+    """[B] how many of the tokens `truth` [B, K] are accepted by the tree of the table's `num_nodes` likeliest nodes.
+
+    A node is never likelier than its parent, so the likeliest of all are a tree; and of a depth no more than
+    `num_nodes` need be looked at.
+    """
+    batch = len(truth)
+    scores = torch.zeros(batch, 1, device=truth.device)
+    entries = torch.zeros(batch, 1, dtype=torch.int64, device=truth.device)
+    on_path = torch.ones(batch, 1, dtype=torch.bool, device=truth.device)
+    levels = []
+    for slot in range(truth.shape[1]):
+        shape = *entries.shape, table.tokens.shape[3]
+        index = entries.clamp(min=0)[..., None].expand(shape)
+        tokens, log_probs, following = (
+            x[:, slot].gather(1, index) for x in (table.tokens, table.log_probs, table.entries)
+        )
+        log_probs = log_probs.masked_fill(entries[..., None] < 0, -torch.inf)
+        path = on_path[..., None] & (tokens == truth[:, slot, None, None])
+        candidates = (scores[..., None] + log_probs).flatten(1)
+        best = candidates.topk(min(num_nodes, candidates.shape[1]))
+        scores = best.values
+        entries, on_path = following.flatten(1).gather(1, best.indices), path.flatten(1).gather(1, best.indices)
+        levels.append((scores, on_path & scores.isfinite()))
+    every, on_path = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    # Of equals the first: levels stand in order, so a parent is before its children.
+    tree = every.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+    return on_path.gather(1, tree).sum(dim=1)
+
+
+class _Texts:
+    """Known texts [B, T] with the head's keys and values of them."""
+
+    def __init__(self, head: BlockHead, model: PreTrainedModel, answers: Sequence[Answered]) -> None:
+        device = head.fc.weight.device
+        self._head = head
+        self._tokens = torch.nn.utils.rnn.pad_sequence(
+            [answer.tokens.long() for answer in answers], batch_first=True
+        ).to(device)
+        self._ends = torch.tensor([len(answer.tokens) for answer in answers], device=device)
+        self._roots = torch.tensor([max(answer.num_prompt_tokens, 1) - 1 for answer in answers], device=device)
+        self._past = self._context(model)
+
+    def rounds(self, kind: str, settings: SimulateSettings) -> Iterator[Tensor]:
+        """Drafted tokens [B] that each round accepts; -1 where the text has ended."""
+        drafts = torch.arange(1, self._head.config.num_drafts + 1, device=self._tokens.device)
+        roots, num_nodes = self._roots, len(drafts) if kind == "chain" else settings.nodes
+        while bool((roots < self._ends - 1).any()):
+            places = roots[:, None] + drafts
+            inside = places < self._ends[:, None]
+            truth = self._tokens.gather(1, places.clamp(max=self._tokens.shape[1] - 1)).masked_fill(~inside, -1)
+            tokens = self._tokens.gather(1, roots[:, None])[:, 0]
+            hidden = self._head.block(tokens, roots, self._past)
+            accepted = num_accepted(table_of(self._head, hidden, tokens, kind, settings), truth, num_nodes)
+            goes_on = roots < self._ends - 1
+            yield torch.where(goes_on, accepted, -1)
+            roots = torch.where(goes_on, (roots + accepted + 1).minimum(self._ends - 1), roots)
+
+    def _context(self, model: PreTrainedModel) -> KeyValue:
+        with evaluating(model):  # what pads a text stands behind it, and is not seen
+            states = model.base_model(input_ids=self._tokens, output_hidden_states=True, use_cache=False)
+        features = torch.cat([states.hidden_states[layer] for layer in self._head.config.target_layers], dim=-1)
+        positions = torch.arange(self._tokens.shape[1], device=self._tokens.device).expand(len(self._tokens), -1)
+        return self._head.context(features.to(self._head.fc.weight.dtype), positions)
+
+
+def _groups(answers: Sequence[Answered], rows: int) -> Iterator[list[Answered]]:
+    """Answers of similar length together: a group's rounds go on until its last text has ended."""
+    order = sorted(answers, key=lambda answer: len(answer.tokens) - answer.num_prompt_tokens)
+    for first in range(0, len(order), rows):
+        yield order[first : first + rows]

@@ -1,0 +1,756 @@
+"""Block checkpoints: heads in every published spelling compute what their projects do; every fault is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from block_oracle import Network
+from graft.cli import main
+from graft.errors import GraftError
+from graft.loading import load_drafter
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
+from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
+from tiny import tiny_model
+
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, RANK, DRAFTED = 41, 16, 24, 4, 2, 6, 3, 12
+TARGET = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=40,
+    num_hidden_layers=9,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+ROOT, LENGTH = 7, 5
+
+
+def random(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.3 + mean
+
+
+EMBEDDING, LM_HEAD = random(VOCAB, HIDDEN, seed=1), random(VOCAB, HIDDEN, seed=2)
+FEATURES = random(LENGTH, 9 * HIDDEN, seed=3).view(LENGTH, 9, HIDDEN)  # by the target's layers: what goes in
+
+
+@dataclass
+class Published:
+    """A head as its project writes it, and what it means, told apart from how the package reads it."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]  # by z-lab's and DeepSpec's names, which `names` turns into the file's
+    reads: tuple[int, ...]  # layers whose inputs
+    shifted: bool
+    kind: str
+    layout: str
+    causal: tuple[bool, ...] = (False, False)
+    windows: tuple[int | None, ...] = (None, None)
+    names: Callable[[str], str] = str
+    file: str = "model.safetensors"
+    others: dict[str, Tensor] = field(default_factory=dict)
+    mask_token_id: int = 5
+    block_size: int = 4
+    markov: str | None = None
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        tensors = {self.names(name): tensor.clone() for name, tensor in self.tensors.items()} | self.others
+        if self.file.endswith(".bin"):
+            torch.save(tensors, folder / self.file)
+        else:
+            save_file(tensors, folder / self.file)
+
+    @property
+    def network(self) -> Network:
+        embedding = self.tensors.get("embed_tokens.weight", EMBEDDING)
+        return Network(
+            state=self.tensors,
+            embedding=embedding,
+            lm_head=self.tensors.get("lm_head.weight", LM_HEAD),
+            num_heads=HEADS,
+            head_dim=HEAD_DIM,
+            block_size=self.block_size,
+            mask=embedding[self.mask_token_id],
+            causal=self.causal,
+            windows=self.windows,
+            eps=1e-5,
+            theta=1e6,
+        )
+
+    def hidden(self) -> list[Tensor]:
+        slots = self.network.hidden(ROOT, FEATURES[:, list(self.reads)].flatten(1))
+        return slots if self.shifted else slots[1:]
+
+
+def backbone(taps: int, **more: Tensor) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, taps * HIDDEN)}
+    for layer in ("layers.0", "layers.1"):
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
+            f"{layer}.mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{layer}.input_layernorm.weight": (HIDDEN,),
+            f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+    shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    made = {
+        name: random(*shape, seed=10 + number, mean=float(len(shape) == 1))
+        for number, (name, shape) in enumerate(shapes.items())
+    }
+    return made | more
+
+
+def markov_head(kind: str = "vanilla", drafted: int = VOCAB) -> dict[str, Tensor]:
+    made = {
+        "markov_head.markov_w1.weight": random(VOCAB, RANK, seed=50),
+        "markov_head.markov_w2.weight": random(drafted, RANK, seed=51),
+    }
+    if kind == "gated":
+        made["markov_head.gate_proj.weight"] = random(RANK, HIDDEN + RANK, seed=52)
+        made["markov_head.gate_proj.bias"] = random(RANK, seed=53)
+    if kind == "rnn":
+        made["markov_head.joint_proj.weight"] = random(3 * RANK, 2 * RANK + HIDDEN, seed=54)
+        made["markov_head.joint_proj.bias"] = random(3 * RANK, seed=55)
+    return made
+
+
+def confidence_head(with_markov: bool = True) -> dict[str, Tensor]:
+    width = HIDDEN + RANK if with_markov else HIDDEN
+    return {"confidence_head.proj.weight": random(1, width, seed=56), "confidence_head.proj.bias": random(1, seed=57)}
+
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "vocab_size": VOCAB,
+    "attention_bias": False,
+}
+
+
+def zlab() -> Published:
+    """block_size at the top; layers by their outputs."""
+    config = SHAPE | {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 9}
+    config |= {"layer_types": ["full_attention"] * 2, "dflash_config": {"target_layer_ids": [1, 3, 6]}}
+    config["dflash_config"]["mask_token_id"] = 5
+    return Published(config, backbone(3), (2, 4, 7), shifted=False, kind="DFlash", layout="zlab")
+
+
+def zlab_with_windows() -> Published:
+    """Everything in dflash_config; a layer with a window is causal; in a pickle."""
+    config = SHAPE | {"architectures": ["DFlashDraftModel"], "layer_types": ["sliding_attention", "full_attention"]}
+    config |= {"sliding_window": 3, "dflash_config": {"block_size": 4, "mask_token_id": 5, "target_layer_ids": [0, 7]}}
+    return Published(
+        config, backbone(2), (1, 8), False, "DFlash", "zlab", (True, False), (3, None), file="pytorch_model.bin"
+    )
+
+
+def usual_layers() -> Published:
+    """No layer numbers: one for each of the head's own, spread over the target's nine."""
+    config = SHAPE | {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": {"mask_token_id": 5}}
+    return Published(config, backbone(2), (2, 7), shifted=False, kind="DFlash", layout="zlab")
+
+
+def jetspec() -> Published:
+    config = zlab().config
+    config["dflash_config"]["causal_head"] = True
+    return Published(config, backbone(3), (2, 4, 7), False, "JetSpec", "zlab", causal=(True, True))
+
+
+def everywhere_a_window() -> Published:
+    """use_swa: all layers have a window, and none is causal."""
+    config = zlab().config
+    config["dflash_config"] |= {"use_swa": True, "swa_window_size": 3}
+    return Published(config, backbone(3), (2, 4, 7), False, "DFlash", "zlab", windows=(3, 3))
+
+
+def llama_layers() -> Published:
+    """No norms of queries and keys."""
+    tensors = {name: tensor for name, tensor in backbone(3).items() if "q_norm" not in name and "k_norm" not in name}
+    config = zlab().config | {"model_type": "llama"}
+    return Published(config, tensors, (2, 4, 7), shifted=False, kind="DFlash", layout="zlab")
+
+
+def deepspec() -> Published:
+    """Flat keys, -1 for the embeddings, frozen copies of the target's weights, shifted without saying so."""
+    config = SHAPE | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": 5, "num_anchors": 512}
+    config |= {"num_target_layers": 9, "target_layer_ids": [-1, 3, 6], "layer_types": ["full_attention"] * 2}
+    config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    config |= {"confidence_head_with_markov": True}
+    own = {"embed_tokens.weight": random(VOCAB, HIDDEN, seed=60), "lm_head.weight": random(VOCAB, HIDDEN, seed=61)}
+    tensors = backbone(3, **own, **markov_head(), **confidence_head())
+    return Published(config, tensors, (0, 4, 7), True, "DSpark", "deepspec", markov="vanilla")
+
+
+def deepspec_dflash() -> Published:
+    """DeepSpec's own DFlash: the same architecture without its heads, and shifted too."""
+    published = deepspec()
+    published.config |= {"markov_rank": 0, "enable_confidence_head": False}
+    published.tensors = {n: t for n, t in published.tensors.items() if "markov" not in n and "confidence" not in n}
+    published.kind, published.markov = "DFlash", None
+    return published
+
+
+def specforge_dspark() -> Published:
+    """Keys in dflash_config; no word on the confidence head but its tensors."""
+    config = zlab().config | {"architectures": ["DSparkDraftModel"]}
+    config["dflash_config"] |= {"projector_type": "dspark", "markov_rank": RANK, "markov_head_type": "gated"}
+    tensors = backbone(3, **markov_head("gated"), **confidence_head())
+    return Published(config, tensors, (2, 4, 7), True, "DSpark", "specforge", markov="gated")
+
+
+def flat_tensors() -> Published:
+    """markov_w1 and confidence_proj at the top, as TensorRT-LLM reads them; slots said by shift_label."""
+    config = zlab().config
+    config["dflash_config"] |= {"shift_label": True, "markov_rank": RANK, "use_confidence_head": True}
+
+    def flat(name: str) -> str:
+        return name.replace("markov_head.", "").replace("confidence_head.proj.", "confidence_proj.")
+
+    tensors = backbone(3, **markov_head(), **confidence_head())
+    return Published(config, tensors, (2, 4, 7), True, "DSpark", "zlab", names=flat, markov="vanilla")
+
+
+def recurrent() -> Published:
+    published = deepspec()
+    published.config |= {"markov_head_type": "rnn", "confidence_head_with_markov": False}
+    published.tensors |= markov_head("rnn") | confidence_head(with_markov=False)
+    published.markov = "rnn"
+    return published
+
+
+def speculators(algorithm: str = "dflash") -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": algorithm,
+        "aux_hidden_state_layer_ids": [2, 4, 7],
+        "draft_vocab_size": DRAFTED,
+        "block_size": 4,
+        "mask_token_id": 5,
+        "target_hidden_size": None,
+        "speculators_config": {"algorithm": algorithm, "proposal_methods": [{"speculative_tokens": 3}]},
+        "transformer_layer_config": {key: value for key, value in SHAPE.items() if key != "rope_theta"}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    }
+
+
+def speculators_tensors(**more: Tensor) -> dict[str, Tensor]:
+    own = {"embed_tokens.weight": random(VOCAB, HIDDEN, seed=60), "lm_head.weight": random(DRAFTED, HIDDEN, seed=61)}
+    return backbone(3, **own, **more)
+
+
+def speculators_others() -> dict[str, Tensor]:
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[torch.arange(DRAFTED) * 3] = True
+    return {"d2t": torch.arange(DRAFTED) * 2, "t2d": t2d, "verifier_norm.weight": torch.ones(HIDDEN)}
+
+
+def speculators_dflash() -> Published:
+    """A nested shape, layers by their inputs, a draft vocabulary, windows that are not causal."""
+    config = speculators() | {"sliding_window_non_causal": True}
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+    return Published(
+        config,
+        speculators_tensors(),
+        (2, 4, 7),
+        shifted=False,
+        kind="DFlash",
+        layout="speculators",
+        windows=(4, 4),
+        others=speculators_others(),
+    )
+
+
+def speculators_dspark() -> Published:
+    """Shifted, since that is what dspark means there; the first Markov table has all tokens, the second the drafted."""
+    config = speculators("dspark") | {"architectures": ["DSparkDraftModel"], "markov_rank": RANK}
+    config |= {"enable_confidence_head": False}
+    tensors = speculators_tensors(**markov_head(drafted=DRAFTED))
+    others = speculators_others()
+    return Published(config, tensors, (2, 4, 7), True, "DSpark", "speculators", others=others, markov="vanilla")
+
+
+def speculators_in_place() -> Published:
+    """sample_from_anchor speaks against what is usual."""
+    published = speculators_dspark()
+    published.config["sample_from_anchor"] = False
+    published.shifted = False
+    return published
+
+
+def treeflash() -> Published:
+    """The backbone below model., the conditional head beside it."""
+    config = zlab().config | {"architectures": ["TreeFlashDraftModel"]}
+    config["treeflash_config"] = {"ar_approximation": "swiglu", "candidate_tokens": 16}
+    own = {
+        "ar_approximation.ug.weight": random(2 * INNER, 2 * HIDDEN, seed=70),
+        "ar_approximation.ug.bias": random(2 * INNER, seed=71),
+        "ar_approximation.d.weight": random(HIDDEN, INNER, seed=72),
+        "ar_approximation.norm.weight": random(HIDDEN, seed=73, mean=1.0),
+    }
+
+    def below(name: str) -> str:
+        return name if name.startswith("ar_") else f"model.{name}"
+
+    return Published(config, backbone(3, **own), (2, 4, 7), False, "TreeFlash", "treeflash", names=below)
+
+
+PUBLISHED = {
+    make.__name__: make
+    for make in (
+        zlab,
+        zlab_with_windows,
+        usual_layers,
+        jetspec,
+        everywhere_a_window,
+        llama_layers,
+        deepspec,
+        deepspec_dflash,
+        specforge_dspark,
+        flat_tensors,
+        recurrent,
+        speculators_dflash,
+        speculators_dspark,
+        speculators_in_place,
+        treeflash,
+    )
+}
+
+
+def load(folder: Path, target: LlamaConfig = TARGET, slots: str | None = None) -> BlockHead:
+    return load_head(folder, target, torch.float32, "cpu", EMBEDDING, LM_HEAD, slots)
+
+
+@torch.no_grad()
+def hidden_of(head: BlockHead) -> Tensor:
+    features = FEATURES[:, list(head.config.target_layers)].flatten(1)[None]
+    past = head.context(features, torch.arange(LENGTH)[None])
+    return head.block(torch.tensor([ROOT]), torch.tensor([LENGTH]), past)
+
+
+def close(own: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_head_in_a_published_spelling_computes_what_its_project_does(name: str, tmp_path: Path) -> None:
+    published = PUBLISHED[name]()
+    published.write(tmp_path)
+    head = load(tmp_path)
+    hidden, expected = hidden_of(head), published.hidden()
+    assert hidden.shape[1] == len(expected)
+    close(hidden[0], torch.stack(expected))
+    close(head.marginals(hidden)[0], torch.stack([published.network.logits(slot) for slot in expected]))
+    chain = [ROOT, 12, 3, 40][: len(expected)]
+    parents = torch.tensor(chain)[None, :, None]
+    if published.kind == "TreeFlash":
+        its = [published.network.treeflash(slot, parent) for slot, parent in zip(expected, chain, strict=True)]
+        close(head.conditionals(hidden, parents)[0, :, 0], torch.stack(its))
+    if published.markov is not None:
+        its = published.network.markov(published.markov, expected, chain)
+        close(head.conditionals(hidden, parents)[0, :, 0], torch.stack(its))
+    if "confidence_head.proj.weight" in published.tensors:
+        reads = head.confidence_head.proj.in_features > HIDDEN
+        its = [
+            published.network.confidence(slot, parent if reads else None)
+            for slot, parent in zip(expected, chain, strict=True)
+        ]
+        close(head.confidence(hidden, parents)[0, :, 0], torch.stack(its))
+    if "d2t" in published.others:
+        assert head.to_target(torch.tensor([0, 11])).tolist() == [0, 33]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_inspection_tells_kind_layout_and_slots(name: str, tmp_path: Path) -> None:
+    published = PUBLISHED[name]()
+    published.write(tmp_path)
+    found = inspect_head(tmp_path)
+    assert (found.kind, found.layout, found.files) == (published.kind, published.layout, (published.file,))
+    assert (found.facts["shifted"], found.facts["block_size"]) == (published.shifted, 4)
+    assert found.slots_are_said is (name in ("flat_tensors", "speculators_in_place"))
+
+
+@pytest.mark.parametrize(("slots", "shifted"), [("in-place", False), ("shifted", True), (None, False)])
+def test_slots_may_be_chosen_where_the_config_does_not_say(slots: str | None, shifted: bool, tmp_path: Path) -> None:
+    zlab().write(tmp_path)
+    assert load(tmp_path, slots=slots).config.shifted is shifted
+
+
+def test_slots_cannot_be_chosen_against_the_config(tmp_path: Path) -> None:
+    speculators_in_place().write(tmp_path)
+    assert not load(tmp_path, slots="in-place").config.shifted
+    with pytest.raises(GraftError, match="it says that the slots are not shifted: leave the choice to it"):
+        load(tmp_path, slots="shifted")
+    with pytest.raises(GraftError, match="slots 'left' are not known: in-place, shifted"):
+        load(tmp_path, slots="left")
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": (True, True), "shifted": False},
+    "windows": {"causal": (True, False), "windows": (6, None)},
+    "windows that are not causal": {"windows": (6, 6)},
+    "conditional": {"conditional": True, "own_mask": True},
+    "markov": {"markov": "gated", "markov_rank": 3, "confidence": True, "confidence_with_markov": True},
+    "confidence alone": {"confidence": True},
+    "draft vocabulary": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": DRAFTED},
+    "narrow": {"hidden_size": 12, "own_lm_head": True, "own_embedding": True, "head_norms": False},
+    "rotary": {"rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "target_layers": (0, 8)},
+}
+
+
+def make_head(**changes: Any) -> BlockHead:
+    usual = {"block_size": 4, "mask_token_id": 5, "shifted": True}
+    head = BlockHead(BlockConfig.for_target(TARGET, 2, **(usual | changes)))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    if head.config.draft_vocab_size == DRAFTED:
+        head.set_vocabulary(torch.arange(DRAFTED) * 3)
+    return head
+
+
+@pytest.mark.parametrize("changes", OWN.values(), ids=OWN)
+def test_saving_and_loading_gives_the_same_head(changes: dict[str, Any], tmp_path: Path) -> None:
+    head = make_head(**changes)
+    save_head(head, tmp_path / "new" / "folder")
+    loaded = load(tmp_path / "new" / "folder")
+    assert loaded.config == head.config
+    assert inspect_head(tmp_path / "new" / "folder").slots_are_said
+    state = loaded.state_dict()
+    assert state.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+
+
+def test_own_files_are_those_of_zlab_with_the_conditional_head_and_the_mask_beside_them(tmp_path: Path) -> None:
+    """vLLM refuses tensors it does not know, so model.safetensors has DFlash's alone."""
+    save_head(make_head(conditional=True, own_mask=True).to(torch.bfloat16), tmp_path, {"trained_on": "stories"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert (config["torch_dtype"], config["trained_on"]) == ("bfloat16", "stories")
+    assert config["dflash_config"]["target_layer_ids"] == config["target_layer_ids"] == [1, 6], "counted by outputs"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 7], "counted by inputs, where vLLM looks first"
+    assert (config["block_size"], config["dflash_config"]["mask_token_id"]) == (4, 5)
+    backbone_file = load_file(tmp_path / "model.safetensors")
+    assert set(backbone_file) == set(backbone(2))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in backbone_file.values())
+    assert len(load_file(tmp_path / "conditional_head" / "model.safetensors")) == 4
+    mask = torch.load(tmp_path / "mask_embedding.pt", weights_only=True)
+    assert (mask["mask_token_id"], mask["embedding"].shape) == (5, (HIDDEN,))
+
+
+def test_a_head_with_a_markov_head_is_saved_as_deepspec_does(tmp_path: Path) -> None:
+    save_head(make_head(markov="vanilla", markov_rank=3), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["markov_rank"]) == (["Qwen3DSparkModel"], 3)
+
+
+def test_nothing_of_the_head_before_stays_in_a_folder(tmp_path: Path) -> None:
+    save_head(make_head(conditional=True, own_mask=True), tmp_path)
+    save_head(make_head(), tmp_path)
+    assert load(tmp_path).config == make_head().config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": (3, 6), "causal": (True, True)}, r"layers with different windows \(3, 6\) have no layout"),
+        ({"causal": (True, False)}, "layers that are causal and layers that are not have no layout"),
+    ],
+)
+def test_a_head_that_no_layout_can_say_is_not_written(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(GraftError, match=message):
+        save_head(make_head(**changes), tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+def nested(**changes: Any) -> dict[str, Any]:
+    return {"dflash_config": zlab().config["dflash_config"] | changes}
+
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "architecture GPT2LMHeadModel is not that of a block head; known are D",
+    ),
+    ({"speculators_model_type": "medusa"}, "speculators_model_type medusa is not one of dflash, dspark"),
+    ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),
+    ({"block_size": None}, "block_size is missing: how many slots a block has"),
+    ({"block_size": "4"}, "block_size must be a positive whole number, not '4'"),
+    ({"block_size": 1}, "a block of one slot has the root only: block_size must be at least 2"),
+    (nested(block_size=8), "dflash_config.block_size is 8 but block_size is 4: delete the one that is wrong"),
+    (nested(mask_token_id=None), "mask_token_id is missing: which token stands in masked slots"),
+    (nested(mask_token_id=41), "mask_token_id 41 is not one of the target's 41 tokens"),
+    (nested(mask_token_id="<mask>"), "mask_token_id '<mask>' is not one of the target's 41 tokens"),
+    ({"mask_token_id": 6}, "dflash_config.mask_token_id is 5 but mask_token_id is 6: delete the one that is wrong"),
+    ({"num_target_layers": 36}, "is for a target with 36 layers, not 9: another model's"),
+    (nested(target_layer_ids=[1, 3, 8]), "reads the target's layers 2, 4, 9, but the target has only 9"),
+    (nested(target_layer_ids=[-2, 3, 6]), "none negative"),
+    (nested(target_layer_ids="all"), "dflash_config.target_layer_ids must be a list of layer numbers, not 'all'"),
+    (nested(target_layer_ids=[1, 3]), r"fc.weight is torch.float32 \[16, 48\], expected floats \[16, 32\]"),
+    (
+        {"aux_hidden_state_layer_ids": [1, 3, 6]},
+        "target_layer_ids means the inputs of 2, 4, 7 but aux_hidden_state_layer_ids means the inputs of 1, 3, 6",
+    ),
+    ({"hidden_size": None}, "hidden_size must be a positive whole number, not None"),
+    ({"vocab_size": 99}, "for a target with a vocabulary of 99, not 41: another model's"),
+    ({"target_hidden_size": 32}, "needs an embedding of its own: the target's is 32 wide"),
+    ({"num_hidden_layers": 3}, "must say full_attention or sliding_attention for each of 3 layers"),
+    ({"num_hidden_layers": None}, "num_hidden_layers must be a positive whole number, not None"),
+    ({"layer_types": ["linear_attention"] * 2}, "must say full_attention or sliding_attention for each of 2 layers"),
+    ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention without a sliding_window"),
+    (nested(use_swa=True), "sliding_attention without a sliding_window"),
+    ({"draft_vocab_size": 12}, "a head with a draft vocabulary or width of its own needs an lm_head of its own"),
+    ({"hidden_act": "gelu"}, "hidden_act is gelu, and only silu is supported"),
+    ({"attention_bias": True}, "attention_bias is True, and only False is supported"),
+    (nested(attention_sink_bias=True), "attention_sink_bias is True, and only False is supported"),
+    ({"is_neox_style": False}, "is_neox_style is False, and only True is supported"),
+    (nested(projector_type="domino"), "projector_type is domino, and only dflash and dspark are known"),
+    (nested(conv_kernel_size=2), "conv_kernel_size is 2, and only 0 is supported"),
+    ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral' is not one of"),
+    ({"markov_rank": 3}, r"has no tensor markov_head.markov_w1.weight, expected as \[41, 3\]"),
+    ({"markov_rank": "3"}, "markov_rank must be a whole number, not '3'"),
+    ({"markov_rank": 3, "markov_head_type": "fir"}, "markov_head_type 'fir' is not one of vanilla, gated, rnn"),
+    ({"enable_confidence_head": True}, "has no tensor confidence_head.proj.bias"),
+    ({"enable_confidence_head": True, "use_confidence_head": False}, "delete the one that is wrong"),
+    (
+        {"enable_confidence_head": True, "confidence_head_with_markov": True},
+        "confidence_head_with_markov needs a Markov head, but markov_rank is 0",
+    ),
+    ({"ar_approximation": "swiglu"}, "has no tensor ar_approximation.d.weight"),
+    ({"ar_approximation": "gru"}, "ar_approximation is gru, and only swiglu is known"),
+    (
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 7}]}},
+        "a block of 4 slots cannot draft the 7 tokens of speculators_config: one is another head's",
+    ),
+    ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor is True but shift_label is False"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[message for _, message in BAD_CONFIGS])
+def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    published = zlab()
+    published.config |= changes
+    published.write(tmp_path)
+    with pytest.raises(GraftError, match=message) as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_markov_head_of_another_rank_is_named(tmp_path: Path) -> None:
+    published = deepspec()
+    published.config["markov_rank"] = 256
+    published.write(tmp_path)
+    message = r"markov_head.markov_w1.weight is torch.float32 \[41, 3\], expected floats \[41, 256\]"
+    with pytest.raises(GraftError, match=message):
+        load(tmp_path)
+
+
+def spoil(tensors: dict[str, Tensor]) -> None:
+    tensors["layers.1.self_attn.k_norm.weight"].fill_(torch.nan)
+
+
+BAD_TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
+    (lambda tensors: tensors.pop("fc.weight"), "is not a block head: it has no tensor fc.weight"),
+    (lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"), "has no tensor layers.1.mlp.up_proj.weight"),
+    (lambda tensors: tensors.pop("layers.0.self_attn.q_norm.weight"), "has no tensor layers.0.self_attn.q_norm.weight"),
+    (lambda tensors: tensors.update(mask_hidden=torch.ones(2)), "has a tensor mask_hidden, for which its config.json"),
+    (lambda tensors: tensors.update({"model.fc.weight": torch.ones(2)}), "has the tensor fc.weight twice"),
+    (lambda tensors: tensors.update(markov_head()), "has a tensor markov_head.markov_w1.weight, for which its config"),
+    (
+        lambda tensors: tensors.update({"confidence_head.proj.weight": torch.ones(1, 9)}),
+        "has no tensor confidence_head.proj.bias",
+    ),
+    (lambda tensors: tensors.update({"norm.weight": torch.ones(16).long()}), r"norm.weight is torch.int64 \[16\]"),
+    (spoil, "k_norm.weight has values that are not finite"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS, ids=[message for _, message in BAD_TENSORS])
+def test_a_tensor_that_does_not_fit_is_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    published = zlab()
+    change(published.tensors)
+    published.write(tmp_path)
+    with pytest.raises(GraftError, match=message) as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_all_norms_of_queries_and_keys_may_be_missing_only_where_the_layers_are_not_qwen3(tmp_path: Path) -> None:
+    published = llama_layers()
+    published.config["model_type"] = "qwen3"
+    published.write(tmp_path)
+    with pytest.raises(GraftError, match=r"has no tensor layers.0.self_attn.k_norm.weight"):
+        load(tmp_path)
+
+
+def test_a_missing_tensor_is_named_as_its_layout_spells_it(tmp_path: Path) -> None:
+    published = treeflash()
+    del published.tensors["layers.0.mlp.up_proj.weight"]
+    published.write(tmp_path)
+    with pytest.raises(GraftError, match=r"has no tensor model.layers.0.mlp.up_proj.weight, expected as \[24, 16\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_masked_slots_have_the_vector_of_the_mask_file(as_dict: bool, tmp_path: Path) -> None:
+    published = zlab()
+    published.write(tmp_path)
+    vector = random(HIDDEN, seed=80)
+    torch.save({"embedding": vector[None], "mask_token_id": 5} if as_dict else vector, tmp_path / "mask_embedding.pt")
+    slots = load(tmp_path).slots(torch.tensor([ROOT]))
+    assert torch.equal(slots[0], torch.stack([EMBEDDING[ROOT], vector, vector, vector]))
+    assert inspect_head(tmp_path).files == ("model.safetensors", "mask_embedding.pt")
+
+
+class Exploit:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_mask_file_that_does_not_fit_is_named_and_runs_no_code(tmp_path: Path) -> None:
+    zlab().write(tmp_path)
+    for content, message in (
+        ({"embedding": torch.ones(HIDDEN), "mask_token_id": 9}, "is for mask token 9, but config.json has 5"),
+        ({"vector": torch.ones(HIDDEN)}, "mask_embedding.pt holds no embedding"),
+        (torch.ones(HIDDEN + 1), r"mask_embedding is torch.float32 \[17\], expected floats \[16\]"),
+        (Exploit(tmp_path / "run"), "mask_embedding.pt is damaged, or holds more than tensors"),
+    ):
+        torch.save(content, tmp_path / "mask_embedding.pt")
+        with pytest.raises(GraftError, match=message):
+            load(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 42}, "a vocabulary of 41, not 42"),
+        ({"hidden_size": 64}, "hidden states of 16, not 64"),
+        ({"num_hidden_layers": 4}, "is for a target with 9 layers, not 4: another model's"),
+    ],
+)
+def test_another_models_head_is_refused(changes: dict[str, int], message: str, tmp_path: Path) -> None:
+    zlab().write(tmp_path)
+    with pytest.raises(GraftError, match=message):
+        load(tmp_path, LlamaConfig(**(TARGET.to_dict() | changes)))
+
+
+def test_borrowed_weights_are_not_copied_and_must_fit(tmp_path: Path) -> None:
+    zlab().write(tmp_path)
+    head = load(tmp_path)
+    assert head.target_embedding is not None and head.target_lm_head is not None
+    assert head.target_embedding.data_ptr() == EMBEDDING.data_ptr()
+    assert head.target_lm_head.data_ptr() == LM_HEAD.data_ptr()
+    with pytest.raises(GraftError, match=r"the target's lm_head is \[40, 16\], not \[41, 16\]"):
+        load_head(tmp_path, TARGET, torch.float32, "cpu", EMBEDDING, LM_HEAD[:40])
+
+
+def load_check(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit status of `graft load-check WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["graft", "load-check", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_load_check_shows_a_head_that_fits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = PUBLISHED[name]()
+    published.write(tmp_path / "head")
+    TARGET.save_pretrained(tmp_path / "target")
+    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 0
+    output = capsys.readouterr().out
+    assert f"kind           {published.kind} " in output
+    assert f"4 slots, which draft {4 if published.shifted else 3} tokens" in output
+    assert f"slots          {'shifted' if published.shifted else 'in place'}" in output
+    assert f"reads what goes into layers {', '.join(map(str, published.reads))}." in output
+
+
+def test_load_check_takes_slots_and_shows_what_a_head_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    specforge_dspark().write(tmp_path / "head")
+    TARGET.save_pretrained(tmp_path / "target")
+    words = (str(tmp_path / "head"), "--model", str(tmp_path / "target"))
+    assert load_check(monkeypatch, *words, "--slots", "in-place") == 0
+    output = capsys.readouterr().out
+    assert "in place; config.json does not say, see --slots" in output
+    assert "Markov (gated, rank 3), confidence" in output
+    assert "2: bidirectional" in output
+    assert "token 5" in output
+
+
+def test_load_check_of_a_head_that_does_not_fit_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zlab().write(tmp_path / "head")
+    LlamaConfig(vocab_size=100, num_hidden_layers=9).save_pretrained(tmp_path / "target")
+    assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 2
+    out, err = capsys.readouterr()
+    assert "DFlash" in out  # what it is, even so
+    assert err.startswith("error: ") and "a vocabulary of 41, not 100" in err
+    assert err.count("\n") == 1
+
+
+def test_load_check_of_neither_kind_names_the_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = zlab()
+    published.config["architectures"] = ["GPT2LMHeadModel"]
+    published.write(tmp_path)
+    assert load_check(monkeypatch, str(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert "architecture GPT2LMHeadModel is not that of a draft head; known are LlamaForCausalLM, " in err
+    assert "DFlashDraftModel" in err
+
+
+def test_slots_are_no_option_of_an_eagle3_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path)
+    assert load_check(monkeypatch, str(tmp_path), "--slots", "shifted") == 2
+    assert "--slots is for block heads" in capsys.readouterr().err
+
+
+def test_drafting_with_a_block_head_says_in_one_line_that_it_is_not_supported_yet(tmp_path: Path) -> None:
+    zlab().write(tmp_path)
+    with pytest.raises(GraftError, match=r"is a block head: `graft load-check` can check it, but drafting with it is"):
+        load_drafter(str(tmp_path), tiny_model())

@@ -1,0 +1,303 @@
+"""The block head against the published networks, computed slot by slot; its draft cache; what a slot may see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from block_oracle import Network
+from graft.errors import GraftError
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead, default_target_layers
+
+VOCAB, HIDDEN, LAYERS, BLOCK, MASK = 37, 16, 2, 4, 5
+TARGET = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=24,
+    num_hidden_layers=9,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    max_position_embeddings=64,
+)
+LENGTHS = (7, 3)  # tokens before each root
+ROOTS = (11, 30)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+EMBEDDING, LM_HEAD = random(VOCAB, HIDDEN, seed=1), random(VOCAB, HIDDEN, seed=2)
+
+
+def make_head(**changes: Any) -> BlockHead:
+    usual = {"block_size": BLOCK, "mask_token_id": MASK, "shifted": False, "rms_norm_eps": 1e-5}
+    head = BlockHead(BlockConfig.for_target(TARGET, LAYERS, **(usual | changes)))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    if not head.config.own_embedding:
+        head.borrow_embedding(EMBEDDING)
+    if not head.config.own_lm_head:
+        head.borrow_lm_head(LM_HEAD)
+    return head.eval()
+
+
+def oracle(head: BlockHead) -> Network:
+    config, state = head.config, {name: tensor.detach() for name, tensor in head.state_dict().items()}
+    embedding = state.get("embed_tokens.weight", EMBEDDING)
+    return Network(
+        state=state,
+        embedding=embedding,
+        lm_head=state.get("lm_head.weight", LM_HEAD),
+        num_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        block_size=config.block_size,
+        mask=state.get("mask_embedding", embedding[config.mask_token_id]),
+        causal=config.causal,
+        windows=config.windows,
+        eps=config.rms_norm_eps,
+        theta=config.rope["rope_theta"],
+    )
+
+
+def features(head: BlockHead) -> Tensor:
+    return random(len(LENGTHS), max(LENGTHS), head.fc.in_features, seed=4)
+
+
+@torch.no_grad()
+def hidden_of(head: BlockHead, known: Tensor | None = None) -> Tensor:
+    known = features(head) if known is None else known
+    past = head.context(known, torch.arange(known.shape[1]).expand(len(known), -1))
+    return head.block(torch.tensor(ROOTS), torch.tensor(LENGTHS), past)
+
+
+def expected_hidden(head: BlockHead) -> list[list[Tensor]]:
+    """By row, of the slots that predict."""
+    rows = zip(ROOTS, LENGTHS, features(head), strict=True)
+    slots = [oracle(head).hidden(root, known[:length]) for root, length, known in rows]
+    return slots if head.config.shifted else [row[1:] for row in slots]
+
+
+def close(own: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "shifted": {"shifted": True},
+    "causal": {"causal": (True, True)},
+    "windows": {"causal": (True, False), "windows": (3, 2), "shifted": True},
+    "one layer with a window": {"causal": (True, False), "windows": (2, None)},
+    "no norms of queries and keys": {"head_norms": False},
+    "a vector for masked slots": {"own_mask": True},
+    "its own weights": {"own_embedding": True, "own_lm_head": True},
+    "narrower than the target": {"hidden_size": 12, "own_embedding": True, "own_lm_head": True},
+    "a draft vocabulary": {"own_lm_head": True, "draft_vocab_size": 10},
+    "other layers": {"target_layers": (0, 4, 8), "rope": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+@pytest.mark.parametrize("changes", NETWORKS.values(), ids=NETWORKS)
+def test_a_block_is_what_the_published_network_computes_slot_by_slot(changes: dict[str, Any]) -> None:
+    head = make_head(**changes)
+    hidden, expected = hidden_of(head), expected_hidden(head)
+    assert hidden.shape[1] == head.config.num_drafts == len(expected[0])
+    logits = head.marginals(hidden)
+    for row, slots in enumerate(expected):
+        close(hidden[row], torch.stack(slots))
+        close(logits[row], torch.stack([oracle(head).logits(slot) for slot in slots]))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_slots_predict_their_own_position_or_the_one_behind(shifted: bool) -> None:
+    """Of the same weights the k-th draft is slot k in one convention, slot k - 1 in the other."""
+    head, other = make_head(shifted=shifted), make_head(shifted=not shifted)
+    hidden, others = hidden_of(head), hidden_of(other)
+    assert head.config.num_drafts == BLOCK - (not shifted)
+    close(hidden[:, 1:] if shifted else hidden, others if shifted else others[:, 1:])
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_markov_head_gives_logits_after_each_candidate(kind: str) -> None:
+    head = make_head(markov=kind, markov_rank=3, shifted=True)
+    hidden, expected = hidden_of(head), expected_hidden(head)
+    parents = torch.tensor([[[11, 11], [3, 8], [9, 1], [2, 36]], [[30, 30], [0, 4], [35, 7], [7, 5]]])
+    logits = head.conditionals(hidden, parents)
+    for row, slots in enumerate(expected):
+        chain = parents[row, :, 0].tolist()
+        close(logits[row, :, 0], torch.stack(oracle(head).markov(kind, slots, chain)))
+        for slot in range(BLOCK):  # the other candidate of a slot, after the first of those before it
+            path = [*chain[:slot], int(parents[row, slot, 1])]
+            close(logits[row, slot, 1], oracle(head).markov(kind, slots[: slot + 1], path)[-1])
+
+
+def test_a_conditional_head_gives_logits_after_each_candidate() -> None:
+    head = make_head(conditional=True)
+    hidden, expected = hidden_of(head), expected_hidden(head)
+    parents = torch.tensor([[[11, 11, 11], [3, 8, 9], [9, 1, 0]], [[30, 30, 30], [0, 4, 6], [35, 7, 8]]])
+    logits = head.conditionals(hidden, parents)
+    for row, slots in enumerate(expected):
+        for slot, state in enumerate(slots):
+            for place, parent in enumerate(parents[row, slot].tolist()):
+                close(logits[row, slot, place], oracle(head).treeflash(state, parent))
+    close(head.conditionals(hidden[:, 1:2], parents[:, 1:2]), logits[:, 1:2])  # a few slots at a time
+
+
+def test_a_new_conditional_head_gives_the_marginals() -> None:
+    head = BlockHead(
+        BlockConfig.for_target(TARGET, LAYERS, block_size=BLOCK, mask_token_id=MASK, shifted=True, conditional=True)
+    )
+    head.borrow_embedding(EMBEDDING)
+    head.borrow_lm_head(LM_HEAD)
+    hidden = hidden_of(head)
+    logits = head.conditionals(hidden, torch.arange(8).view(2, 4, 1))
+    close(logits[:, :, 0], head.marginals(hidden))
+
+
+@pytest.mark.parametrize("with_markov", [False, True])
+def test_confidence_is_a_probability_after_each_candidate(with_markov: bool) -> None:
+    head = make_head(markov="vanilla", markov_rank=3, confidence=True, confidence_with_markov=with_markov)
+    hidden, expected = hidden_of(head), expected_hidden(head)
+    parents = torch.arange(12).view(2, 3, 2)
+    confidence = head.confidence(hidden, parents)
+    for row, slots in enumerate(expected):
+        for slot, state in enumerate(slots):
+            for place, parent in enumerate(parents[row, slot].tolist()):
+                its = oracle(head).confidence(state, parent if with_markov else None)
+                close(confidence[row, slot, place], its)
+
+
+def test_a_draft_cache_built_in_pieces_is_that_built_at_once() -> None:
+    head = make_head()
+    known, positions = features(head), torch.arange(max(LENGTHS)).expand(2, -1)
+    whole = head.context(known, positions)
+    pieces = [head.context(known[:, part], positions[:, part]) for part in (slice(0, 3), slice(3, 4), slice(4, 7))]
+    for which in (0, 1):
+        torch.testing.assert_close(torch.cat([piece[which] for piece in pieces], dim=3), whole[which])
+        assert whole[which].shape == (LAYERS, 2, 2, 7, 6)
+
+
+def test_what_lies_behind_a_rows_length_is_not_seen() -> None:
+    head = make_head()
+    known = features(head)
+    changed = known.clone()
+    changed[1, LENGTHS[1] :] += 100.0
+    assert torch.equal(hidden_of(head, known), hidden_of(head, changed))
+    changed[1, LENGTHS[1] - 1] += 1.0
+    assert not torch.allclose(hidden_of(head, known)[1], hidden_of(head, changed)[1])
+
+
+@torch.no_grad()
+def with_slot_changed(head: BlockHead, slot: int | None) -> Tensor:
+    """Hidden states of all slots, with one slot's input changed."""
+    known = features(head)
+    past = head.context(known, torch.arange(7).expand(2, -1))
+    lengths, slots = torch.tensor(LENGTHS), head.slots(torch.tensor(ROOTS))
+    if slot is not None:
+        slots[:, slot] += 1.0
+    return head(slots, lengths[:, None] + torch.arange(BLOCK), head.attention_over(lengths, past))
+
+
+@pytest.mark.parametrize("slot", range(1, BLOCK))
+def test_a_causal_slot_depends_on_no_later_one(slot: int) -> None:
+    head = make_head(causal=(True, True))
+    before, after = with_slot_changed(head, None), with_slot_changed(head, slot)
+    assert torch.equal(before[:, :slot], after[:, :slot])
+    assert not torch.allclose(before[:, slot:], after[:, slot:])
+
+
+def test_a_bidirectional_slot_depends_on_later_ones_too() -> None:
+    head = make_head(causal=(True, False))
+    assert not torch.allclose(with_slot_changed(head, None)[:, 0], with_slot_changed(head, BLOCK - 1)[:, 0])
+
+
+@torch.no_grad()
+def test_many_blocks_of_one_text_in_one_forward_are_each_what_they_are_alone() -> None:
+    """As in training: the caller's own attention, here a mask of context before each anchor and the block itself."""
+    head = make_head(shifted=True)
+    known, anchors, roots = features(head)[:1], torch.tensor([2, 6]), torch.tensor([9, 21])
+    past = head.context(known, torch.arange(7)[None])
+    positions = (anchors[:, None] + torch.arange(BLOCK)).flatten()
+    block = torch.arange(2).repeat_interleave(BLOCK)
+    seen = torch.cat([torch.arange(7) < anchors[block][:, None], block[:, None] == block], dim=1)
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = torch.cat([past[0][layer], key], dim=2), torch.cat([past[1][layer], value], dim=2)
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
+
+    together = head(head.slots(roots).flatten(0, 1)[None], positions[None], attention).view(2, BLOCK, -1)
+    twice = (past[0].expand(-1, 2, -1, -1, -1), past[1].expand(-1, 2, -1, -1, -1))
+    close(together, head.block(roots, anchors, twice))
+
+
+def test_a_cast_head_computes_nearly_the_same_with_exact_rotary_frequencies() -> None:
+    head = make_head(conditional=True)
+    hidden = hidden_of(head)
+    cast = make_head(conditional=True).to(torch.bfloat16)
+    assert torch.equal(cast.rotary.inv_freq, head.rotary.inv_freq)
+    own = hidden_of(cast, features(head).bfloat16())
+    assert own.dtype == torch.bfloat16
+    assert float((own.float() - hidden).norm() / hidden.norm()) < 0.03
+
+
+def test_draft_ids_stand_for_target_ids() -> None:
+    head = make_head(own_lm_head=True, draft_vocab_size=10)
+    head.set_vocabulary(torch.arange(10) * 3)
+    assert head.to_target(torch.tensor([0, 4, 9])).tolist() == [0, 12, 27]
+    assert head.marginals(hidden_of(head)).shape == (2, BLOCK - 1, 10)
+
+
+def test_the_usual_layers_are_evenly_spread() -> None:
+    """Outputs of 1, 9, 17, 25, 33 of 36 and 1, 8, 14, 20, 27 of 30 are the inputs of the next."""
+    assert default_target_layers(36, 5) == (2, 10, 18, 26, 34)
+    assert default_target_layers(30, 5) == (2, 9, 15, 21, 28)
+    assert default_target_layers(30, 1) == (16,)
+    with pytest.raises(GraftError, match="a target of 3 layers has no usual ones to read: name the layers"):
+        default_target_layers(3, 2)
+
+
+def test_what_a_head_lacks_is_said() -> None:
+    head = make_head()
+    hidden = hidden_of(head)
+    with pytest.raises(GraftError, match="has marginals only"):
+        head.conditionals(hidden, torch.zeros(2, 3, 1, dtype=torch.int64))
+    with pytest.raises(GraftError, match="has no confidence head"):
+        head.confidence(hidden, torch.zeros(2, 3, 1, dtype=torch.int64))
+    with pytest.raises(GraftError, match=r"the target's lm_head is \[36, 16\], not \[37, 16\]"):
+        head.borrow_lm_head(LM_HEAD[1:])
+    bare = BlockHead(head.config)
+    with pytest.raises(GraftError, match="no embedding of its own"):
+        bare.slots(torch.tensor(ROOTS))
+    with pytest.raises(GraftError, match="no lm_head of its own"):
+        bare.marginals(hidden)
+
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 1}, "a block of one slot has the root only: block_size must be at least 2"),
+    ({"block_size": 0}, "block_size must be a positive whole number, not 0"),
+    ({"mask_token_id": 37}, "mask_token_id 37 is not one of the target's 37 tokens"),
+    ({"mask_token_id": None}, "mask_token_id None is not one of the target's 37 tokens"),
+    ({"causal": ()}, "a head has at least one layer"),
+    ({"windows": (3,)}, "1 windows for 2 layers: there must be one for each"),
+    ({"windows": (3, 0)}, "sliding_window must be a positive whole number, not 0"),
+    ({"draft_vocab_size": 10}, "a head with a draft vocabulary or width of its own needs an lm_head of its own"),
+    ({"hidden_size": 12, "own_embedding": True}, "needs an lm_head of its own"),
+    ({"markov": "plain", "markov_rank": 3}, "markov_head_type 'plain' is not one of vanilla, gated, rnn"),
+    ({"markov": "vanilla"}, "markov_rank must be a positive whole number, not 0"),
+    ({"confidence": True, "confidence_with_markov": True}, "needs a Markov head, but markov_rank is 0"),
+    ({"markov": "rnn", "markov_rank": 2, "conditional": True}, "exclude each other: choose one"),
+    ({"num_target_layers": 0}, "num_target_layers must be a positive whole number, not 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS, ids=[message for _, message in BAD_CONFIGS])
+def test_a_config_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraftError, match=message):
+        make_head(**changes)

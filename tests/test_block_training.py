@@ -1,0 +1,617 @@
+"""Training of block heads: what a block may see, what it learns, exact resumption, and the offline simulator."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import time
+from dataclasses import fields, replace
+from typing import get_args
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+
+from graft import GraftError
+from graft.cli.train import ANSWERING, BLOCK, EAGLE3, TRAINING
+from graft.cli.train import SHAPE as SHAPE_OPTIONS
+from graft.spec_decode.proposers.block import BlockHead, load_head
+from graft.train import block as block_training
+from graft.train.block import (
+    BlockObjective,
+    BlockSettings,
+    BlockShape,
+    _dense_attention,
+    _flex_attention,
+    block_backward,
+    block_hidden,
+    target_states,
+    unused_token,
+)
+from graft.train.eagle3 import Eagle3Settings
+from graft.train.generate_data import Answered, AnswerSettings, spread
+from graft.train.packing import PackedBatches
+from graft.train.recipe import new_block_head
+from graft.train.simulate import Simulated, SimulateSettings, Table, num_accepted, simulate, table_of
+from graft.train.trainer import optimize
+from tiny import VOCAB, tiny_model
+
+SHAPE = BlockShape(num_layers=2, num_taps=3, num_drafts=4)
+SETTINGS = BlockSettings(
+    steps=6,
+    batch_tokens=80,
+    max_tokens=40,
+    anchors=6,
+    learning_rate=3e-3,
+    warmup_steps=2,
+    evaluate_every=3,
+    held_back=0.25,
+    chunk_slots=8,
+    simulated=2,
+    nodes=6,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6)
+
+
+def texts(count=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [11 + 5 * (n % 4) for n in range(count)]
+    return [
+        Answered(torch.randint(3, VOCAB, (length,), generator=generator, dtype=torch.int32), 2 + n % 5)
+        for n, length in enumerate(lengths)
+    ]
+
+
+def make_head(model, shape=SHAPE, conditional=True, seed=3, **changes) -> BlockHead:
+    """A head with random weights everywhere: where a new one has zeros, mistakes would not show."""
+    head = new_block_head(model, replace(shape, **changes), conditional, 5, texts(), SETTINGS)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2, generator=generator)
+    return head
+
+
+def batch_of(answers=None, **changes):
+    """A batch whose rows have blocks in several documents."""
+    settings = replace(SETTINGS, **changes)
+    batches = PackedBatches(answers or texts(), settings, settings.anchors)
+    made = (batches.at(step) for step in range(len(batches)))
+    return next(b for b in made if bool(((b.anchor_starts > 0) & (b.num_labels > 0)).any(dim=1).all()))
+
+
+# What a batch is
+
+
+def test_every_answer_is_seen_once_an_epoch_whatever_the_epoch():
+    batches = PackedBatches(texts(), SETTINGS, num_anchors=6)
+    for epoch in range(3):
+        seen = []
+        for step in range(len(batches)):
+            batch = batches.at(epoch * len(batches) + step)
+            for tokens, starts in zip(batch.tokens, batch.starts, strict=True):
+                documents = starts.unique(return_counts=True)[1].tolist()
+                seen += [tuple(d.tolist()) for d in tokens.split(documents) if d.any()]
+        assert sorted(seen) == sorted(tuple(a.tokens.tolist()) for a in texts())
+
+
+def test_anchors_are_distinct_and_have_as_many_labels_as_the_answer_goes_on():
+    answers = texts()
+    batch = batch_of(answers, anchors=30)
+    by_text = {tuple(a.tokens.tolist()): a for a in answers}
+    num_anchors = 0
+    for row in range(len(batch.tokens)):
+        assert len(batch.anchors[row].unique()) == 30
+        for anchor, start, labels in zip(
+            *(x[row].tolist() for x in (batch.anchors, batch.anchor_starts, batch.num_labels)), strict=True
+        ):
+            if not labels:
+                continue
+            num_anchors += 1
+            answer = by_text[tuple(batch.tokens[row, start : anchor + 1 + labels].tolist())]
+            assert anchor - start >= answer.num_prompt_tokens - 1, "the token behind it is answer"
+    assert num_anchors > 30
+
+
+def test_anchors_are_drawn_anew_at_every_step_and_alike_in_every_run():
+    first, again = (PackedBatches(texts(), SETTINGS, num_anchors=6) for _ in range(2))
+    later = len(first)
+    assert torch.equal(first.at(0).anchors, again.at(0).anchors)
+    assert torch.equal(first.at(later).anchors, PackedBatches(texts(), SETTINGS, 6).at(later).anchors)
+    assert not torch.equal(first.at(0).anchors, first.at(later).anchors)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_window", "qwen3", "gemma3_text", "olmo2"])
+def test_documents_of_a_row_do_not_see_each_other_in_the_target(name):
+    model = tiny_model(name)
+    answers = texts()
+    batch = batch_of(answers)
+    states = target_states(model, (0, 2), batch)
+    for answer in answers:
+        place = (batch.tokens.unfold(1, len(answer.tokens), 1) == answer.tokens).all(dim=-1).nonzero()
+        if not len(place):
+            continue  # in another batch
+        row, start = place[0].tolist()
+        with torch.no_grad():
+            alone = model.base_model(input_ids=answer.tokens.long()[None], output_hidden_states=True)
+        packed = states.features[row, start : start + len(answer.tokens)]
+        expected = torch.cat([alone.hidden_states[0], alone.hidden_states[2]], dim=-1)[0]
+        torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_some_answers_stand_for_all_of_them():
+    assert spread(list("abcdefghij"), 5) == list("acegi")
+    assert spread(list("abc"), 5) == list("abc") and spread(list("abc"), 0) == []
+
+
+# What a block sees
+
+
+@pytest.fixture(scope="module", params=[{}, {"causal": True}, {"slots": "shifted"}], ids=["plain", "causal", "shifted"])
+def head(request, model):
+    return make_head(model, **request.param)
+
+
+@torch.no_grad()
+def test_a_block_sees_nothing_at_or_after_its_anchor_and_nothing_of_other_documents(model, head):
+    batch = batch_of()
+    features = target_states(model, head.config.target_layers, batch).features
+    before = block_hidden(head, features, batch, flex=False)
+    for row, place in itertools.product(range(2), range(0, 40, 3)):
+        changed = features.clone()
+        changed[row, place] += 1.0
+        differs = (block_hidden(head, changed, batch, flex=False) != before).flatten(2).any(dim=-1)  # [R, N]
+        seen = torch.zeros_like(differs)
+        seen[row] = (batch.anchor_starts[row] <= place) & (place < batch.anchors[row])
+        assert torch.equal(differs, seen)
+
+
+@torch.no_grad()
+def test_a_block_does_not_see_other_blocks(model, head):
+    batch = batch_of()
+    features = target_states(model, head.config.target_layers, batch).features
+    before = block_hidden(head, features, batch, flex=False)
+    for block in range(6):
+        tokens = batch.tokens.clone()
+        tokens[1, batch.anchors[1, block]] = 60 - tokens[1, batch.anchors[1, block]]
+        differs = (block_hidden(head, features, replace(batch, tokens=tokens), flex=False) != before).flatten(2)
+        expected = torch.zeros(2, 6, dtype=torch.bool)
+        expected[1, block] = True
+        assert torch.equal(differs.any(dim=-1), expected)
+
+
+@torch.no_grad()
+def test_a_block_in_a_packed_row_computes_what_drafting_computes(model, head):
+    batch = batch_of()
+    hidden = block_hidden(head, target_states(model, head.config.target_layers, batch).features, batch, flex=False)
+    for row, block in itertools.product(range(2), range(6)):
+        torch.testing.assert_close(hidden[row, block], drafted(head, model, batch, row, block), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without")  # on a GPU it is compiled
+@pytest.mark.parametrize("windows", [None, 7])
+def test_flexattention_and_the_dense_mask_agree(model, head, windows):
+    head.requires_grad_(False)  # FlexAttention computes no gradients on a CPU
+    config = head.config
+    head.config = replace(config, windows=(None, windows))
+    batch = batch_of()
+    features = target_states(model, config.target_layers, batch).features
+    past = head.context(features, batch.positions)
+    generator = torch.Generator().manual_seed(1)
+    width = 6 * config.block_size
+    query, key, value = (torch.randn(2, heads, width, 8, generator=generator) for heads in (4, 2, 2))
+    try:
+        for layer in range(2):
+            dense, flex = (
+                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
+            )
+            torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+    finally:
+        head.config = config
+        head.requires_grad_(True)
+
+
+def drafted(head, model, batch, row, block):
+    """Hidden states [K, H] of one block, by the calls that drafting makes: its document alone, one root."""
+    anchor, start = int(batch.anchors[row, block]), int(batch.anchor_starts[row, block])
+    text = batch.tokens[row, start : anchor + 1]
+    with torch.no_grad():
+        states = model.base_model(input_ids=text[None], output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in head.config.target_layers], dim=-1)
+    past = head.context(features, torch.arange(len(text))[None])
+    return head.block(text[-1:], torch.tensor([len(text) - 1]), past)[0]
+
+
+# What it learns
+
+
+def reference_loss(head, model, batch, settings):
+    """Block by block, slot by slot."""
+    total = weight_sum = 0.0
+    drafts = head.config.num_drafts
+    for row, block in itertools.product(range(len(batch.tokens)), range(batch.anchors.shape[1])):
+        anchor, start = int(batch.anchors[row, block]), int(batch.anchor_starts[row, block])
+        count = min(int(batch.num_labels[row, block]), drafts)
+        hidden = drafted(head, model, batch, row, block)
+        logits = {"marginal": head.marginals(hidden)}
+        shares = {"marginal": 1.0}
+        if head.config.conditional:
+            parents = batch.tokens[row, anchor : anchor + drafts]
+            parents = torch.nn.functional.pad(parents, (0, drafts - len(parents)))
+            logits["conditional"] = head.conditionals(hidden[None], parents[None, :, None])[0, :, 0]
+            shares = {"marginal": settings.marginal_weight, "conditional": 1.0}
+        for name, share in shares.items():
+            sure = []
+            for slot in range(count):
+                label = batch.tokens[row, anchor + slot + 1]
+                sure.append(0.5 + 0.5 * float(logits[name][slot].detach().softmax(-1)[label]))
+            for slot in range(count):
+                with torch.no_grad():
+                    wanted = model(batch.tokens[row, start : anchor + slot + 1][None]).logits[0, -1].softmax(-1)
+                weight = math.exp(-slot / settings.gamma)
+                if settings.weighting == "pace":
+                    weight = sum(math.prod(sure[: last + 1]) for last in range(slot, count))
+                divergence = kl_div(logits[name][slot].log_softmax(-1), wanted, reduction="sum")
+                total = total + share * weight * divergence
+                if name == "marginal":
+                    weight_sum += weight if settings.weighting == "decay" else 1.0
+    return total / weight_sum
+
+
+@pytest.mark.parametrize(
+    ("conditional", "weighting", "changes"),
+    [
+        (True, "decay", {}),
+        (True, "pace", {"slots": "shifted"}),
+        (False, "decay", {"causal": True}),
+        (False, "pace", {}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_block_at_a_time(model, conditional, weighting, changes):
+    head = make_head(model, conditional=conditional, **changes)
+    settings = replace(SETTINGS, weighting=weighting, anchors=5)
+    batch = batch_of(anchors=5)
+    expected = reference_loss(head, model, batch, settings)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
+    head.zero_grad()
+    found = block_backward(head, model, batch, settings)
+    assert float(found["loss"]) == pytest.approx(float(expected.detach()), rel=1e-4)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=2e-3, atol=1e-5, msg=name)
+
+
+def test_in_bf16_with_fp32_weights_the_losses_are_about_the_same(model, monkeypatch):
+    """As on a GPU, where the target is bf16 and the head's products are."""
+    head, batch = make_head(model), batch_of()
+    exact = block_backward(head, model, batch, SETTINGS)
+    exact_gradient = head.fc.weight.grad.clone()
+    head.zero_grad()
+    monkeypatch.setattr(block_training, "autocast", lambda device, settings: torch.autocast("cpu", torch.bfloat16))
+    rough = block_backward(head, tiny_model(num_hidden_layers=6).bfloat16(), batch, SETTINGS)
+    for name, value in exact.items():
+        assert float(rough[name]) == pytest.approx(float(value), rel=0.05)
+    gradient = head.fc.weight.grad
+    assert gradient.dtype == torch.float32
+    assert torch.cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0) > 0.9
+
+
+def test_gradients_reach_every_parameter_and_none_of_the_model(model):
+    head = make_head(model)
+    block_backward(head, model, batch_of(), SETTINGS)
+    assert all(float(p.grad.abs().max()) > 0 for p in head.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_how_many_blocks_have_logits_at_once_changes_nothing(model):
+    head, batch = make_head(model), batch_of()
+    made = []
+    for slots in (1, 8, 1000):
+        head.zero_grad()
+        loss = block_backward(head, model, batch, replace(SETTINGS, chunk_slots=slots))["loss"]
+        made.append((loss, head.fc.weight.grad.clone()))
+    for loss, gradient in made[1:]:
+        torch.testing.assert_close(loss, made[0][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, made[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_new_head_reads_taps_of_one_size(model):
+    scaled = tiny_model(num_hidden_layers=6)
+    with torch.no_grad():
+        scaled.model.layers[2].mlp.down_proj.weight.mul_(40)
+    head = new_block_head(scaled, SHAPE, False, 5, texts(), SETTINGS)
+    batch = batch_of()
+    parts = target_states(scaled, head.config.target_layers, batch).features.split(32, dim=-1)
+    sizes = [float(part.pow(2).mean(dim=-1).sqrt().median()) for part in parts]
+    scales = [float(weight.std()) for weight in head.fc.weight.detach().split(32, dim=1)]
+    assert max(sizes) > 5 * min(sizes)
+    first, second = (size * scale for size, scale in list(zip(sizes, scales, strict=True))[:2])
+    assert first == pytest.approx(second, rel=0.2)
+    for own, its in zip(head.layers, scaled.model.layers[-2:], strict=True):
+        assert torch.equal(own.mlp.up_proj.weight, its.mlp.up_proj.weight)
+
+
+def test_the_mask_stands_for_a_token_that_texts_do_not_have():
+    made = [Answered(torch.tensor([9, 7, 5, 4, 2, 1, 0], dtype=torch.int32), 1)]
+    assert unused_token(made, 11, special=[10]) == 8
+    assert unused_token(made, 10, special=[3, 6, 8]) == 9, "where all are used, of the rarest the last"
+
+
+# Runs
+
+
+def run(model, folder, settings=SETTINGS, progress=lambda record: None, deadline=math.inf, seed=3, **changes):
+    head = make_head(model, seed=seed, **changes)
+    objective = BlockObjective(head, model, texts(), settings)
+    return head, optimize(objective, settings, folder, len(texts()), progress, deadline)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A run that nothing interrupts: its folder, and the head."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(model, folder)[0]
+
+
+def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, whole, tmp_path):
+    done = 0
+    for seed in (3, 7, 8, 9, 10, 11):  # later heads' own weights do not matter
+        parts, now = run(model, tmp_path, deadline=time.perf_counter() - 1, seed=seed)  # over at once: a step a call
+        assert now == done + 1
+        done = now
+    assert run(model, tmp_path)[1] == SETTINGS.steps, "a run that has ended stays as it is"
+    assert_same(parts, whole[1])
+    last = [json.loads((folder / "log.jsonl").read_text().splitlines()[-1]) for folder in (tmp_path, whole[0])]
+    assert last[0] == last[1] and last[0]["step"] == 5 and last[0]["accepted_conditional"] >= 1
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_state(model, whole, tmp_path):
+    def kill(record):
+        if record["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path, progress=kill)
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 3
+    parts, _ = run(model, tmp_path)
+    assert_same(parts, whole[1])
+    assert (tmp_path / "log.jsonl").read_text() == (whole[0] / "log.jsonl").read_text()
+
+
+def assert_same(head, other):
+    for name, weight in head.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name]), name
+
+
+def test_averaged_weights_are_saved_and_the_last_ones_trained_on(model, whole, tmp_path):
+    folder, averaged = whole
+    last, _ = run(model, tmp_path, replace(SETTINGS, ema_decay=0.0))
+    state = torch.load(folder / "state.pt", weights_only=True)
+    assert torch.equal(state["head"]["fc.weight"], last.fc.weight)
+    assert torch.equal(state["average"]["fc.weight"], averaged.fc.weight)
+    assert not torch.equal(averaged.fc.weight, last.fc.weight)
+
+
+def test_a_run_of_another_head_or_with_other_settings_is_refused(model, tmp_path):
+    run(model, tmp_path, replace(SETTINGS, steps=1))
+    with pytest.raises(GraftError, match="another head"):
+        run(model, tmp_path, replace(SETTINGS, steps=1), num_drafts=5)
+    with pytest.raises(GraftError, match="other settings"):
+        run(model, tmp_path, replace(SETTINGS, steps=2))
+
+
+def test_a_head_learns_a_text_by_heart_and_then_accepts_more_than_three_tokens_a_round(tmp_path):
+    """The target's own greedy text, of which a new head knows nothing."""
+    model = tiny_model(num_hidden_layers=6)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3)  # a target that is sure of its text, as trained ones are
+    greedy = model.generate(torch.tensor([[7, 30, 12, 41]]), max_new_tokens=60, do_sample=False)[0].int()
+    answer, held_back = Answered(greedy, 4), Answered(greedy[5:], 4)
+    head = new_block_head(model, SHAPE, True, 5, [answer], SETTINGS)
+    settings = replace(SETTINGS, steps=80, evaluate_every=80, learning_rate=1e-2, warmup_steps=10, ema_decay=0.0)
+    settings = replace(settings, max_tokens=64, batch_tokens=64, anchors=24, chunk_slots=200, simulated=0)
+    before = simulate(head, model, [answer], SimulateSettings(nodes=12))
+    optimize(BlockObjective(head, model, [held_back, answer], settings), settings, tmp_path, 2)
+    after = simulate(head, model, [answer], SimulateSettings(nodes=12))
+    assert all(before[kind].mean_accepted < 2 for kind in before)
+    assert all(after[kind].mean_accepted > 3 for kind in after), after
+
+
+# The simulator
+
+
+def best_nodes(table, row, num_nodes):
+    """Paths of the likeliest nodes, best first by a heap: the published way."""
+    tokens, log_probs, entries = (getattr(table, name)[row].tolist() for name in ("tokens", "log_probs", "entries"))
+
+    def children(score, path, entry):
+        slot = len(path)
+        if slot == len(tokens) or entry < 0:
+            return []
+        rows = zip(log_probs[slot][entry], tokens[slot][entry], entries[slot][entry], strict=True)
+        return [(-(score + log_prob), (*path, token), following) for log_prob, token, following in rows]
+
+    heap, found = children(0.0, (), 0), set()
+    heapq.heapify(heap)
+    while heap and len(found) < num_nodes:
+        score, path, entry = heapq.heappop(heap)
+        found.add(path)
+        for child in children(-score, path, entry):
+            heapq.heappush(heap, child)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["chain", "marginal", "conditional"])
+def test_the_simulators_tree_is_the_best_first_one(model, kind):
+    head = make_head(model, num_drafts=5)
+    settings = SimulateSettings(nodes=9, width=4)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(20, 5, 32, generator=generator)
+    table = table_of(head, hidden, torch.arange(3, 23), kind, settings)
+    depths = []
+    for row in range(20):
+        nodes = best_nodes(table, row, settings.nodes if kind != "chain" else 5)
+        for path in nodes:
+            truth = torch.tensor([*path, *[-1] * (5 - len(path))]).expand(20, -1)
+            assert int(num_accepted(table, truth, 5 if kind == "chain" else 9)[row]) == len(path)
+        depths.append(max(map(len, nodes)))
+        wrong = torch.full((20, 5), -1)
+        assert int(num_accepted(table, wrong, 9)[row]) == 0
+    assert max(depths) >= 3
+
+
+@torch.no_grad()
+def test_a_conditional_table_holds_what_follows_each_candidate(model):
+    head = make_head(model)
+    hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
+    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3))
+    for row, slot in itertools.product(range(2), range(4)):
+        before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
+        after = head.marginals(hidden[row, slot]).topk(3).indices.tolist()
+        for number, parent in enumerate(before):
+            logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
+            expected = logits.log_softmax(-1).topk(3)
+            assert table.tokens[row, slot, number].tolist() == expected.indices.tolist()
+            torch.testing.assert_close(table.log_probs[row, slot, number], expected.values)
+            places = [after.index(t) if t in after and slot < 3 else -1 for t in expected.indices.tolist()]
+            assert table.entries[row, slot, number].tolist() == places
+
+
+@torch.no_grad()
+def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
+    head = make_head(model)
+    answers = texts(5)
+    settings = SimulateSettings(nodes=20, width=8, rows=3)
+    found = simulate(head, model, answers, settings)
+    for kind in ("chain", "marginal", "conditional"):
+        rounds, depths = 0, []
+        for answer in answers:
+            tokens, root = answer.tokens.long(), answer.num_prompt_tokens - 1
+            states = model.base_model(input_ids=tokens[None], output_hidden_states=True).hidden_states
+            past = head.context(
+                torch.cat([states[layer] for layer in head.config.target_layers], dim=-1),
+                torch.arange(len(tokens))[None],
+            )
+            while root < len(tokens) - 1:
+                hidden = head.block(tokens[root : root + 1], torch.tensor([root]), past)
+                table = table_of(head, hidden, tokens[root : root + 1], kind, settings)
+                paths = best_nodes(table, 0, 20 if kind != "chain" else 4)
+                rest = tokens[root + 1 :].tolist()
+                accepted = max((len(p) for p in paths if list(p) == rest[: len(p)]), default=0)
+                depths.append(accepted)
+                root += accepted + 1
+                rounds += 1
+        total = sum(len(a.tokens) - a.num_prompt_tokens for a in answers)
+        reached = tuple(sum(d >= depth for d in depths) / rounds for depth in range(1, 5))
+        assert found[kind] == Simulated(rounds, total, reached)
+
+
+def test_a_head_that_knows_everything_accepts_whole_blocks():
+    truth = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    table = Table(torch.tensor([[[[5]], [[6]], [[7]]]] * 2), torch.zeros(2, 3, 1, 1), torch.zeros(2, 3, 1, 1).long())
+    assert num_accepted(table, truth, 60).tolist() == [3, 2]
+    assert num_accepted(table, truth, 1).tolist() == [1, 1], "of equals the parent comes first"
+
+
+# The command
+
+
+PROMPTS = [{"prompt": f"Tell me about {n}."} for n in range(12)]
+SMALL = ["--layers", "1", "--drafts", "3", "--target-layer", "1", "--target-layer", "2", "--steps", "2"]
+SMALL += ["--batch-tokens", "128", "--max-tokens", "64", "--anchors", "4", "--held-back", "0.2", "--nodes", "4"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def test_graft_train_makes_a_head_that_loads_with_a_card(graft_tiny, model_folder, prompts, tmp_path):
+    from transformers import AutoConfig
+
+    out = tmp_path / "head"
+    asked = ["--kind", "treeflash", *SMALL, "--prompts", prompts, "--out", str(out)]
+    result = graft_tiny("train", *asked, "--max-file-mib", "1")
+    assert result.status == 0 and f"The head is in {out}" in result.err.replace("\n", "")
+    head = load_head(out, AutoConfig.from_pretrained(model_folder), torch.float32, "cpu")
+    assert (head.config.num_drafts, head.config.shifted, head.config.conditional) == (3, False, True)
+    assert head.config.target_layers == (1, 2) and head.config.own_mask
+    card = (out / "README.md").read_text()
+    assert "TreeFlash" in card and "for\n2 steps of 128 tokens" in card
+    assert card.count("\n| 3 | ") == 1 and "conditional, hit16" in card
+    assert "tree of the likeliest paths, given the token before each slot | " in card
+    assert json.loads((out / "training.json").read_text())["answers"] == 12
+
+
+def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft, model_folder, prompts, tmp_path):
+    asked = ["--kind", "dflash", *SMALL, "--prompts", prompts, "--out", str(tmp_path / "a"), "--rows", "4"]
+    first = graft_tiny("train", *asked, "--max-seconds", "1e-9")
+    assert first.status == 0 and "0 of 0 groups are answered. The same command goes on." in first.err
+    assert graft_tiny("train", *asked).status == 0
+    answers = tmp_path / "a" / "work" / "answers"
+    model = ["--model", model_folder]
+    again = [*model, "--answers", str(answers), "--kind", "treeflash", *SMALL, "--out", str(tmp_path / "b")]
+    again += ["--start-from", str(tmp_path / "a")]
+    limited = graft("train", *again, "--max-seconds", "1e-9")
+    assert limited.status == 0 and "1 of 2 steps. The head so far is in" in limited.err
+    assert "1 steps of 2 planned" in (tmp_path / "b" / "README.md").read_text()
+    assert graft("train", *again).status == 0
+    wrong = graft("train", *model, "--answers", str(answers), "--out", str(tmp_path / "c"), "--kind", "dflash")
+    assert wrong.status == 2 and "no usual ones to read: name the layers" in wrong.err
+    other = [*model, "--answers", str(answers), "--out", str(tmp_path / "c"), "--kind", "dflash", *SMALL]
+    wrong = graft("train", *other, "--causal", "--start-from", str(tmp_path / "a"))
+    assert wrong.status == 2 and "cannot be the start: its causal is (False,), not (True,)" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kind", "dspark"], "unknown kind 'dspark'"),
+        (["--unroll", "3", "--kind", "dflash"], "--unroll is not for --kind dflash"),
+        (["--layers", "3"], "--layers is not for --kind eagle3"),
+        (["--causal"], "--causal is not for --kind eagle3"),
+        (["--kind", "dflash", "--slots", "sideways"], "slots 'sideways' are not known"),
+        (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
+        (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
+        (["--kind", "dflash", "--gamma", "0"], "gamma must be above 0"),
+        (["--kind", "dflash", "--ema-decay", "1"], "ema_decay must be from 0 to below 1"),
+        (["--kind", "dflash", "--max-file-mib", "0"], "--max-file-mib must be at least 1"),
+        (["--max-seconds", "0"], "--max-seconds must be above 0"),
+        (["--answers", "there"], "give either --prompts or --answers"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+    result = graft("train", "--prompts", prompts, "--out", str(tmp_path), *words)
+    assert result.status == 2 and message in result.err and result.err.count("\n") == 1
+
+
+def test_target_layers_that_the_model_lacks_are_refused(model):
+    with pytest.raises(GraftError, match="target layers 2, 6 are not all among the model's 0 to 5"):
+        replace(SHAPE, target_layers=(2, 6)).config_for(model, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "group"),
+    [
+        (AnswerSettings, ANSWERING),
+        (Eagle3Settings, TRAINING | EAGLE3),
+        (BlockSettings, TRAINING | BLOCK),
+        (BlockShape, SHAPE_OPTIONS),
+    ],
+)
+def test_help_tells_the_defaults_of_training(settings, group):
+    own = {field.name: field.default for field in fields(settings)}
+    for name, annotation in group.items():
+        if name in own and type(own[name]) in (int, float) and name != "ema_decay":
+            _, option = get_args(annotation)
+            assert option.help.endswith(rf"[dim]\[default: {own[name]:.6g}][/]"), name
