@@ -605,6 +605,16 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
         assert pool.num_kept_tokens <= kept
 
 
+def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
+    from graft.core.memory import _room
+
+    gib = 1 << 30
+    assert _room(0.5, free=123 * gib, total=140 * gib, reserved=16 * gib) == (70 - 16 - 1) * gib, "and the context"
+    assert _room(0.5, free=83 * gib, total=140 * gib, reserved=16 * gib) == (70 - 16 - 1) * gib, "others' is not ours"
+    assert _room(0.9, free=20 * gib, total=140 * gib, reserved=16 * gib) == 20 * gib, "more is not there"
+    assert _room(0.1, free=123 * gib, total=140 * gib, reserved=16 * gib) < 0
+
+
 def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypatch):
     from graft.core import memory
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone
-_WORKSPACE = 1 << 30  # bytes on a GPU beside weights, cache and logits: what a step's kernels take
+_WORKSPACE = 2 << 30  # bytes on a GPU beside weights, cache and logits: graphs, kernels and their code
+_CONTEXT = 1 << 30  # of a CUDA context, at most: what else is in use is others'
 
 
 def num_pages_for(engine: Engine, settings: SchedulerSettings) -> int:
@@ -29,14 +30,21 @@ def num_pages_for(engine: Engine, settings: SchedulerSettings) -> int:
     else:
         share = settings.memory
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading has left
             free, total = torch.cuda.mem_get_info(device)
-            room = (share or _OF_A_GPU) * total - torch.cuda.memory_allocated(device)
             logits = 2 * settings.max_batched_tokens * engine.target.vocab_size * 4
-            num_bytes = min(room, free) - logits - _WORKSPACE
+            room = _room(share or _OF_A_GPU, free, total, torch.cuda.memory_reserved(device))
+            num_bytes: float = room - logits - _WORKSPACE
         else:
             num_bytes = (share or _OF_A_MACHINE) * _machine_memory()
         limits.append(int(num_bytes) // (PAGE * bytes_per_token(engine)))
     return max(min(limits), 0)
+
+
+def _room(share: float, free: int, total: int, reserved: int) -> int:
+    """Bytes of a GPU that may still be taken. reserved: by this process, beside its CUDA context."""
+    context = min(max(total - free - reserved, 0), _CONTEXT)
+    return min(int(share * total) - reserved - context, free)
 
 
 def bytes_per_token(engine: Engine) -> int:
