@@ -1,8 +1,9 @@
 """Benchmark of our matrix products and PyTorch's, by number of tokens, and whether a token's bits depend on it.
 
     python bench/products.py --shape llama-8b
+    python bench/products.py --shape llama-8b --tokens 512,1024,2048
 
-For each weight of a model's shape and 1 to 512 tokens: the kernel of `model/kernels/matmul.py`, PyTorch's product,
+For each weight of a model's shape and 1 to 512 tokens, or those of `--tokens`: the kernel of `model/kernels/matmul.py`, PyTorch's product,
 and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's products together, and
 how much longer ours take. Weights are read from memory, not from the device's cache: each is there many times over.
 `same` says whether tokens had the same bits beside any number of others, at any place and beside other tokens.
@@ -35,18 +36,20 @@ FAR_FROM_CACHED = 600e6  # bytes of one kind of weight
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=MODELS)
+    parser.add_argument("--tokens", default=TOKENS, type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
+    counts = sorted(options.tokens)
     if DEVICE.type == "cpu" and not options.dry_run:
         parser.error("no GPU; --dry-run runs a small weight without one")
     bandwidth = copy_bandwidth(2**31 if DEVICE.type == "cuda" else 2**20)
     print(f"copy {bandwidth / 1e12:.2f} TB/s; microseconds, by the number of tokens")
-    print(f"{'weight':24s}{'read':>8s}{'':12s}{''.join(f'{count:8d}' for count in TOKENS)}")
+    print(f"{'weight':24s}{'read':>8s}{'':12s}{''.join(f'{count:8d}' for count in counts)}")
     for shape in options.shape or MODELS:
         weights = {"small": (64, 64)} if options.dry_run else weights_of(shape)
-        layer = [[0.0] * len(TOKENS), [0.0] * len(TOKENS)]
+        layer = [[0.0] * len(counts), [0.0] * len(counts)]
         for name, size in weights.items():
-            times, same = compare(size)
+            times, same = compare(size, counts)
             read = f"{size[0] * size[1] * DTYPE.itemsize / bandwidth * 1e6:8.1f}"
             show(f"{shape + ' ' + name:24s}{read}", times, f"  same {same}")
             if name != "logits":
@@ -79,19 +82,19 @@ def weights_of(name: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def compare(size: tuple[int, int]) -> tuple[list[list[float]], bool]:
+def compare(size: tuple[int, int], counts: list[int]) -> tuple[list[list[float]], bool]:
     """Times of our products and of PyTorch's, and whether bits are the same."""
     assert can_multiply(size), f"{size} are no multiples of 64"
     dtype = DTYPE if DEVICE.type == "cuda" else torch.float16
     count = max(round(FAR_FROM_CACHED / (size[0] * size[1] * dtype.itemsize)), 2) if DEVICE.type == "cuda" else 1
     weights = [torch.randn(size, device=DEVICE).to(dtype) * 0.02 for _ in range(count)]
-    tokens = torch.randn(TOKENS[-1], size[1], device=DEVICE).to(dtype)
+    tokens = torch.randn(counts[-1], size[1], device=DEVICE).to(dtype)
     products = Products(tokens.device)
     expected = products.multiply(tokens, weights[0])
     microseconds(lambda weight: linear(tokens, weight), weights)  # clocks rise
     times: list[list[float]] = [[], []]
     same = True
-    for number in TOKENS:
+    for number in counts:
         x = tokens[:number].contiguous()
         beside = torch.randn_like(x)
         beside[number // 2] = x[number // 2]
