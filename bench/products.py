@@ -3,9 +3,10 @@
     python bench/products.py --shape llama-8b
     python bench/products.py --shape llama-8b --tokens 512,1024,2048
 
-For each weight of a model's shape and 1 to 512 tokens, or those of `--tokens`: the kernel of `model/kernels/matmul.py`, PyTorch's product,
-and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's products together, and
-how much longer ours take. Weights are read from memory, not from the device's cache: each is there many times over.
+For each weight of a model's shape and 1 to 512 tokens, or those of `--tokens`: the kernel of `model/kernels/matmul.py`,
+PyTorch's product, and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's
+products together, and how much longer ours take. Weights are read from memory, not from the device's cache: each is
+there many times over.
 `same` says whether tokens had the same bits beside any number of others, at any place and beside other tokens.
 `--dry-run` goes through it in Triton's interpreter.
 """
