@@ -404,7 +404,29 @@ def test_a_run_of_another_head_or_with_other_settings_is_refused(model, tmp_path
     with pytest.raises(GraftError, match="another head"):
         run(model, tmp_path, replace(SETTINGS, steps=1), num_drafts=5)
     with pytest.raises(GraftError, match="other settings"):
-        run(model, tmp_path, replace(SETTINGS, steps=2))
+        run(model, tmp_path, replace(SETTINGS, steps=1, gamma=3.0))
+
+
+def test_a_run_may_go_on_with_another_number_of_steps_and_ends_with_its_learning_rate(model, whole, tmp_path):
+    for _ in range(2):
+        run(model, tmp_path, replace(SETTINGS, steps=60), deadline=time.perf_counter() - 1)
+    head, done = run(model, tmp_path)
+    assert done == SETTINGS.steps
+    state, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (tmp_path, whole[0]))
+    rates = [each["optimizer"]["param_groups"][0]["lr"] for each in (state, other)]
+    assert rates[0] == rates[1] < SETTINGS.learning_rate / 3
+    with pytest.raises(GraftError, match="a run that has had 6 steps already: ask for at least as many"):
+        run(model, tmp_path, replace(SETTINGS, steps=5))
+
+
+def test_a_damaged_state_or_a_missing_log_is_said_in_one_line(model, tmp_path):
+    run(model, tmp_path, deadline=time.perf_counter() - 1)
+    (tmp_path / "log.jsonl").rename(tmp_path / "elsewhere")
+    with pytest.raises(GraftError, match=r"log.jsonl is missing, the log of the run in state.pt: delete that too"):
+        run(model, tmp_path)
+    (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:3000])
+    with pytest.raises(GraftError, match="state.pt is damaged: delete it to train anew"):
+        run(model, tmp_path)
 
 
 def test_a_head_learns_a_text_by_heart_and_then_accepts_more_than_three_tokens_a_round(tmp_path):
@@ -584,6 +606,8 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
         (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
         (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
         (["--kind", "dflash", "--gamma", "0"], "gamma must be above 0"),
+        (["--weight-decay", "-1"], "weight_decay must not be negative"),
+        (["--warmup-steps", "-1"], "warmup_steps must not be negative"),
         (["--kind", "dflash", "--ema-decay", "1"], "ema_decay must be from 0 to below 1"),
         (["--kind", "dflash", "--max-file-mib", "0"], "--max-file-mib must be at least 1"),
         (["--max-seconds", "0"], "--max-seconds must be above 0"),
