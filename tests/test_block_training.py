@@ -25,6 +25,7 @@ from graft.train.block import (
     BlockShape,
     _dense_attention,
     _flex_attention,
+    _ranks,
     block_backward,
     block_hidden,
     target_states,
@@ -320,6 +321,42 @@ def test_how_many_blocks_have_logits_at_once_changes_nothing(model):
     for loss, gradient in made[1:]:
         torch.testing.assert_close(loss, made[0][0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, made[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_of_equally_likely_tokens_the_first_is_the_guess():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]).bfloat16()
+    assert _ranks(logits, torch.tensor([2, 3])).tolist() == [1, 3]
+    assert _ranks(logits, torch.tensor([1, 0])).tolist() == [0, 0], "as argmax says"
+
+
+@torch.no_grad()
+def test_new_batches_compile_nothing_anew(model, monkeypatch):
+    """On a GPU: every step has a mask of its own, whose functions are new, but of the same kind."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = {
+        name: torch.compile(getattr(block_training, name)(), backend=counter, dynamic=False)
+        for name in ("_plain_flex", "_block_mask")
+    }
+    for name, function in compiled.items():
+        monkeypatch.setattr(block_training, name, lambda function=function: function)
+    head = make_head(model)
+    head.requires_grad_(False)
+    settings = replace(SETTINGS, batch_tokens=320, max_tokens=160, anchors=40)
+    batches = PackedBatches(texts(60), settings, settings.anchors)
+    counts = []
+    for step in range(3):
+        batch = batches.at(step)
+        past = head.context(target_states(model, head.config.target_layers, batch).features, batch.positions)
+        query, key, value = (torch.randn(2, heads, 40 * head.config.block_size, 8) for heads in (4, 2, 2))
+        for layer in range(2):
+            dense, flex = (
+                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
+            )
+            torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-4)
+        counts.append(counter.frame_count)
+    assert counts == [2, 2, 2]
 
 
 def test_a_new_head_reads_taps_of_one_size(model):
