@@ -25,6 +25,7 @@ from graft.train.block import (
     BlockShape,
     _dense_attention,
     _flex_attention,
+    _ranks,
     block_backward,
     block_hidden,
     target_states,
@@ -322,6 +323,42 @@ def test_how_many_blocks_have_logits_at_once_changes_nothing(model):
         torch.testing.assert_close(gradient, made[0][1], rtol=1e-4, atol=1e-6)
 
 
+def test_of_equally_likely_tokens_the_first_is_the_guess():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]).bfloat16()
+    assert _ranks(logits, torch.tensor([2, 3])).tolist() == [1, 3]
+    assert _ranks(logits, torch.tensor([1, 0])).tolist() == [0, 0], "as argmax says"
+
+
+@torch.no_grad()
+def test_new_batches_compile_nothing_anew(model, monkeypatch):
+    """On a GPU: every step has a mask of its own, whose functions are new, but of the same kind."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = {
+        name: torch.compile(getattr(block_training, name)(), backend=counter, dynamic=False)
+        for name in ("_plain_flex", "_block_mask")
+    }
+    for name, function in compiled.items():
+        monkeypatch.setattr(block_training, name, lambda function=function: function)
+    head = make_head(model)
+    head.requires_grad_(False)
+    settings = replace(SETTINGS, batch_tokens=320, max_tokens=160, anchors=40)
+    batches = PackedBatches(texts(60), settings, settings.anchors)
+    counts = []
+    for step in range(3):
+        batch = batches.at(step)
+        past = head.context(target_states(model, head.config.target_layers, batch).features, batch.positions)
+        query, key, value = (torch.randn(2, heads, 40 * head.config.block_size, 8) for heads in (4, 2, 2))
+        for layer in range(2):
+            dense, flex = (
+                make(head, batch, past)(layer, query, key, value) for make in (_dense_attention, _flex_attention)
+            )
+            torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-4)
+        counts.append(counter.frame_count)
+    assert counts == [2, 2, 2]
+
+
 def test_a_new_head_reads_taps_of_one_size(model):
     scaled = tiny_model(num_hidden_layers=6)
     with torch.no_grad():
@@ -404,7 +441,29 @@ def test_a_run_of_another_head_or_with_other_settings_is_refused(model, tmp_path
     with pytest.raises(GraftError, match="another head"):
         run(model, tmp_path, replace(SETTINGS, steps=1), num_drafts=5)
     with pytest.raises(GraftError, match="other settings"):
-        run(model, tmp_path, replace(SETTINGS, steps=2))
+        run(model, tmp_path, replace(SETTINGS, steps=1, gamma=3.0))
+
+
+def test_a_run_may_go_on_with_another_number_of_steps_and_ends_with_its_learning_rate(model, whole, tmp_path):
+    for _ in range(2):
+        run(model, tmp_path, replace(SETTINGS, steps=60), deadline=time.perf_counter() - 1)
+    head, done = run(model, tmp_path)
+    assert done == SETTINGS.steps
+    state, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (tmp_path, whole[0]))
+    rates = [each["optimizer"]["param_groups"][0]["lr"] for each in (state, other)]
+    assert rates[0] == rates[1] < SETTINGS.learning_rate / 3
+    with pytest.raises(GraftError, match="a run that has had 6 steps already: ask for at least as many"):
+        run(model, tmp_path, replace(SETTINGS, steps=5))
+
+
+def test_a_damaged_state_or_a_missing_log_is_said_in_one_line(model, tmp_path):
+    run(model, tmp_path, deadline=time.perf_counter() - 1)
+    (tmp_path / "log.jsonl").rename(tmp_path / "elsewhere")
+    with pytest.raises(GraftError, match=r"log.jsonl is missing, the log of the run in state.pt: delete that too"):
+        run(model, tmp_path)
+    (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:3000])
+    with pytest.raises(GraftError, match="state.pt is damaged: delete it to train anew"):
+        run(model, tmp_path)
 
 
 def test_a_head_learns_a_text_by_heart_and_then_accepts_more_than_three_tokens_a_round(tmp_path):
@@ -509,9 +568,9 @@ def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
                 depths.append(accepted)
                 root += accepted + 1
                 rounds += 1
-        total = sum(len(a.tokens) - a.num_prompt_tokens for a in answers)
         reached = tuple(sum(d >= depth for d in depths) / rounds for depth in range(1, 5))
-        assert found[kind] == Simulated(rounds, total, reached)
+        assert found[kind] == Simulated(rounds, reached)
+        assert found[kind].mean_accepted == pytest.approx(1 + sum(depths) / rounds), "as the engine counts"
 
 
 def test_a_head_that_knows_everything_accepts_whole_blocks():
@@ -584,6 +643,8 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
         (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
         (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
         (["--kind", "dflash", "--gamma", "0"], "gamma must be above 0"),
+        (["--weight-decay", "-1"], "weight_decay must not be negative"),
+        (["--warmup-steps", "-1"], "warmup_steps must not be negative"),
         (["--kind", "dflash", "--ema-decay", "1"], "ema_decay must be from 0 to below 1"),
         (["--kind", "dflash", "--max-file-mib", "0"], "--max-file-mib must be at least 1"),
         (["--max-seconds", "0"], "--max-seconds must be above 0"),

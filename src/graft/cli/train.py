@@ -95,7 +95,8 @@ def train(
 ) -> None:
     """Train a draft head: the model answers the prompts, and the head learns to guess its answers.
 
-    Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped.
+    Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped;
+    --steps may be others.
 
     EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, which other engines read too.
 

@@ -246,17 +246,14 @@ def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Att
 
 def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
     """FlexAttention: of the mask only tiles that have something in them are computed."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     rows, num_blocks = batch.anchors.shape
     device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
     num_keys = batch.tokens.shape[1] + num_queries
-    run = _compiled_flex() if device.type == "cuda" else _plain_flex()
+    run, make = (_compiled_flex(), _compiled_block_mask()) if device.type == "cuda" else (_plain_flex(), _block_mask())
 
     @functools.cache
     def mask(kind: tuple[bool, int | None], layer: int) -> Any:
-        seen: Any = seen_by_blocks(head, layer, batch)
-        return create_block_mask(seen, rows, None, num_queries, num_keys, device=device, _compile=device.type == "cuda")
+        return make(seen_by_blocks(head, layer, batch), rows, None, num_queries, num_keys, device=device)
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = _with_past(past, layer, key, value)
@@ -277,6 +274,18 @@ def _plain_flex() -> Callable[..., Any]:
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(_plain_flex(), dynamic=False)
+
+
+def _block_mask() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask
+
+
+@functools.cache
+def _compiled_block_mask() -> Callable[..., Any]:
+    """Without the dense mask of all queries and keys, which is hundreds of megabytes."""
+    return torch.compile(_block_mask(), dynamic=False)
 
 
 def _first_alike(head: BlockHead, layer: int) -> tuple[tuple[bool, int | None], int]:
@@ -409,10 +418,17 @@ def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings:
             count("slots", there)
             for name in _shares(head, settings):
                 logits = _logits(head, chunk, name)
-                rank = (logits > logits.gather(-1, chunk.labels[..., None])).sum(dim=-1)  # [n, K]
+                rank = _ranks(logits, chunk.labels)
                 for hit in HITS:
                     count(f"{name}_hit{hit}", there & (rank < hit))
     return counts
+
+
+def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
+    """Ranks [...] from 0 of labels [...] among logits [..., vocab]; of equals, which bf16 often has, the first wins."""
+    own = logits.gather(-1, labels[..., None])
+    is_before = torch.arange(logits.shape[-1], device=logits.device) < labels[..., None]
+    return ((logits > own) | ((logits == own) & is_before)).sum(dim=-1)
 
 
 @torch.no_grad()

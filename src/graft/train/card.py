@@ -54,7 +54,7 @@ def block_text(facts: dict[str, Any], log: Log) -> str:
 Mean accepted length on held-back answers at temperature {min(facts["temperatures"])}, simulated: trees of
 {facts["training"]["nodes"]} nodes from one pass of this head alone, the target's own token of each round included.
 
-| tree | tokens a round |
+| tree | mean accepted length |
 |---|---|
 {chr(10).join(lines)}
 """

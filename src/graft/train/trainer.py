@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ class TrainSettings(Settings):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(0 < self.held_back < 1, f"held_back must be between 0 and 1, not {self.held_back}")
         require(self.learning_rate > 0, f"learning_rate must be above 0, not {self.learning_rate}")
+        for name in ("warmup_steps", "weight_decay"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, but is {getattr(self, name)}")
+        require(self.max_gradient_norm > 0, f"max_gradient_norm must be above 0, not {self.max_gradient_norm}")
         require(0 <= self.ema_decay < 1, f"ema_decay must be from 0 to below 1, not {self.ema_decay}")
 
 
@@ -128,7 +131,8 @@ def optimize(
     """Trains the objective's head in place, and returns how many steps it has had.
 
     `folder` gets a log and a state, from which an interrupted run goes on to the same weights. At `deadline`, a time of
-    `time.perf_counter`, the run is evaluated and saved, and ends early.
+    `time.perf_counter`, the run is evaluated and saved, and ends early. It may go on with another number of steps, and
+    then has that one's learning rates: those of a run that ends too early or too late for the time there is.
     """
     head = objective.head
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +192,8 @@ class _State:
         self._average = {}
         if settings.ema_decay > 0:
             self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
-        facts = {"settings": asdict(settings), "head": asdict(head.config), "num_answers": num_answers}
+        same = {name: value for name, value in asdict(settings).items() if name != "steps"}
+        facts = {"settings": same, "head": asdict(head.config), "num_answers": num_answers}
         self._run = json.dumps(facts)
 
     @torch.no_grad()
@@ -234,7 +239,7 @@ class _State:
         if not self._path.exists():
             log_path.unlink(missing_ok=True)
             return 0
-        state = torch.load(self._path, map_location=self._head.d2t.device, weights_only=True)
+        state = self._read()
         folder = self._path.parent
         if not torch.equal(state["head"]["d2t"], self._head.d2t):
             raise GraftError(
@@ -245,13 +250,23 @@ class _State:
             state["run"] == self._run,
             f"{folder} holds a run with other settings, answers or another head: choose another folder",
         )
+        done, most = int(state["step"]), self._settings.steps
+        require(done <= most, f"{folder} holds a run that has had {done} steps already: ask for at least as many")
         self._head.load_state_dict(state["head"])
         self._average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
+        require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
         lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn
-        lines = [line for line in lines if json.loads(line)["step"] < state["step"]]
+        lines = [line for line in lines if json.loads(line)["step"] < done]
         log_path.write_text("".join(line + "\n" for line in lines))
-        return int(state["step"])
+        return done
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = torch.load(self._path, map_location=self._head.d2t.device, weights_only=True)
+        except Exception as error:  # a damaged pickle fails in every way there is
+            raise GraftError(f"{self._path} is damaged: delete it to train anew, or copy it again") from error
+        return state
 
 
 def _schedule(step: int, settings: TrainSettings) -> float:
