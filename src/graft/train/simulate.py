@@ -2,7 +2,7 @@
 
 From the end of the prompt on, one pass of the head gives a tree of its likeliest nodes; as much of the answer as is in
 it is accepted, and the next root is the token behind. The tree is what an engine would verify with the head alone, and
-the answer what the target says, so the mean accepted length is that of decoding.
+the answer what the target says; accepted tokens and rounds are counted as the engine's `Stats` count them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class Simulated:
     """Outcome of a simulation."""
 
     rounds: int
-    tokens: int
     reached: tuple[float, ...]  # by depth from 1 on, the share of rounds that accepted so many drafted tokens
 
     @property
     def mean_accepted(self) -> float:
-        """Tokens a round, the target's own included."""
-        return self.tokens / max(self.rounds, 1)
+        """1 + accepted / rounds: tokens a round, but for a last round that is cut short."""
+        return 1 + sum(self.reached) if self.rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ def simulate(
     """By kind of tree: `chain`, `marginal`, and `conditional` where the head reads the token before a slot."""
     settings = settings or SimulateSettings()
     counts: dict[str, Tensor] = {}
-    num_tokens = sum(len(answer.tokens) - max(answer.num_prompt_tokens, 1) for answer in answers)
     for group in _groups(answers, settings.rows):
         texts = _Texts(head, model, group)
         for kind in tree_kinds(head):
@@ -76,7 +74,7 @@ def simulate(
     results = {}
     for kind, reached in counts.items():
         rounds, *deeper = reached.tolist()
-        results[kind] = Simulated(rounds, num_tokens, tuple(count / max(rounds, 1) for count in deeper))
+        results[kind] = Simulated(rounds, tuple(count / max(rounds, 1) for count in deeper))
     return results
 
 
