@@ -96,7 +96,7 @@ class Player:
         return np.array((own + [0] * num_rows)[:num_rows])
 
     def step(self, buffers: Any, size: int) -> None:
-        _, _, _, depths, rows = (column[:size].numpy() for column in buffers.columns)
+        depths, rows = (column[:size].numpy() for column in (buffers.step.depths, buffers.step.rows))
         lengths = buffers.by_row[2].numpy()
         best = self.truth(self.numbers(int(rows.max()) + 1)[rows], lengths[rows] + depths + 1)
         buffers.step.best[:size] = torch.from_numpy(best)

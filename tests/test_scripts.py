@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -31,3 +32,14 @@ def test_tree_building_finds_every_phase_that_it_times():
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "- candidates" in result.stdout
+
+
+def test_host_time_plays_rounds_with_trees():
+    pytest.importorskip("triton", reason="Triton is not installed, and without it there are no captured runners")
+    code = "import host_time, tiny; host_time.model_folder = str; "
+    code += "host_time.AutoTokenizer.from_pretrained = lambda _: tiny.byte_tokenizer(); host_time.main()"
+    command = [sys.executable, "-c", code, "--rows", "2", "--rounds", "4", "--warm-up", "2", "--answer", "100"]
+    paths = os.pathsep.join([str(SCRIPTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert result.returncode == 0, result.stderr
+    assert "   2 rows" in result.stdout and "5.0 passes" in result.stdout
