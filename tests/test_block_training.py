@@ -447,7 +447,7 @@ def test_a_run_of_another_head_or_with_other_settings_is_refused(model, tmp_path
 def test_a_run_may_go_on_with_another_number_of_steps_and_ends_with_its_learning_rate(model, whole, tmp_path):
     for _ in range(2):
         run(model, tmp_path, replace(SETTINGS, steps=60), deadline=time.perf_counter() - 1)
-    head, done = run(model, tmp_path)
+    _, done = run(model, tmp_path)
     assert done == SETTINGS.steps
     state, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (tmp_path, whole[0]))
     rates = [each["optimizer"]["param_groups"][0]["lr"] for each in (state, other)]
@@ -462,7 +462,7 @@ def test_a_damaged_state_or_a_missing_log_is_said_in_one_line(model, tmp_path):
     with pytest.raises(GraftError, match=r"log.jsonl is missing, the log of the run in state.pt: delete that too"):
         run(model, tmp_path)
     (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:3000])
-    with pytest.raises(GraftError, match="state.pt is damaged: delete it to train anew"):
+    with pytest.raises(GraftError, match=r"state\.pt is damaged: delete it to train anew"):
         run(model, tmp_path)
 
 
