@@ -59,6 +59,16 @@ def test_profile_gives_a_new_engine_what_the_tuned_one_had_learned(tuned: Profil
     assert same(engine.policy.state(), {key: tuned.state[key] for key in engine.policy.state()})
 
 
+def test_an_engine_whose_texts_are_isolated_takes_all_of_a_profile_but_texts(tuned: Profile):
+    engine = Engine(engine_for().target.model, isolated=True, drafter=engine_for(head=0).drafter)
+    empty = engine.policy.state()
+    tuned.save(profile_path(tuned.about))
+    equip(engine, "auto")
+    tables = ("adjacency/", "bigram/", "trigram/", "past/")
+    for key, value in engine.policy.state().items():
+        assert torch.equal(value, (empty if key.startswith(tables) else tuned.state)[key]), key
+
+
 def test_costs_come_back_on_the_same_machine_only_and_are_then_not_measured_again(tuned: Profile, tmp_path: Path):
     here, elsewhere = tmp_path / "here.safetensors", tmp_path / "elsewhere.safetensors"
     tuned.save(here)
@@ -234,7 +244,9 @@ def test_profile_of_another_version_is_refused_when_named_and_passed_over_when_f
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("part", ["trigram/tags", "trigram/rows", "adjacency/rows", "trigram/entries"])
+@pytest.mark.parametrize(
+    "part", ["trigram/tags", "trigram/rows", "adjacency/rows", "trigram/entries", "paths/hoped", "paths/came"]
+)
 def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_is_read(tuned: Profile, part: str):
     state = tuned.state | {part: tuned.state[part][:1]}
     state = state | {part: state[part][0]} if part.endswith("entries") else state
@@ -245,6 +257,13 @@ def test_tables_whose_parts_do_not_belong_together_are_refused_before_anything_i
     with pytest.raises(GraftError, match="is no whole profile"):
         equip(engine, path)
     assert same(engine.policy.state(), new)
+
+
+def test_costs_of_another_shape_are_refused(tuned: Profile):
+    path = profile_path(tuned.about)
+    Profile(tuned.about, tuned.state, tuned.costs | {"host_by_rows": torch.ones(2)}).save(path)
+    with pytest.raises(GraftError, match="is no whole profile"):
+        equip(engine_for(head=0), path)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nonsense", "parts are missing"])
