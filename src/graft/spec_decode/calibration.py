@@ -101,7 +101,8 @@ class PathCalibration:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes on what `state` once gave; an empty one starts anew."""
-        new = PathCalibration()
-        self._hoped = state["hoped"].numpy().copy() if "hoped" in state else new._hoped
-        self._came = state["came"].numpy().copy() if "came" in state else new._came
+        unknown = torch.full((_NUM_TRUTHS,), _PATH_PRIOR)
+        counts = (state.get(name, unknown).double().cpu().clone() for name in ("hoped", "came"))
+        # Native code reads as many as there are to be: a state of others is an error here.
+        self._hoped, self._came = (count.view(_NUM_TRUTHS).numpy() for count in counts)
         self._update()

@@ -204,7 +204,7 @@ class ByRows:
         return torch.tensor([(own, *known) for own, known in self._means.items()]).double()
 
     def restore(self, state: Tensor) -> None:
-        self._means = {int(own): (mean, int(count)) for own, mean, count in state.tolist()}
+        self._means = {int(own): (mean, int(count)) for own, mean, count in state.view(-1, 3).tolist()}
 
 
 def time_pass(drafter: Drafter, target: TargetRunner) -> float:

@@ -169,7 +169,7 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 def _is_general(key: str) -> bool:
     """Whether a part of a state holds no text: acceptance probabilities and thresholds, not tokens."""
-    return key.startswith(("calibration/", "prospect/", "gates/"))
+    return key.startswith(("calibration/", "paths/", "prospect/", "gates/"))
 
 
 def _candidates() -> list[Path]:
