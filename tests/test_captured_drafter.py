@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, SamplingSettings
+from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget
@@ -20,8 +21,10 @@ from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
 from graft.model.verified import Step
+from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
+from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import cuda_graphs
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter, CapturedState, num_beams
@@ -518,6 +521,9 @@ def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkey
     monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedDrafter, model)
     engine = Engine(model, policy=policy_name, drafter=drafter)
+    # Whether drafting pays on this machine, and now, is another matter.
+    monkeypatch.setattr(Budget, "may_look", lambda *given: True)
+    monkeypatch.setattr(Graft, "goes_on", lambda policy, number, reach, going: going)
     reports = []
     engine.target.progress = reports.append
     prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]
@@ -530,6 +536,34 @@ def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkey
         assert [generation.ids for generation in generations] == expected[:count]
         assert sum(generation.stats.draft_passes for generation in generations) > 0
     assert drafter.num_setups == before
+
+
+def test_a_warm_up_amid_drafts_does_not_change_them(plain, model):
+    found = []
+    for warms_up in (True, False):
+        text = Text(model, SmallDrafter)
+        cache, state = text.open(PROMPT)
+        text.levels(state, 2)
+        text.round(cache, state, [11], ahead=True)
+        if warms_up:
+            text.drafter.warm_up(text.target, max_rows=2, keep=None)
+        found.append(text.levels(state))
+    assert_alike(*found)
+
+
+def test_a_recorders_drafts_are_those_after_the_recorded_answer(engines, monkeypatch, model):
+    """Of the trees that it verifies nothing is accepted, whatever the target would have chosen."""
+    traces = []
+    for target, kind in (
+        (engines, SmallDrafter),
+        (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
+    ):
+        monkeypatch.setattr("graft.engine.target_for", target)
+        drafter = drafter_of(kind, model)
+        engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
+        traces.append(record(engine, [PROMPT, PROMPT[3:]], 30))
+    for trace, eager in zip(*traces, strict=True):
+        assert torch.equal(trace.answer, eager.answer) and torch.equal(trace.drafted, eager.drafted)
 
 
 def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):

@@ -30,7 +30,7 @@ from graft.model.verified import NUM_SUCCESSORS
 from graft.sequence import Sequence as TokenSequence
 from graft.sequence import TreeRow
 from graft.settings import require
-from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
@@ -96,6 +96,9 @@ class Recorder(Policy):
             tree.score_bucket,
         )
         return DraftResult(hidden, [len(self._levels)] * len(roots))
+
+    def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
+        """Not here: the device would go down the trees, of which nothing is accepted."""
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)

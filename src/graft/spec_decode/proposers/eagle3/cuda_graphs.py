@@ -777,7 +777,7 @@ class CapturedDrafter(Eagle3Drafter):
     ) -> None:
         """Captures the graphs of all rounds of short texts, over entries that are nobody's."""
         assert verified.step is not None
-        buffers, context = self._buffers_of(state.pool), self._context(state)
+        buffers, context = self._claim(state), self._context(state)  # whoever had drafted, drafts anew
         hidden, chosen = self._hidden_of(buffers, verified), torch.zeros_like(verified.step.tokens, dtype=torch.int64)
         most_rows = min(padded(max_rows, _ROWS), buffers.max_rows)
         all_rows = [*(rows for rows in _ROWS if rows < most_rows), most_rows]
