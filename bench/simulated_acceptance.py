@@ -3,14 +3,15 @@
     python bench/simulated_acceptance.py --draft HEAD --data humaneval.jsonl --data gsm8k.jsonl
     python bench/simulated_acceptance.py --draft HEAD --answers HEAD/work/answers
 
-Of prompts the model's answers are made first, greedily unless a temperature is given, in batches; a folder of answers
-that `graft train` left is taken as it is, by temperature. Times are not measured here.
+Of prompts the model's answers are made first, greedily unless a temperature is given, in batches. Of a folder of
+answers that `graft train` left, those to held-back prompts are taken, by temperature. Times are not measured here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from graft.loading import load
 from graft.spec_decode.proposers.block import load_head
 from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
 from graft.train.simulate import SimulateSettings, simulate
+from graft.train.trainer import split_by_prompt
 
 
 def main() -> None:
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--slots", help="in-place or shifted, for a head whose config does not say")
     parser.add_argument("--data", action="append", default=[], type=Path)
     parser.add_argument("--answers", type=Path)
+    parser.add_argument("--held-back", type=float, default=0.01, help="of --answers: as the head was trained with")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file, or answers of each temperature")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -70,13 +73,16 @@ def main() -> None:
 def _tasks(engine: Engine, options: argparse.Namespace) -> Iterator[tuple[str, list[Answered]]]:
     """Answers by name: of each file of prompts, or of each temperature in a folder."""
     if options.answers is not None:
-        every = list(read_answers(options.answers))
+        every, _ = split_by_prompt(list(read_answers(options.answers)), options.held_back)
         for temperature in sorted({answer.temperature for answer in every}):
             chosen = [answer for answer in every if answer.temperature == temperature]
             yield f"temperature {temperature:g}", spread(chosen, options.limit)
         return
     answering = AnswerSettings(
-        max_new_tokens=options.max_new_tokens, temperatures=(options.temperature,), num_rows=options.rows
+        max_new_tokens=options.max_new_tokens,
+        temperatures=(options.temperature,),
+        num_rows=options.rows,
+        max_prompt_tokens=sys.maxsize,  # as many as the model has positions for
     )
     for path in options.data:
         texts = [user_message(prompt.text, engine.tokenizer) for prompt in read_prompts(path, options.limit)]

@@ -527,6 +527,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "must say full_attention or sliding_attention for each of 3 layers"),
     ({"num_hidden_layers": None}, "num_hidden_layers must be a positive whole number, not None"),
     ({"layer_types": ["linear_attention"] * 2}, "must say full_attention or sliding_attention for each of 2 layers"),
+    ({"layer_types": 2}, "must say full_attention or sliding_attention for each of 2 layers, not 2"),
+    ({"layer_types": [["full_attention"]] * 2}, "must say full_attention or sliding_attention for each of 2 layers"),
     ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention without a sliding_window"),
     (nested(use_swa=True), "sliding_attention without a sliding_window"),
     ({"draft_vocab_size": 12}, "a head with a draft vocabulary or width of its own needs an lm_head of its own"),

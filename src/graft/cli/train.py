@@ -51,7 +51,7 @@ SHAPE: Group = {
     "num_taps": _block(int, "--taps", "Target layers it reads, evenly spread.", "5"),
     "target_layers": _block(list[int], "--target-layer", "Read what goes into this one instead; repeatable."),
     "num_drafts": _block(int, "--drafts", "Tokens a block predicts.", "12"),
-    "slots": _block(str, "--slots", "in-place, which other engines read too, or shifted.", "in-place"),
+    "slots": _block(str, "--slots", "in-place, as other engines expect them, or shifted.", "in-place"),
     "causal": _block(bool, "--causal/--bidirectional", "Slots see no later ones, as JetSpec's.", "bidirectional"),
     "learned_mask": _block(bool, "--learned-mask/--token-mask", "What stands in masked slots.", "learned-mask"),
 }
@@ -98,7 +98,7 @@ def train(
     Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped;
     --steps may be others.
 
-    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, which other engines read too.
+    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, which other engines know.
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """

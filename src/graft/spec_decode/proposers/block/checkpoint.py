@@ -26,7 +26,7 @@ from graft.spec_decode.proposers.block.layouts import (
 )
 
 SLOTS = {"in-place": False, "shifted": True}
-# Apart from the backbone: vLLM refuses tensors that it does not know, and reads no folders below.
+# Apart from the backbone, for loaders that refuse tensors they do not know: those read no folders below.
 _CONDITIONAL_FILE = Path("conditional_head") / "model.safetensors"
 _MASK = "mask_embedding"
 
@@ -120,9 +120,9 @@ def save_head(
     extra_config: Mapping[str, Any] | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Writes a head so that SGLang and vLLM find its backbone; `extra_config` adds to config.json, or overrides it.
+    """Writes a head, its backbone as SGLang and vLLM expect it; `extra_config` adds to config.json, or overrides it.
 
-    A conditional head is in a file of its own, a mask's vector where vLLM looks for it. max_file_bytes: the backbone is
+    A conditional head is in a file of its own, a mask's vector in one that vLLM names. max_file_bytes: the backbone is
     written as several files, none larger.
     """
     folder, config = Path(folder), head.config

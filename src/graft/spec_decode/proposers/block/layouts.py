@@ -195,7 +195,7 @@ def _read_layers(layout: Layout, config: Json) -> dict[str, Any]:
     check_size("num_hidden_layers", count)
     types = shape.get("layer_types") or config.get("layer_types") or [_FULL] * count
     require(
-        len(types) == count and set(types) <= {_SLIDING, _FULL},
+        isinstance(types, list) and len(types) == count and all(kind in (_SLIDING, _FULL) for kind in types),
         f"layer_types must say {_FULL} or {_SLIDING} for each of {count} layers, not {types}",
     )
     everywhere = value_at(config, ("dflash_config", "use_swa")) and _SLIDING not in types
@@ -237,7 +237,7 @@ def _read_token_heads(config: Json, names: Collection[str]) -> dict[str, Any]:
 def _check_planned(config: Json, facts: Json) -> None:
     """speculators also says how many tokens are to be drafted; a block cannot give more than it has slots."""
     for method in value_at(config, ("speculators_config", "proposal_methods")) or ():
-        planned, most = method.get("speculative_tokens"), facts["block_size"]
+        planned, most = value_at(method, ("speculative_tokens",)), facts["block_size"]
         require(
             not isinstance(planned, int) or planned <= most,
             f"a block of {most} slots cannot draft the {planned} tokens of speculators_config: one is another head's",
