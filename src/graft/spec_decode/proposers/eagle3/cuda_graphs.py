@@ -781,7 +781,9 @@ class CapturedDrafter(Eagle3Drafter):
         hidden, chosen = self._hidden_of(buffers, verified), torch.zeros_like(verified.step.tokens, dtype=torch.int64)
         most_rows = min(padded(max_rows, _ROWS), buffers.max_rows)
         all_rows = [*(rows for rows in _ROWS if rows < most_rows), most_rows]
+        most = min(most_rows * _MAX_DRAFTED_AHEAD, buffers.max_entries)
         sizes = [size for size in _ENTRIES if size <= buffers.max_entries]
+        sizes += range(2 * sizes[-1], most + 1, sizes[-1]) if sizes[-1] == _ENTRIES[-1] else []
         total = len(sizes) + len(all_rows)
         for number, size in enumerate(sizes):
             progress(Report("graphs", number, total, f"drafter, {size} entries"))
