@@ -84,7 +84,7 @@ class Candidates:
             for token, parent, q in zip(*(column[row].tolist() for column in columns), strict=True):
                 score_bucket = 0 if chances is None else bucket_of(q)
                 chance = q if chances is None else float(chances[ALONE, source, score_bucket])
-                chance = chance if going[row] else 0.0
+                chance = chance if going[row] and q > 0 else 0.0
                 self._add(row, token, parent + first if parent else 0, chance, source, score_bucket, needs)
             total = np.float32(0)
             for node in self.rows[row][start : start + num_beams]:

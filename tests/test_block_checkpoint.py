@@ -19,11 +19,9 @@ from transformers import LlamaConfig
 from block_oracle import Network
 from graft.cli import main
 from graft.errors import GraftError
-from graft.loading import load_drafter
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, inspect_head, load_head, save_head
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from graft.spec_decode.proposers.eagle3 import save_head as save_eagle3
-from tiny import tiny_model
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, RANK, DRAFTED = 41, 16, 24, 4, 2, 6, 3, 12
 TARGET = LlamaConfig(
@@ -419,6 +417,7 @@ OWN: dict[str, dict[str, Any]] = {
     "windows": {"causal": (True, False), "windows": (6, None)},
     "windows that are not causal": {"windows": (6, 6)},
     "conditional": {"conditional": True, "own_mask": True},
+    "smaller conditional": {"conditional": True, "conditional_size": 24},
     "markov": {"markov": "gated", "markov_rank": 3, "confidence": True, "confidence_with_markov": True},
     "confidence alone": {"confidence": True},
     "draft vocabulary": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": DRAFTED},
@@ -750,9 +749,3 @@ def test_slots_are_no_option_of_an_eagle3_head(
     save_eagle3(Eagle3Head(Eagle3Config.for_target(TARGET)), tmp_path)
     assert load_check(monkeypatch, str(tmp_path), "--slots", "shifted") == 2
     assert "--slots is for block heads" in capsys.readouterr().err
-
-
-def test_drafting_with_a_block_head_says_in_one_line_that_it_is_not_supported_yet(tmp_path: Path) -> None:
-    zlab().write(tmp_path)
-    with pytest.raises(GraftError, match=r"is a block head: `graft load-check` can check it, but drafting with it is"):
-        load_drafter(str(tmp_path), tiny_model())

@@ -165,19 +165,19 @@ def test_where_every_stop_is_regretted_nothing_is_stopped():
 def test_gate_with_too_few_rounds_of_a_kind_keeps_its_published_threshold():
     assert best_threshold(np.linspace(0, 1, 50), np.ones(50)) is None
     assert best_threshold(np.full(50, 0.5), np.where(np.arange(50) % 2, 1.0, -1.0)) is None  # nothing tells them apart
-    assert thresholds([([0.5, 0.0, 0.0], 3)] * 40) == list(PUBLISHED)
+    assert thresholds([([0.5, 0.0, 0.0], 3)] * 40, 9) == list(PUBLISHED)
 
 
 def test_stopping_is_regretted_when_the_round_came_deeper_by_more_than_the_passes_cost():
     """Behind the first gate the tree has one level: a round that accepted one node needed no more."""
     seen = [([0.2, 0.1, 0.0], 1)] * 20 + [([0.8, 0.1, 0.0], 4)] * 20
-    assert thresholds(seen)[0] == pytest.approx(0.5)
+    assert thresholds(seen, 9)[0] == pytest.approx(0.5)
 
 
 def test_gate_sees_only_the_rounds_that_came_so_far():
     stopped = [([0.1, 0.9, 0.0], 1)] * 40  # would drag the second threshold up
     low, high = [([0.8, 0.3, 0.0], 2)] * 20, [([0.9, 0.5, 0.0], 6)] * 20
-    assert thresholds(stopped + low + high)[1] == pytest.approx(0.4)
+    assert thresholds(stopped + low + high, 9)[1] == pytest.approx(0.4)
 
 
 # Whose it is

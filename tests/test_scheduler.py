@@ -17,7 +17,8 @@ from graft.model.sampler import Sampler, SamplingSettings
 from graft.server.grammar import Grammars
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3State
+from graft.spec_decode.proposers.eager import EagerState
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from proposers import RandomTrees
 from test_drafter import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -306,7 +307,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 200, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(PagePool, "open_like"), (Sampler, "joining"), (Eagle3State, "joining")])
+@pytest.mark.parametrize("part", [(PagePool, "open_like"), (Sampler, "joining"), (EagerState, "joining")])
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -323,7 +324,7 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
     "part",
     [
         (Sampler, "keeping"),
-        (Eagle3State, "keeping"),
+        (EagerState, "keeping"),
         (PagePool, "keep"),
         (PagePool, "release"),
         (Policy, "finish"),

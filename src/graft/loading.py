@@ -16,6 +16,8 @@ from graft.model.cpu_linear import speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers import block
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.checkpoints import folder_of
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
@@ -46,7 +48,7 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
-    draft: an EAGLE-3 head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
+    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
     packaged model; None drafts with no head.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
@@ -92,15 +94,17 @@ def tree_settings(policy: str, device: torch.device) -> TreeSettings:
     return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
 
 
-def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter:
+def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter | BlockDrafter:
     """A drafter for this model from a head's folder, hub id or packaged name."""
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
     folder = folder_of(packaged_head(draft) or draft)
-    require(
-        kind_of(folder) == "eagle3",
-        f"{draft} is a block head: `graft load-check` can check it, but drafting with it is not supported yet",
-    )
+    if kind_of(folder) == "block":
+        lm_head = model.get_output_embeddings().weight
+        block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
+        speed_up(block_head)
+        settings = BlockTreeSettings(width=tree.topk, nodes=tree.total_token) if tree is not None else None
+        return BlockDrafter(block_head, settings)
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)

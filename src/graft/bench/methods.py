@@ -106,7 +106,8 @@ class PolicyMethod(Method):
         state = dict(super().warm_up(groups, settings))
         if THRESHOLDS in state:
             assert drafter is not None
-            state[THRESHOLDS] = torch.tensor(thresholds(watch_gates(model, drafter, groups, settings)))
+            seen = watch_gates(model, drafter, groups, settings)
+            state[THRESHOLDS] = torch.tensor(thresholds(seen, drafter.max_passes))
         return state
 
     def state(self) -> dict[str, Tensor]:

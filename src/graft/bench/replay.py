@@ -35,7 +35,7 @@ from graft.spec_decode.candidates import Level
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
 from graft.spec_decode.proposers.base import TargetTopK
-from graft.spec_decode.proposers.drafter import Drafter, DraftState, TreeSettings
+from graft.spec_decode.proposers.drafter import Drafter, DraftState, LevelByLevel, TreeSettings
 from graft.spec_decode.tree import ROOT, DraftTree
 from graft.stats import Clock, Stats
 
@@ -78,8 +78,10 @@ class Recorder(Policy):
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
-        levels = self.drafter.levels(batch.draft, roots, keep=KEPT_OF_A_LEVEL, stops=())
-        self._levels = list(islice(levels, self.drafter.settings.depth + 1))
+        drafted = islice(
+            self.drafter.passes(batch.draft, roots, keep=KEPT_OF_A_LEVEL, stops=()), self.drafter.max_passes
+        )
+        self._levels = [level for levels in drafted for level in levels]
         candidates = self.new_candidates(batch, roots)
         for level in self._levels:
             zeros = torch.zeros_like(level.tokens)
@@ -95,7 +97,7 @@ class Recorder(Policy):
             torch.zeros_like(tree.sources),
             tree.score_bucket,
         )
-        return DraftResult(hidden, [len(self._levels)] * len(roots))
+        return DraftResult(hidden, [self.drafter.max_passes] * len(roots))
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
         """Not here: the device would go down the trees, of which nothing is accepted."""
@@ -176,11 +178,11 @@ def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
     return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
 
 
-class ReplayedDrafter:
+class ReplayedDrafter(LevelByLevel):
     """A drafter that proposes what was recorded. Its state is a trace and a position in it."""
 
     hidden_layers: tuple[int, ...] = ()
-    num_setups = 0
+    num_setups = bytes_per_token = 0
 
     def __init__(self, settings: TreeSettings) -> None:
         self.settings = settings

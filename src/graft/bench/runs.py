@@ -12,6 +12,7 @@ from graft.bench.peers import PEERS, make_peer
 from graft.loading import tree_settings
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
+from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
@@ -29,7 +30,7 @@ def check_names(names: Sequence[str], known: Sequence[str] = (*OURS, *PEERS)) ->
 def make_methods(
     names: Sequence[str],
     model: PreTrainedModel,
-    drafter: Eagle3Drafter | None = None,
+    drafter: Drafter | None = None,
     budget: int | None = None,
     assistant: PreTrainedModel | None = None,
     rows: int = 1,
@@ -51,8 +52,8 @@ def make_methods(
     return methods
 
 
-def _drafter_for(policy: str, drafter: Eagle3Drafter | None, budget: int | None) -> Eagle3Drafter | None:
+def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None) -> Drafter | None:
     """The drafter of a policy: under a common budget all draft the same tree, otherwise each its default one."""
-    if drafter is None or budget is not None:
+    if budget is not None or not isinstance(drafter, Eagle3Drafter):
         return drafter
     return drafter_for(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graft.bench.cost_emulation import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.drafter import Drafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -100,6 +100,7 @@ def bench(
     from graft.data import Prompt
     from graft.loading import load_drafter
     from graft.spec_decode.policies import PolicySettings
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
     # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
@@ -131,7 +132,7 @@ def bench(
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
     head_name = _head_name(heads.get("draft", "auto"), model_name)
-    drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
+    drafter: Drafter | None = load_drafter(head_name, engine.target.model) if head_name is not None else None
     if shape is not None:
         engine, drafter = _widened(engine, drafter, shape)
 
@@ -142,6 +143,8 @@ def bench(
     if record is not None:
         if drafter is None:
             raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
+        if not isinstance(drafter, Eagle3Drafter):
+            raise GraftError("--record writes down the drafts of EAGLE-3 heads only, and this is a block head")
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
@@ -180,15 +183,18 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def _widened(engine: Engine, drafter: Eagle3Drafter | None, shape: Shape) -> tuple[Engine, Eagle3Drafter | None]:
+def _widened(engine: Engine, drafter: Drafter | None, shape: Shape) -> tuple[Engine, Drafter | None]:
     """The engine and drafter widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
     from graft.spec_decode.proposers.eagle3.factory import drafter_for
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
     if drafter is not None:
+        if not isinstance(drafter, Eagle3Drafter):
+            raise GraftError("--as-cost-of widens EAGLE-3 heads only, and this is a block head: leave one of them out")
         head = widen_head(drafter.head, shape, model.model.embed_tokens.weight)
         drafter = drafter_for(head, drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter

@@ -50,6 +50,7 @@ SHAPE: Group = {
     "num_layers": _block(int, "--layers", "Layers of the head.", "4"),
     "num_taps": _block(int, "--taps", "Target layers it reads, evenly spread.", "5"),
     "target_layers": _block(list[int], "--target-layer", "Read what goes into this one instead; repeatable."),
+    "conditional_size": _block(int, "--conditional-size", "Inner size of treeflash's MLP.", "that of the layers"),
     "num_drafts": _block(int, "--drafts", "Tokens a block predicts.", "12"),
     "slots": _block(str, "--slots", "in-place, as other engines expect them, or shifted.", "in-place"),
     "causal": _block(bool, "--causal/--bidirectional", "Slots see no later ones, as JetSpec's.", "bidirectional"),

@@ -49,10 +49,7 @@ def _room(share: float, free: int, total: int, reserved: int) -> int:
 
 def bytes_per_token(engine: Engine) -> int:
     """Bytes that a token takes in the target's KV cache and in the drafter's."""
-    head = getattr(engine.drafter, "head", None)
-    own = 0
-    if head is not None:
-        own = 2 * head.config.num_key_value_heads * head.config.head_dim * head.fc.weight.element_size()
+    own = engine.drafter.bytes_per_token if engine.drafter is not None else 0
     return int(engine.target.bytes_per_token()) + own
 
 

@@ -148,9 +148,8 @@ class Scheduler:
     def __init__(self, engine: Engine, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
         self.engine = engine
-        tree = engine.drafter.settings if engine.drafter is not None else None
         # Slots that a round may write behind a row's committed text: the target's tree, or the drafter's.
-        self._ahead = max(MAX_BUDGET + 1, tree.depth * tree.topk if tree is not None else 0)
+        self._ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
         num_pages = num_pages_for(engine, self.settings)
         least = _pages(self._ahead + 2)
         require(

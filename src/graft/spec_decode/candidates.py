@@ -50,11 +50,11 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one draft pass, all at one depth. Parents are node numbers in the drafted tree so far."""
+    """Drafted nodes of one depth. Parents are node numbers in the drafted tree so far."""
 
     tokens: Tensor  # [B, n] target ids
     parents: Tensor  # [B, n]
-    probabilities: Tensor  # [B, n] the drafter's q(token | parent)
+    probabilities: Tensor  # [B, n] the drafter's q(token | parent); 0 is padding
     path_probabilities: Tensor  # [B, n] their product along the path
 
     def to_host(self) -> Level:
@@ -205,7 +205,7 @@ class Candidates:
         going: Sequence[bool],
         num_beams: int,
     ) -> list[float]:
-        """Adds a drafted level; in rows that are not `going` it is padding.
+        """Adds a drafted level; in rows that are not `going` it is padding, and where q is 0.
 
         chances: turn the drafter's q into acceptance probabilities; if None, q is taken as it is. first: candidates
         between the root and the first drafted level. Returns, by row, the probability that the target accepts a path

@@ -354,12 +354,13 @@ static void add_level(Part *part) {
             int64_t at = r * level->count + i, node = pool->width + i;
             int64_t parent = level->parents[at] > 0 ? level->parents[at] + level->first : 0;
             float chance = level->probabilities[at];
+            int going = level->going[r] && chance > 0.0f;
             int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(chance);
             if (chances->values != NULL)
                 part->failed = chance_of(chances, ALONE, level->source, score_bucket, &chance);
             if (!part->failed)
                 part->failed = add_node(
-                    pool, &row, node, level->tokens[at], parent, level->going[r] ? chance : 0.0f, level->source,
+                    pool, &row, node, level->tokens[at], parent, going ? chance : 0.0f, level->source,
                     score_bucket, level->needs);
             if (part->failed) return;
             if (i < level->num_beams) sum += row.paths[node];
@@ -370,7 +371,7 @@ static void add_level(Part *part) {
 
 /* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
    whose nodes but the root are `first` further on among the candidates. Without values in `chances` the drafter's q is
-   the acceptance probability. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
+   the acceptance probability; q of 0 adds padding. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,

@@ -57,7 +57,7 @@ def tune(
     if drafter is not None:
         settings = SamplingSettings(max_new_tokens=max_new_tokens, stop_token_ids=tuple(engine.eos_token_ids))
         seen = watch_gates(engine.target.model, drafter, [[prompt] for prompt in prompts], settings, progress)
-        state[THRESHOLDS] = torch.tensor(thresholds(seen))
+        state[THRESHOLDS] = torch.tensor(thresholds(seen, drafter.max_passes))
     if portable:
         state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}
         return Profile(About(about.model, about.head, None, None), _most_seen(state, counts), {})
@@ -74,24 +74,25 @@ class GateWatch(Dense):
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         assert self.drafter is not None and self.drafted is not None
         for row, nodes in enumerate(accepted.nodes):
-            if self.drafted.passes[row] > self.drafter.settings.depth:  # else the answer's end cut the tree short
+            if self.drafted.depths[row] == self.drafter.max_depth:  # else the answer's end cut the tree short
                 self.seen.append((self.drafted.confidences[row].tolist(), len(nodes)))
 
 
-def thresholds(seen: Seen) -> list[float]:
+def thresholds(seen: Seen, max_passes: int) -> list[float]:
     """For each gate, the highest confidence at which stopping was better than drafting on.
 
     Stopping a round loses the tokens it accepted below the depth drafted so far, and saves the passes that were to
     come, each worth the tokens that its time brings otherwise. What retrieval would put in their place is not counted,
     so gates rather let a round go on. A gate sees only the rounds that the gates before it let through.
+
+    max_passes: of the drafter. One that makes a single pass saves none: its thresholds stay the published ones.
     """
     cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
-    most = TreeSettings().depth + 1
     chosen = []
     for gate, number in enumerate(GATES):
         confidences = np.array([own[gate] for own, _ in seen])
         left = number + 1  # passes made so far, and depth of the tree that is left
-        regrets = np.array([max(depth - left, 0) - cost * (most - left) for _, depth in seen])
+        regrets = np.array([max(depth - left, 0) - cost * max(max_passes - left, 0) for _, depth in seen])
         found = best_threshold(confidences, regrets)
         chosen.append(PUBLISHED[gate] if found is None else found)
         seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]

@@ -38,6 +38,7 @@ class BlockShape(Settings):
     num_layers: int = 4
     num_taps: int = 5  # target layers that are read, evenly spread, unless `target_layers` names them
     target_layers: tuple[int, ...] = ()  # whose inputs are read
+    conditional_size: int | None = None  # inner size of treeflash's MLP; that of the target's layers if None
     num_drafts: int = 12  # tokens that a block predicts
     slots: str = "in-place"
     causal: bool = False  # a slot sees no later slots
@@ -62,6 +63,7 @@ class BlockShape(Settings):
             self.num_layers,
             target_layers=taps,
             block_size=self.num_drafts + (not shifted),
+            conditional_size=self.conditional_size,
             shifted=shifted,
             causal=(self.causal,) * self.num_layers,
             own_mask=self.learned_mask,

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from graft.model import evaluating
 from graft.settings import Settings, require
 from graft.spec_decode.proposers.block import BlockHead, KeyValue
+from graft.spec_decode.proposers.block.tree import Table, conditional_table, levels_of, marginal_table
 from graft.train.generate_data import Answered
-
-_LOGITS = 2**28  # conditional logits that exist at once
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,6 @@ class Simulated:
     def mean_accepted(self) -> float:
         """1 + accepted / rounds: tokens a round, but for a last round that is cut short."""
         return 1 + sum(self.reached) if self.rounds else 0.0
-
-
-@dataclass(frozen=True)
-class Table:
-    """What one pass says: for each of K slots, after each of P tokens before it, its m likeliest tokens."""
-
-    tokens: Tensor  # [B, K, P, m]
-    log_probs: Tensor  # [B, K, P, m]
-    entries: Tensor  # [B, K, P, m] which of the next slot's P a token is; -1: none, it has no children
 
 
 @torch.no_grad()
@@ -84,56 +74,25 @@ def tree_kinds(head: BlockHead) -> tuple[str, ...]:
 
 def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, kind: str, settings: SimulateSettings) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
-    log_probs = head.marginals(hidden).float().log_softmax(dim=-1)  # [B, K, vocab]
-    most = log_probs.shape[-1]
-    if kind != "conditional":
-        width = min(1 if kind == "chain" else settings.nodes, most)
-        found = log_probs.topk(width)
-        tokens = head.to_target(found.indices)[:, :, None]
-        return Table(tokens, found.values[:, :, None], torch.zeros_like(tokens))
-    width = min(settings.width, most)
-    candidates = head.to_target(log_probs.topk(width).indices)  # [B, K, P], a slot's own
-    parents = torch.cat([roots[:, None, None].expand(-1, 1, width), candidates[:, :-1]], dim=1)
-    rows = max(1, _LOGITS // (hidden.shape[1] * width * most))
-    found_tokens, found_values = [], []
-    for some, before in zip(hidden.split(rows), parents.split(rows), strict=True):
-        best = head.conditionals(some, before).float().log_softmax(dim=-1).topk(width)
-        found_tokens.append(head.to_target(best.indices))
-        found_values.append(best.values)
-    children = torch.cat(found_tokens)
-    same = children[:, :-1, :, :, None] == candidates[:, :-1, None, None]  # [B, K - 1, P, m, P]
-    entries = torch.where(same.any(dim=-1), same.int().argmax(dim=-1), -1)
-    return Table(children, torch.cat(found_values), torch.cat([entries, torch.full_like(children[:, -1:], -1)], dim=1))
+    if kind == "conditional":
+        return conditional_table(head, hidden, roots, settings.width)
+    return marginal_table(head, hidden, 1 if kind == "chain" else settings.nodes)
 
 
 def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
-    """[B] how many of the tokens `truth` [B, K] are accepted by the tree of the table's `num_nodes` likeliest nodes.
-
-    A node is never likelier than its parent, so the likeliest of all are a tree; and of a depth no more than
-    `num_nodes` need be looked at.
-    """
-    batch = len(truth)
-    scores = torch.zeros(batch, 1, device=truth.device)
-    entries = torch.zeros(batch, 1, dtype=torch.int64, device=truth.device)
-    on_path = torch.ones(batch, 1, dtype=torch.bool, device=truth.device)
-    levels = []
-    for slot in range(truth.shape[1]):
-        shape = *entries.shape, table.tokens.shape[3]
-        index = entries.clamp(min=0)[..., None].expand(shape)
-        tokens, log_probs, following = (
-            x[:, slot].gather(1, index) for x in (table.tokens, table.log_probs, table.entries)
-        )
-        log_probs = log_probs.masked_fill(entries[..., None] < 0, -torch.inf)
-        path = on_path[..., None] & (tokens == truth[:, slot, None, None])
-        candidates = (scores[..., None] + log_probs).flatten(1)
-        best = candidates.topk(min(num_nodes, candidates.shape[1]))
-        scores = best.values
-        entries, on_path = following.flatten(1).gather(1, best.indices), path.flatten(1).gather(1, best.indices)
-        levels.append((scores, on_path & scores.isfinite()))
-    every, on_path = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    """[B] how many of the tokens `truth` [B, K] are accepted by the tree of the table's `num_nodes` likeliest nodes."""
+    levels = levels_of(table, num_nodes)
+    on_path = torch.ones_like(truth[:, :1], dtype=torch.bool)
+    found, first = [], 0
+    for slot, level in enumerate(levels):
+        parents_are = on_path.gather(1, level.parents - first)
+        first += on_path.shape[1]
+        on_path = parents_are & (level.tokens == truth[:, slot, None]) & (level.probabilities > 0)
+        found.append(on_path)
     # Of equals the first: levels stand in order, so a parent is before its children.
+    every = torch.cat([level.path_probabilities for level in levels], dim=1)
     tree = every.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    return on_path.gather(1, tree).sum(dim=1)
+    return torch.cat(found, dim=1).gather(1, tree).sum(dim=1)
 
 
 class _Texts:

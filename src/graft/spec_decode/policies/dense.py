@@ -23,8 +23,8 @@ class Dense(Policy):
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         assert drafter is not None
         self.drafter = drafter
-        self._budget = settings.budget or min(drafter.settings.total_token, USUAL_BUDGET)
-        self.drafted: Drafted | None = None  # passes, stops and confidences of the last round's drafting
+        self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
+        self.drafted: Drafted | None = None  # of the last round
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
@@ -32,7 +32,7 @@ class Dense(Policy):
         self.drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock)
         with clock("graft"):
             candidates.merge()
-            return DraftResult(candidates.best(self._budget, max(self.drafted.passes))[0], self.drafted.passes)
+            return DraftResult(candidates.best(self._budget, max(self.drafted.depths))[0], self.drafted.passes)
 
     def _thresholds(self) -> Tensor | None:
         return None

@@ -1,21 +1,22 @@
-"""Gates: drafting that stops, row by row, after certain passes if the likeliest path's q is at most a threshold."""
+"""Gates: drafting that stops, row by row, at certain depths if the likeliest path's q is at most a threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, islice
 
 import torch
 from torch import Tensor
 
 from graft.core.batch import Batch
-from graft.spec_decode.candidates import Candidates
+from graft.spec_decode.candidates import Candidates, Level
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import ROOT
 from graft.stats import Clock
 
 DRAFTED = ROOT + 1
-GATES = (0, 1, 5)  # the passes after which drafting may stop
+GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
 THRESHOLDS = "gates/thresholds"  # in a policy's state
 NEVER = len(GATES)  # the stop of a row that passed all gates
@@ -39,6 +40,7 @@ class Drafted:
     """How far each row was drafted, and why it stopped there."""
 
     passes: list[int]
+    depths: list[int]
     stops: list[int]  # the gate that stopped the row, or NEVER
     confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 where the row did not come to it
 
@@ -48,27 +50,33 @@ def draft_through_gates(
 ) -> Drafted:
     """Adds drafted levels to the candidates, weighed by q itself, until the gates have stopped every row.
 
-    Without thresholds no gate stops a row.
+    Without thresholds no gate stops a row. Of a pass that brings many levels, a row takes those down to its gate.
     """
     num_rows = len(batch.sequences)
-    most = min(drafter.settings.depth + 1, batch.max_depth)
-    passes, stops = [0] * num_rows, [NEVER] * num_rows
+    passes, depths, stops = [0] * num_rows, [0] * num_rows, [NEVER] * num_rows
     confidences = torch.zeros(num_rows, len(GATES))
     with clock("draft"):
         gates = () if thresholds is None else GATES
-        levels = drafter.levels(batch.draft, batch.roots(), stops=gates)
-        for number in range(most):
-            level = next(levels)
+        for depth, (number, level) in enumerate(_levels(drafter, batch, gates)):
             going = [stop == NEVER for stop in stops]
-            candidates.add_level(level, None, DRAFTED, number + 1, 0, going, drafter.settings.topk)
-            passes = [count + (stop == NEVER) for count, stop in zip(passes, stops, strict=True)]
-            if number in GATES:
-                gate = GATES.index(number)
+            candidates.add_level(level, None, DRAFTED, number, 0, going, drafter.num_beams)
+            for row in compress(range(num_rows), going):
+                passes[row], depths[row] = number, depth + 1
+            if depth in GATES:
+                gate = GATES.index(depth)
                 best = level.path_probabilities.amax(dim=1).tolist()
-                for row in (row for row, stop in enumerate(stops) if stop == NEVER):
+                for row in compress(range(num_rows), going):
                     confidences[row, gate] = best[row]
                     if thresholds is not None and best[row] <= float(thresholds[gate]):
                         stops[row] = gate
-                if all(stop != NEVER for stop in stops):
+                if NEVER not in stops:
                     break
-    return Drafted(passes, stops, confidences)
+    return Drafted(passes, depths, stops, confidences)
+
+
+def _levels(drafter: Drafter, batch: Batch, gates: Sequence[int]) -> Iterator[tuple[int, Level]]:
+    """Levels no deeper than the batch's `max_depth`, each with the passes made by then. A pass is made when the first
+    of its levels is asked for."""
+    passes = drafter.passes(batch.draft, batch.roots(), stops=gates)
+    levels = ((number, level) for number in range(1, drafter.max_passes + 1) for level in next(passes))
+    return islice(levels, max(batch.max_depth, 0))

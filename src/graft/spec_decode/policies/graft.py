@@ -98,7 +98,7 @@ class Graft(Policy):
         self._ended = 0.0  # when the last round had been learned from
 
     def _make_budget(self) -> Budget:
-        settings, num_passes = self._settings, self.drafter.settings.depth + 1 if self.drafter is not None else 0
+        settings, num_passes = self._settings, self.drafter.max_passes if self.drafter is not None else 0
         if settings.budget is not None:  # a step is the unit of time
             return Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget)
         shape = usual_shape(getattr(getattr(self._target, "device", None), "type", "cpu"))
@@ -268,8 +268,8 @@ class Graft(Policy):
     def _draft(
         self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], num_free: int, clock: Clock
     ) -> tuple[list[int], list[float]]:
-        """Adds drafted levels to the candidates: the first `num_free`, if any at all, and further ones for as long as
-        another pass is worth its time.
+        """Adds drafted levels to the candidates: those of the first `num_free` passes, if any at all, and of further
+        ones for as long as another pass is worth its time.
 
         Returns the passes of each row, and by pass the probability that one of the beams it expanded is accepted,
         summed over the rows that it was for.
@@ -278,19 +278,21 @@ class Graft(Policy):
         num_rows = len(batch.sequences)
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[float] = []
-        levels = self.drafter.levels(batch.draft, roots, keep=self.kept_of_a_level)
+        drafted = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level)
+        depth = 0
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
-        for number in range(min(self.drafter.settings.depth + 1, batch.max_depth)):
+        for number in range(self.drafter.max_passes):
             going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]
             if number == 0 or number >= num_free:  # at first: whether to draft at all
                 going = self.goes_on(number, reach, going)
-            if not any(going):
+            if depth >= batch.max_depth or not any(going):
                 break
             with clock("draft"):
-                level = next(levels)
-                reached = candidates.add_level(
-                    level, self._calibration.chances, DRAFTED, number + 1, first, going, self.drafter.settings.topk
-                )
+                for level in next(drafted)[: batch.max_depth - depth]:
+                    depth += 1
+                    reached = candidates.add_level(
+                        level, self._calibration.chances, DRAFTED, number + 1, first, going, self.drafter.num_beams
+                    )
             reaches.append(sum(compress(reach, going)))
             for row in compress(range(num_rows), going):
                 passes[row] += 1

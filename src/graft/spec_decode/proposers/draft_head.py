@@ -117,6 +117,7 @@ class DraftHead(nn.Module):
     """Base of the networks: token embedding and draft vocabulary. Both may be the target's."""
 
     config: HeadConfig
+    fc: nn.Linear  # of the target's features
     d2t: Tensor
     t2d: Tensor
     target_embedding: Tensor | None

@@ -1,7 +1,8 @@
-"""The drafter contract: a tree drafted level by level, one forward each, from the target's hidden states."""
+"""The drafter contract: a tree drafted pass by pass, each of one level or many, from the target's hidden states."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -51,10 +52,39 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """A draft model that proposes trees level by level. `state` is what its own `open` gave."""
+    """A draft model that proposes trees pass by pass. `state` is what its own `open` gave."""
 
     hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads
-    settings: TreeSettings
+
+    @property
+    def max_passes(self) -> int:
+        """Draft passes of a round at most."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """Levels that all passes bring together."""
+        ...
+
+    @property
+    def num_beams(self) -> int:
+        """Nodes of a pass's last level, the likeliest, that the next pass expands."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole tree that are worth verifying, where nobody gives a budget."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that a round's drafting may write behind a row's text in its own KV store."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in its own KV store."""
+        ...
 
     @property
     def num_setups(self) -> int:
@@ -68,7 +98,7 @@ class Drafter(Protocol):
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         """Does, before there is anything to draft, what rounds of up to so many rows would else wait for.
 
-        keep: what will be asked of `levels`.
+        keep: what will be asked of `passes`.
         """
         ...
 
@@ -76,10 +106,11 @@ class Drafter(Protocol):
         """Prefills a chunk of one row's prompt. following: the tokens after each of its tokens."""
         ...
 
-    def levels(
+    def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
-    ) -> Iterator[Level]:
-        """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass, one depth further down.
+    ) -> Iterator[Sequence[Level]]:
+        """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass and its levels, each one
+        depth further down.
 
         keep: only so many nodes of each level, the likeliest first; all of them in any order if None.
         stops: the passes after which the caller may stop, so that the device can run on to the next of them by itself;
@@ -88,7 +119,7 @@ class Drafter(Protocol):
         ...
 
     def num_prefetched(self, state: Any) -> int:
-        """Levels of the coming round that the device is drafting already: not to use them would save nothing."""
+        """Passes of the coming round that the device is making already: not to use them would save nothing."""
         ...
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
@@ -107,6 +138,43 @@ class Drafter(Protocol):
     ) -> None:
         """Extends the state by a finished round: the accepted nodes and the new tokens of each row."""
         ...
+
+
+class LevelByLevel(ABC):
+    """What drafters share whose passes each bring one level, the children of the beams of the level before."""
+
+    settings: TreeSettings
+
+    @property
+    def max_passes(self) -> int:
+        return self.settings.depth + 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.settings.depth + 1
+
+    @property
+    def num_beams(self) -> int:
+        return self.settings.topk
+
+    @property
+    def num_nodes(self) -> int:
+        return self.settings.total_token
+
+    @property
+    def num_slots(self) -> int:
+        return self.settings.depth * self.settings.topk
+
+    @abstractmethod
+    def levels(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
+        """The levels of `Drafter.passes`."""
+
+    def passes(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Sequence[Level]]:
+        return ((level,) for level in self.levels(state, roots, keep, stops))
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:

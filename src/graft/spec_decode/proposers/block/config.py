@@ -32,6 +32,7 @@ class BlockConfig(HeadConfig):
     confidence: bool = False  # DSpark's estimate of acceptance
     confidence_with_markov: bool = False  # that also reads the Markov head's vector of the token before
     conditional: bool = False  # hidden states are corrected by the token before, by TreeFlash's MLP
+    conditional_size: int | None = None  # inner size of that MLP; that of the layers if None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +59,8 @@ class BlockConfig(HeadConfig):
         self._check_dependencies()
 
     def _check_dependencies(self) -> None:
+        if self.conditional_size is not None:
+            check_size("the conditional head's intermediate_size", self.conditional_size)
         require(
             self.markov in (None, *MARKOV_HEADS),
             f"markov_head_type {self.markov!r} is not one of {', '.join(MARKOV_HEADS)}",

@@ -185,6 +185,8 @@ def write_config(head: BlockConfig) -> dict[str, Any]:
         config |= {"confidence_head_with_markov": head.confidence_with_markov}
     if head.conditional:
         config["treeflash_config"] = {"ar_approximation": "swiglu"}
+        if head.conditional_size is not None:
+            config["treeflash_config"]["intermediate_size"] = head.conditional_size
     return config
 
 
@@ -231,6 +233,7 @@ def _read_token_heads(config: Json, names: Collection[str]) -> dict[str, Any]:
         "confidence": bool(confidence),
         "confidence_with_markov": bool(confidence and (with_markov if with_markov is not None else rank > 0)),
         "conditional": method is not None,
+        "conditional_size": value_at(config, ("treeflash_config", "intermediate_size")),
     }
 
 

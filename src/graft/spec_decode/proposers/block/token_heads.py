@@ -72,7 +72,7 @@ class ConditionalHead(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
+        size, inner = config.hidden_size, config.conditional_size or config.intermediate_size
         self.ug = nn.Linear(2 * size, 2 * inner)  # up and gate
         self.d = nn.Linear(inner, size, bias=False)  # down
         self.norm = nn.RMSNorm(size, eps=_CONDITIONAL_EPS)

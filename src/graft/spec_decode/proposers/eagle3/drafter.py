@@ -6,135 +6,49 @@ entries come after them, with the head's own outputs as features, and are droppe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
+from graft.model import PagePool, Row
 from graft.model.attention import RowKeys, Visibility
-from graft.model.kv_cache import KVStore
 from graft.settings import require
 from graft.spec_decode.candidates import Level
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
-_MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
 _ONE = torch.ones(1, 1, dtype=torch.bool)
 
 
 @dataclass(eq=False)
-class DraftRow:
-    """What the drafter keeps of one row: how much of its text the head has run, and what it has not run yet."""
+class Eagle3Row(DraftRow):
+    """A row with the state that its first pass expands."""
 
-    row: Row
-    hidden: Tensor  # [H] the head's output at the last entry
-    length: int = 0  # entries in the head's KV store
-    waiting: list[Tensor] = field(default_factory=list)  # [n, 3H] features of entries that came in with the last rounds
-    following: list[int] = field(default_factory=list)  # the token after each of them
+    hidden: Tensor = field(kw_only=True)  # [H] the head's output at the last entry
 
 
-@dataclass
-class Eagle3State:
-    """Draft state of one batch."""
-
-    pool: PagePool
-    rows: list[DraftRow]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.length for row in self.rows]
-
-    def keeping(self, rows: Sequence[int]) -> Eagle3State:
-        return Eagle3State(self.pool, [self.rows[row] for row in rows])
-
-    def copy_row(self, source: int, target: int, row: Row) -> None:
-        own = self.rows[source]
-        self.rows[target] = DraftRow(row, own.hidden, own.length, list(own.waiting), list(own.following))
-
-    def joining(self, other: Eagle3State) -> Eagle3State:
-        return Eagle3State(self.pool, self.rows + other.rows)
-
-
-class Eagle3Drafter:
-    """Drafts with an EAGLE-3 head, eagerly: on a CPU, or where CUDA graphs cannot be used."""
+class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
+    """Drafts with an EAGLE-3 head, eagerly."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:
+        super().__init__(head, num_layers=1)
         self.head = head
         self.settings = settings or TreeSettings()
-        self.hidden_layers = head.config.target_layers
-        self._stores: weakref.WeakKeyDictionary[PagePool, KVStore] = weakref.WeakKeyDictionary()
         most = head.config.draft_vocab_size
         require(self.settings.topk <= most, f"topk is {self.settings.topk}, but the head drafts from {most} tokens")
 
-    @property
-    def num_setups(self) -> int:
-        return 0
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.fc.weight.device
-
-    def open(self, cache: KVCache) -> Any:
-        self.share(cache.pool)
+    def _new_row(self, row: Row) -> Eagle3Row:
         weight = self.head.fc.weight
-        # A row whose beginning was known to others has their entries.
-        rows = [DraftRow(row, weight.new_zeros(weight.shape[0]), row.length) for row in cache.rows]
-        return Eagle3State(cache.pool, rows)
-
-    def share(self, pool: PagePool) -> KVStore:
-        """The head's KV store over a pool's pages."""
-        store = self._stores.get(pool)
-        if store is None:
-            config, weight = self.head.config, self.head.fc.weight
-            store = KVStore(1)
-            pool.add_store(store)
-            store.shape(weight, (config.num_key_value_heads, config.head_dim))
-            self._stores[pool] = store  # last: what has failed is made again
-        return store
-
-    @torch.no_grad()
-    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
-        own = state.rows[row]
-        own.waiting.append(verified.hidden[verified.index[0].to(verified.hidden.device)].clone())
-        own.following += following
-        self._refresh(state, [own])
-
-    def num_prefetched(self, state: Any) -> int:
-        return 0
-
-    def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
-        """Does nothing: passes run one by one, on demand."""
-
-    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        """Nothing is captured here."""
-
-    def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        """Does nothing: features are kept when the round is learned."""
-
-    @torch.no_grad()
-    def learn(
-        self,
-        state: Eagle3State,
-        verified: VerifyOutput,
-        nodes: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-    ) -> None:
-        for number, (row, path, new) in enumerate(zip(state.rows, nodes, tokens, strict=True)):
-            places = verified.index[number, [0, *path]][: len(new)].to(verified.hidden.device)
-            row.waiting.append(verified.hidden[places].clone())
-            row.following += new
-        if max(len(row.following) for row in state.rows) > _MAX_WAITING:
-            self._refresh(state, state.rows)
+        return Eagle3Row(row, row.length, hidden=weight.new_zeros(weight.shape[0]))
 
     @torch.no_grad()
     def levels(
-        self, state: Eagle3State, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self, state: EagerState[Eagle3Row], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
-        self._refresh(state, state.rows)
+        self._refresh(state.pool, state.rows)
         batch, topk, device = len(roots), self.settings.topk, self.device
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
@@ -164,46 +78,31 @@ class Eagle3Drafter:
             hidden = self._forward(state, tokens, _rows(hidden, origin), positions, depths, seen)
             depth += 1
 
-    def _refresh(self, state: Eagle3State, rows: Sequence[DraftRow]) -> None:
-        """Runs the head on the entries whose true features came in with the last rounds."""
-        rows = [row for row in rows if row.following]  # one that has just joined has nothing waiting
-        if not rows:
+    def _refresh(self, pool: PagePool, rows: Sequence[Eagle3Row]) -> None:
+        waiting = Waiting(rows)
+        if not waiting.rows:
             return
-        device, counts = self.device, [len(row.following) for row in rows]
-        features = torch.cat([part for row in rows for part in row.waiting])[None]  # [1, T, 3H]
-        tokens = torch.tensor([[token for row in rows for token in row.following]], device=device)
-        places = [(row, row.length + place) for row, count in zip(rows, counts, strict=True) for place in range(count)]
-        hidden = self.head.fuse(features)
-        positions = torch.tensor([[position for _, position in places]], device=device)
-        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
-        key, value = self._write(state, places, key, value)
+        device, counts = self.device, waiting.counts
+        tokens = torch.tensor([[token for row in waiting.rows for token in row.following]], device=device)
+        hidden = self.head.fuse(waiting.features())
+        query, key, value = self.head.qkv(self.head.embed(tokens), hidden, waiting.positions(device))
+        key, value = self.writing_at(pool, waiting.places).update(key, value, 0)
         # Of all but each row's last entry only keys and values are needed.
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         keys = [
             RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)
-            for row, count in zip(rows, counts, strict=True)
+            for row, count in zip(waiting.rows, counts, strict=True)
         ]
         window = self.head.config.sliding_window
         attended = Visibility(keys, query.dtype).attend(query[:, :, last], key, value, window, None)
         output = self.head.finish(attended.transpose(1, 2), hidden[:, last])[0]
-        for row, count, new in zip(rows, counts, output, strict=True):
-            row.length += count
+        for row, new in zip(waiting.rows, output, strict=True):
             row.hidden = new
-            row.waiting, row.following = [], []
-
-    def _write(
-        self, state: Eagle3State, places: Sequence[tuple[DraftRow, int]], key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Writes keys and values [1, heads, T, D] at positions of rows; returns the whole store, likewise."""
-        for row, position in places:
-            state.pool.ensure(row.row, position + 1)
-        cache = KVCache(state.pool, self.share(state.pool), [])
-        cache.write_at(cache.slots_of([(row.row, position) for row, position in places]))
-        return cache.update(key, value, 0)
+        waiting.finish()
 
     def _forward(
         self,
-        state: Eagle3State,
+        state: EagerState[Eagle3Row],
         tokens: Tensor,  # [B, W]
         hidden: Tensor,  # [B, W, H]
         positions: Tensor,  # [B, W]
@@ -216,7 +115,7 @@ class Eagle3Drafter:
         flat = (self.head.embed(tokens).flatten(0, 1)[None], hidden.flatten(0, 1)[None], positions.flatten()[None])
         query, key, value = self.head.qkv(*flat)
         places = [(row, row.length + before + place) for row in state.rows for place in range(width)]
-        key, value = self._write(state, places, key, value)
+        key, value = self.writing_at(state.pool, places).update(key, value, 0)
         keys = [
             RowKeys(row.row, row.length, depths, own, tokens.device) for row, own in zip(state.rows, seen, strict=True)
         ]

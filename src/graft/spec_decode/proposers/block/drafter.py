@@ -1,0 +1,135 @@
+"""The block drafter: one forward of the head gives all levels of the tree.
+
+The head's KV cache holds the keys and values of committed tokens, made from the target's features of them. Those of a
+round's slots come after them, and are dropped at the end of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graft.model import KVCache, PagePool, Row
+from graft.model.attention import RowKeys, attend
+from graft.settings import Settings, require
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.proposers.block.head import Attention, BlockHead
+from graft.spec_decode.proposers.block.tree import Table, conditional_table, levels_of, marginal_table
+from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
+
+
+@dataclass(frozen=True)
+class BlockTreeSettings(Settings):
+    """The shape of the tree that is drafted from a block."""
+
+    width: int = 16  # of a conditional head's table: tokens of a slot that have children, and children of each
+    nodes: int = 60  # of a level, and of the whole tree that are verified
+
+    def __post_init__(self) -> None:
+        for name in ("width", "nodes"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
+            )
+
+
+class BlockDrafter(EagerDrafter[DraftRow]):
+    """Drafts with a block head, eagerly.
+
+    Where the head has conditionals, a node's children are those that follow it; else all nodes of a depth have the same
+    children, the slot's likeliest tokens.
+    """
+
+    max_passes = 1
+    num_beams = 0  # no pass expands what the first has brought
+
+    def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None) -> None:
+        super().__init__(head, head.config.num_layers)
+        self.head = head
+        self.settings = settings or BlockTreeSettings()
+
+    @property
+    def max_depth(self) -> int:
+        return self.head.config.num_drafts
+
+    @property
+    def num_nodes(self) -> int:
+        return self.settings.nodes
+
+    @property
+    def num_slots(self) -> int:
+        return self.head.config.block_size
+
+    @torch.no_grad()
+    def passes(
+        self, state: EagerState[DraftRow], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Sequence[Level]]:
+        self._refresh(state.pool, state.rows)
+        roots, most = roots.to(self.device), keep or self.settings.nodes
+        table = self._table(self._block(state, roots), roots, most)
+        yield [level.to_host() for level in levels_of(table, most)]
+
+    def _table(self, hidden: Tensor, roots: Tensor, most: int) -> Table:
+        if self.head.config.has_conditionals:
+            return conditional_table(self.head, hidden, roots, self.settings.width)
+        return marginal_table(self.head, hidden, most)
+
+    def _new_row(self, row: Row) -> DraftRow:
+        return DraftRow(row, row.length)
+
+    def _refresh(self, pool: PagePool, rows: Sequence[DraftRow]) -> None:
+        waiting = Waiting(rows)
+        if not waiting.rows:
+            return
+        keys, values = self.head.context(waiting.features(), waiting.positions(self.device))
+        cache = self.writing_at(pool, waiting.places)
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            cache.update(key, value, layer)
+        waiting.finish()
+
+    def _block(self, state: EagerState[DraftRow], roots: Tensor) -> Tensor:
+        """Hidden states [B, K, H] of the slots that predict behind roots [B]."""
+        places = torch.arange(self.head.config.block_size)
+        positions = torch.tensor(state.lengths)[:, None] + places
+        cache = self.writing_at(
+            state.pool, [(row, row.length + place) for row in state.rows for place in places.tolist()]
+        )
+        attention = self._attention(cache, state.rows)
+        return self.head.predicting(self.head(self.head.slots(roots), positions.to(self.device), attention))
+
+    def _attention(self, cache: KVCache, rows: Sequence[DraftRow]) -> Attention:
+        """Attention of each row's block to the row's entries, and to itself."""
+        config, device = self.head.config, self.device
+        places = torch.arange(config.block_size)
+        all_slots = torch.ones(len(places), len(places), dtype=torch.bool)
+        row_keys = [RowKeys(row.row, row.length, places, all_slots, device) for row in rows]
+        masks: dict[tuple[int, bool, int | None], Tensor | None] = {}
+
+        def mask_of(number: int, layer: int, groups: int) -> Tensor | None:
+            """A row's mask [1, 1, groups * W, keys], made once for all layers of a kind; None when all are seen."""
+            key = (number, config.causal[layer], config.windows[layer])
+            if key not in masks:
+                positions = row_keys[number].positions
+                seen = self.head.reaches(layer, positions[-len(places) :, None] - positions)
+                masks[key] = None if bool(seen.all()) else seen.to(device)[None, None].repeat(1, 1, groups, 1)
+            return masks[key]
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = cache.update(_flat(key), _flat(value), layer)
+            groups = query.shape[1] // key.shape[1]
+            return torch.cat(
+                [
+                    attend(query[number : number + 1], row.of(keys), row.of(values), mask_of(number, layer, groups))
+                    for number, row in enumerate(row_keys)
+                ]
+            )
+
+        return attention
+
+
+def _flat(states: Tensor) -> Tensor:
+    """Keys or values [B, kv_heads, W, D] of all rows side by side, [1, kv_heads, B * W, D]."""
+    return states.transpose(0, 1).flatten(1, 2)[None]

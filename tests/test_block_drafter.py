@@ -1,0 +1,200 @@
+"""The block drafter against the head run on whole texts without a cache, and the engine that uses it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graft import Engine, SamplingSettings
+from graft.loading import load_drafter
+from graft.model import target_for
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.policies.gates import THRESHOLDS
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.stats import Clock
+from tiny import VOCAB, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
+LONG = (PROMPT * 9)[:67]  # more than a page
+EXACT = BlockTreeSettings(width=VOCAB, nodes=30)  # a table of all tokens leaves nothing out
+MARGINAL: dict[str, Any] = {"shifted": False}
+HEADS: dict[str, dict[str, Any]] = {
+    "marginal": MARGINAL,
+    "causal": {"shifted": True, "causal": (True, False), "windows": (6, 3)},
+    "conditional": {"shifted": True, "conditional": True},
+    "markov": {"shifted": False, "markov": "gated", "markov_rank": 5, "causal": (True, True)},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6)
+
+
+def make_head(model, seed=0, **changes) -> BlockHead:
+    torch.manual_seed(seed)
+    head = BlockHead(BlockConfig.for_target(model.config, 2, block_size=5, mask_token_id=4, **changes))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    head.borrow_embedding(model.get_input_embeddings().weight)
+    head.borrow_lm_head(model.get_output_embeddings().weight)
+    return head.eval()
+
+
+def settings_of(max_new_tokens):
+    return SamplingSettings(max_new_tokens=max_new_tokens)
+
+
+def prefilled(engine, *prompts):
+    batch = engine.open([s for prompt in prompts for s in engine.new_sequences(prompt, settings_of(30))])
+    engine._prefill(batch)
+    return batch
+
+
+@torch.no_grad()
+def hidden_without_cache(head: BlockHead, model, text: list[int]) -> Tensor:
+    """Hidden states [1, K, H] of the block behind the text's last token, from the whole text."""
+    known = torch.zeros(1, 0, head.fc.in_features)
+    if len(text) > 1:
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        known = torch.cat([states[layer] for layer in head.config.target_layers], dim=-1)
+    past = head.context(known, torch.arange(known.shape[1])[None])
+    return head.block(torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), past)
+
+
+@torch.no_grad()
+def after(head: BlockHead, hidden: Tensor, slot: int, parents: list[int]) -> Tensor:
+    """q [parents, vocab] of a slot's token after each token before it."""
+    if head.config.has_conditionals:
+        logits = head.conditionals(hidden[:, slot : slot + 1], torch.tensor([[parents]]))[0, 0]
+    else:
+        logits = head.marginals(hidden[0, slot]).expand(len(parents), -1)
+    return logits.softmax(dim=-1)
+
+
+def assert_levels_are_those_of_whole_texts(head, model, batch, levels, most):
+    assert len(levels) == head.config.num_drafts
+    for row, sequence in enumerate(batch.sequences):
+        hidden = hidden_without_cache(head, model, sequence.ids)
+        first, parents, paths = 0, [sequence.ids[-1]], torch.ones(1)
+        for slot, level in enumerate(levels):
+            q = after(head, hidden, slot, parents)
+            expected = (paths[:, None] * q).flatten().topk(most).values
+            torch.testing.assert_close(level.path_probabilities[row], expected, rtol=1e-3, atol=1e-7)
+            origins, tokens = level.parents[row] - first, level.tokens[row]
+            torch.testing.assert_close(level.probabilities[row], q[origins, tokens], rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(expected, paths[origins] * q[origins, tokens], rtol=1e-3, atol=1e-7)
+            assert len({*zip(origins.tolist(), tokens.tolist(), strict=True)}) == most, "no node comes twice"
+            first, parents, paths = first + len(parents), tokens.tolist(), level.path_probabilities[row]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_levels_are_those_of_the_head_run_on_whole_texts(model, kind):
+    """Before any round, after rounds with accepted nodes, with others that join, and when some have left."""
+    head = make_head(model, **HEADS[kind])
+    drafter = BlockDrafter(head, EXACT)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch, late = prefilled(engine, PROMPT, [5], LONG), prefilled(engine, PROMPT[:3])
+
+    def check(keep=None):
+        (levels,) = drafter.passes(batch.draft, batch.roots(), keep)
+        assert_levels_are_those_of_whole_texts(head, model, batch, levels, keep or 30)
+
+    check()
+    for _ in range(3):
+        engine.run_round(batch, Clock())
+    check(keep=7)
+    batch.join(late)
+    engine.run_round(batch, Clock())
+    check()
+    assert sum(sequence.stats.accepted for sequence in batch.sequences) > 0, "some nodes were accepted"
+    batch.keep([1, 2, 3])
+    engine.run_round(batch, Clock())
+    check()
+
+
+def test_children_depend_on_their_parent_where_the_head_has_conditionals(model):
+    for kind in ("marginal", "conditional", "markov"):
+        drafter = BlockDrafter(make_head(model, **HEADS[kind]), EXACT)
+        batch = prefilled(Engine(model, policy="dense", drafter=drafter), PROMPT)
+        (levels,) = drafter.passes(batch.draft, batch.roots())
+        by_token: dict[int, list[float]] = {}
+        for token, q in zip(levels[1].tokens[0].tolist(), levels[1].probabilities[0].tolist(), strict=True):
+            by_token.setdefault(token, []).append(q)
+        spreads = [max(found) - min(found) for found in by_token.values() if len(found) > 1]
+        assert spreads, "some token is a child of two parents"
+        assert max(spreads) < 1e-6 if kind == "marginal" else min(spreads) > 1e-5
+
+
+def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
+    drafter = BlockDrafter(make_head(model, **HEADS["conditional"]), BlockTreeSettings(width=2, nodes=12))
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, PROMPT, LONG)
+    (levels,) = drafter.passes(batch.draft, batch.roots())
+    q = torch.cat([level.probabilities for level in levels], dim=1)
+    assert (q == 0).any() and (q > 0).any()
+    tree = engine.policy.grow(batch, batch.roots(), Clock()).tree
+    assert tree.valid.sum(dim=1).tolist() == [min(1 + n, 13) for n in (q > 0).sum(dim=1).tolist()]
+
+
+def make_engine(model, policy, drafter):
+    """Draft passes cost nothing there: how fast this machine drafts does not matter."""
+    target = target_for(model, drafter.hidden_layers)
+    return Engine(model, policy=make_policy(policy, target, drafter, budget=20, pass_cost=0.0), drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("marginal", "dense"), ("causal", "paper"), ("conditional", "graft"), ("markov", "graft")]
+)
+def test_text_with_a_block_head_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
+    drafter = BlockDrafter(make_head(model, **HEADS[kind]), BlockTreeSettings(width=8, nodes=20))
+    engine, prompts = make_engine(model, policy, drafter), [PROMPT, [5], LONG]
+    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
+        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=12, **options)
+        drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
+        assert [g.ids for g in drafted] == [g.ids for g in plain]
+        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0].ids
+        assert "drafted" in set().union(*(g.stats.proposed_by_source for g in drafted))
+
+
+@pytest.mark.parametrize("policy", ["dense", "graft"])
+def test_a_round_is_one_draft_pass_whatever_its_depth(model, policy):
+    drafter = BlockDrafter(make_head(model, shifted=True), BlockTreeSettings(nodes=20))
+    stats = make_engine(model, policy, drafter).generate(PROMPT, max_new_tokens=12).stats
+    assert 0 < stats.draft_passes <= stats.rounds
+    assert drafter.max_passes == 1 and drafter.max_depth == 5
+
+
+def test_gates_decide_how_many_depths_of_the_block_are_taken(model):
+    drafter = BlockDrafter(make_head(model, shifted=True), BlockTreeSettings(nodes=20))
+    engine = Engine(model, policy="prune", drafter=drafter)
+    batch = prefilled(engine, PROMPT, LONG)
+    for thresholds, depths in (([1.0, 0.0, 0.0], [1, 1]), ([0.0, 1.0, 0.0], [2, 2]), ([0.0, 0.0, 0.0], [5, 5])):
+        engine.policy.restore({THRESHOLDS: torch.tensor(thresholds)})
+        result = engine.policy.grow(batch, batch.roots(), Clock())
+        assert engine.policy.drafted.depths == depths and result.passes == [1, 1]
+
+
+def test_several_answers_share_the_prefill_of_the_head_too(model):
+    engine = Engine(model, policy="dense", drafter=BlockDrafter(make_head(model, **MARGINAL)))
+    result = engine.generate(LONG, n=3, temperature=1.0, seed=1, max_new_tokens=6)
+    plain = Engine(model, policy="off").generate(LONG, n=3, temperature=1.0, seed=1, max_new_tokens=6)
+    assert [c.ids for c in result.choices] == [c.ids for c in plain.choices]
+
+
+def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):
+    head = make_head(model, **HEADS["conditional"])
+    save_head(head, tmp_path)
+    drafter = load_drafter(str(tmp_path), model, TreeSettings(topk=VOCAB, total_token=30))
+    assert isinstance(drafter, BlockDrafter) and drafter.settings == EXACT
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, PROMPT)
+    (levels,) = islice(drafter.passes(batch.draft, batch.roots()), 1)
+    assert_levels_are_those_of_whole_texts(head, model, batch, levels, 30)
