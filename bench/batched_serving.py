@@ -281,7 +281,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warmup-turns", type=int, default=5, help="as it takes to find out for how many trees pay")
     parser.add_argument("--concurrency", default=[1, 4, 16], type=numbers, help="requests at once, as in 1,16,128")
     parser.add_argument("--fixed-budgets", default=[], type=numbers, metavar="N,N", help="nodes, as in 1,3,7,15")
-    parser.add_argument("--max-batched-tokens", type=int, default=512, help="tokens of a step")
+    parser.add_argument("--max-batched-tokens", type=int, help="tokens of a step, in place of the usual")
     parser.add_argument("--max-rows", type=int, default=1, help="answers decoded together; at least the concurrency")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -39,6 +39,7 @@ from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.verified import Step
 from graft.sequence import Sequence as TokenSequence
 from graft.spec_decode.policies import DraftResult, Policy, make_policy
 from graft.spec_decode.tree import DraftTree
@@ -90,7 +91,7 @@ class Plain:
                 row.append(Place(token, logit))
         return self._sampler.choose(logits, walking)
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
+    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Each place is noted on its own."""
 
     def keeping(self, rows: Sequence[int]) -> Plain:
@@ -123,7 +124,7 @@ class Forced:
                 self._tally.gaps.append(logit - float(logits[row, notes[place].token]))
         return torch.tensor(chosen, device=logits.device)
 
-    def choose_everywhere(self, tree: DraftTree, logits: Tensor, best: Tensor) -> None:
+    def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Each place is compared on its own."""
 
     def keeping(self, rows: Sequence[int]) -> Forced:

@@ -486,23 +486,22 @@ def test_a_head_learns_a_text_by_heart_and_then_accepts_more_than_three_tokens_a
 # The simulator
 
 
-def best_nodes(table, row, num_nodes):
+def best_nodes(table, row, num_nodes, num_levels):
     """Paths of the likeliest nodes, best first by a heap: the published way."""
-    tokens, log_probs, entries = (getattr(table, name)[row].tolist() for name in ("tokens", "log_probs", "entries"))
+    tokens, probabilities, entries = (part[row].tolist() for part in table)
 
     def children(score, path, entry):
-        slot = len(path)
-        if slot == len(tokens) or entry < 0:
+        if len(path) == num_levels or entry < 0:
             return []
-        rows = zip(log_probs[slot][entry], tokens[slot][entry], entries[slot][entry], strict=True)
-        return [(-(score + log_prob), (*path, token), following) for log_prob, token, following in rows]
+        rows = zip(probabilities[entry], tokens[entry], entries[entry], strict=True)
+        return [(score * p, (*path, token), following) for p, token, following in rows]
 
-    heap, found = children(0.0, (), 0), set()
+    heap, found = children(-1.0, (), 0), set()
     heapq.heapify(heap)
     while heap and len(found) < num_nodes:
         score, path, entry = heapq.heappop(heap)
         found.add(path)
-        for child in children(-score, path, entry):
+        for child in children(score, path, entry):
             heapq.heappush(heap, child)
     return found
 
@@ -517,7 +516,7 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
     table = table_of(head, hidden, torch.arange(3, 23), kind, settings)
     depths = []
     for row in range(20):
-        nodes = best_nodes(table, row, settings.nodes if kind != "chain" else 5)
+        nodes = best_nodes(table, row, settings.nodes if kind != "chain" else 5, 5)
         for path in nodes:
             truth = torch.tensor([*path, *[-1] * (5 - len(path))]).expand(20, -1)
             assert int(num_accepted(table, truth, 5 if kind == "chain" else 9)[row]) == len(path)
@@ -531,17 +530,36 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 def test_a_conditional_table_holds_what_follows_each_candidate(model):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3))
+    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, shortlist=VOCAB))
     for row, slot in itertools.product(range(2), range(4)):
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
         after = head.marginals(hidden[row, slot]).topk(3).indices.tolist()
         for number, parent in enumerate(before):
             logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected = logits.log_softmax(-1).topk(3)
-            assert table.tokens[row, slot, number].tolist() == expected.indices.tolist()
-            torch.testing.assert_close(table.log_probs[row, slot, number], expected.values)
-            places = [after.index(t) if t in after and slot < 3 else -1 for t in expected.indices.tolist()]
-            assert table.entries[row, slot, number].tolist() == places
+            expected, entry = logits.softmax(-1).topk(3), slot * 3 + number
+            assert table.tokens[row, entry].tolist() == expected.indices.tolist()
+            torch.testing.assert_close(table.probabilities[row, entry], expected.values)
+            following = [
+                (slot + 1) * 3 + after.index(t) if t in after and slot < 3 else -1 for t in table.tokens[row, entry]
+            ]
+            assert table.entries[row, entry].tolist() == following
+
+
+@torch.no_grad()
+def test_a_shortlist_leaves_to_others_what_they_had_without_the_token_before(model):
+    head = make_head(model)
+    hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(6)), torch.tensor([9, 33])
+    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, shortlist=5))
+    for row, slot in itertools.product(range(2), range(4)):
+        marginal = head.marginals(hidden[row, slot])
+        listed = marginal.topk(5).indices
+        others = marginal.exp().sum() - marginal[listed].exp().sum()
+        before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
+        for number, parent in enumerate(before):
+            logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
+            expected = (logits[listed].exp() / (logits[listed].exp().sum() + others)).topk(3)
+            assert table.tokens[row, slot * 3 + number].tolist() == listed[expected.indices].tolist()
+            torch.testing.assert_close(table.probabilities[row, slot * 3 + number], expected.values)
 
 
 @torch.no_grad()
@@ -562,7 +580,7 @@ def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
             while root < len(tokens) - 1:
                 hidden = head.block(tokens[root : root + 1], torch.tensor([root]), past)
                 table = table_of(head, hidden, tokens[root : root + 1], kind, settings)
-                paths = best_nodes(table, 0, 20 if kind != "chain" else 4)
+                paths = best_nodes(table, 0, 20 if kind != "chain" else 4, 4)
                 rest = tokens[root + 1 :].tolist()
                 accepted = max((len(p) for p in paths if list(p) == rest[: len(p)]), default=0)
                 depths.append(accepted)
@@ -575,7 +593,7 @@ def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
 
 def test_a_head_that_knows_everything_accepts_whole_blocks():
     truth = torch.tensor([[5, 6, 7], [5, 6, 8]])
-    table = Table(torch.tensor([[[[5]], [[6]], [[7]]]] * 2), torch.zeros(2, 3, 1, 1), torch.zeros(2, 3, 1, 1).long())
+    table = Table(torch.tensor([[[5], [6], [7]]] * 2), torch.ones(2, 3, 1), torch.tensor([[[1], [2], [-1]]] * 2))
     assert num_accepted(table, truth, 60).tolist() == [3, 2]
     assert num_accepted(table, truth, 1).tolist() == [1, 1], "of equals the parent comes first"
 

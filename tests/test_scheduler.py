@@ -622,10 +622,10 @@ def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypa
     engine = Engine(new_model(), byte_tokenizer(), drafter=Eagle3Drafter(make_head(new_model())), budget=12)
     size = memory.bytes_per_token(engine)
     monkeypatch.setattr(memory, "_machine_memory", lambda: 1000 * PAGE * size)
-    assert memory.num_pages_for(engine, SchedulerSettings(memory=0.5)) == 500
-    assert memory.num_pages_for(engine, SchedulerSettings()) == 250
-    assert memory.num_pages_for(engine, SchedulerSettings(max_cache_tokens=700)) == 10
-    assert memory.num_pages_for(engine, SchedulerSettings(max_rows=1, memory=0.5)) == 2 * (2048 // PAGE + 4), "all"
+    assert memory.num_pages_for(engine, SchedulerSettings(memory=0.5), 512) == 500
+    assert memory.num_pages_for(engine, SchedulerSettings(), 512) == 250
+    assert memory.num_pages_for(engine, SchedulerSettings(max_cache_tokens=700), 512) == 10
+    assert memory.num_pages_for(engine, SchedulerSettings(max_rows=1, memory=0.5), 512) == 2 * (2048 // PAGE + 4), "all"
     engine.generate("abc", max_new_tokens=2)
     assert size == sum(store.bytes_per_token for store in engine.target.pool.stores), "what tokens do take"
 

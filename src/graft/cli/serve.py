@@ -34,7 +34,7 @@ SERVING: Group = {
     "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
     "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; more get status 429.", "64"),
     "max_batched_tokens": _limit(
-        int, "--max-batched-tokens", "Tokens of a step, of prompts and of answers together.", "512"
+        int, "--max-batched-tokens", "Tokens of a step, of prompts and of answers together.", "2048; on a CPU 512"
     ),
     "memory": _limit(
         float,

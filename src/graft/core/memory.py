@@ -19,7 +19,7 @@ _WORKSPACE = 2 << 30  # bytes on a GPU beside weights, cache and logits: graphs,
 _CONTEXT = 1 << 30  # of a CUDA context, at most: what else is in use is others'
 
 
-def num_pages_for(engine: Engine, settings: SchedulerSettings) -> int:
+def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_tokens: int) -> int:
     """Pages of the target's KV cache, and the drafter's, that are to be allocated."""
     device, limits = engine.target.device, []
     if engine.target.max_positions is not None:
@@ -32,7 +32,7 @@ def num_pages_for(engine: Engine, settings: SchedulerSettings) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading has left
             free, total = torch.cuda.mem_get_info(device)
-            logits = 2 * settings.max_batched_tokens * engine.target.vocab_size * 4
+            logits = 2 * max_batched_tokens * engine.target.vocab_size * 4
             room = _room(share or _OF_A_GPU, free, total, torch.cuda.memory_reserved(device))
             num_bytes: float = room - logits - _WORKSPACE
         else:

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from graft.core.batch import Batch
 from graft.core.memory import num_pages_for
 from graft.engine import Engine, Reading
@@ -48,7 +50,7 @@ class SchedulerSettings(Settings):
 
     max_rows: int = 16  # answers decoded together
     max_waiting: int = 64  # requests that wait for room; more are refused
-    max_batched_tokens: int = 512  # tokens of a step, of prompts and of rows that are decoded
+    max_batched_tokens: int | None = None  # of a step, of prompts and rows that are decoded; None: `usual_step`
     # Share of the device's memory that weights, KV cache and CUDA graphs may take; on a CPU, of the machine's memory
     # for the KV cache alone. None: 0.85 of a GPU's, 0.25 of a machine's.
     memory: float | None = None
@@ -67,6 +69,11 @@ class SchedulerSettings(Settings):
             require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
         good = self.memory is None or 0 < self.memory <= 1
         require(good, f"memory must be a share above 0 and at most 1, such as 0.85, not {self.memory}")
+
+
+def usual_step(device: torch.device) -> int:
+    """Tokens of a step unless somebody says otherwise: what a GPU reads about as fast as more; a CPU would be long."""
+    return 2048 if device.type == "cuda" else 512
 
 
 class BusyError(Exception):
@@ -150,7 +157,8 @@ class Scheduler:
         self.engine = engine
         # Slots that a round may write behind a row's committed text: the target's tree, or the drafter's.
         self._ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
-        num_pages = num_pages_for(engine, self.settings)
+        self.max_batched_tokens = self.settings.max_batched_tokens or usual_step(engine.target.device)
+        num_pages = num_pages_for(engine, self.settings, self.max_batched_tokens)
         least = _pages(self._ahead + 2)
         require(
             num_pages >= least,
@@ -272,7 +280,7 @@ class Scheduler:
         """Until it succeeds, all are decoded plainly."""
         if not self._is_prepared:
             with _logged("trees cannot be grown, for now"):
-                self.engine.warm_up(self.settings.max_batched_tokens, self.settings.max_rows)
+                self.engine.warm_up(self.max_batched_tokens, self.settings.max_rows)
                 self._is_prepared = True
 
     def _recover(self, error: Exception, gives_up: bool) -> None:
@@ -431,7 +439,7 @@ class Scheduler:
 
     def _next_chunks(self) -> list[Reading]:
         """The chunks of newcomers' texts that the coming step reads, in the order in which they came."""
-        most = min(self.settings.max_batched_tokens, self.engine.target.max_tokens or math.inf)
+        most = min(self.max_batched_tokens, self.engine.target.max_tokens or math.inf)
         room = max(int(most) - len(self._jobs), _LEAST_CHUNK)
         reading: list[Reading] = []
         for newcomer in self._newcomers:

@@ -45,6 +45,7 @@ from graft.spec_decode.tree import DraftTree
 
 # Small steps are often one row's tree, large ones many rows' or a prompt's.
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_DECODED = 512  # tokens of the largest step that trees may fill
 _USUAL_ROOM = 512  # tokens that the buffers hold at first
 _MAX_PATH = 128  # tokens of a tree's path, the root included
 _FIRST_TOKENS = 16384  # that the pool of a library's engine holds at first
@@ -319,7 +320,7 @@ class CapturedTarget(TargetRunner):
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        return tuple(size for size in self.sizes if size <= FEW) if self._graphs.failure is None else ()
+        return tuple(size for size in self.sizes if size <= _DECODED) if self._graphs.failure is None else ()
 
     @property
     def max_tokens(self) -> int | None:

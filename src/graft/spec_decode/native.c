@@ -827,6 +827,114 @@ int graft_flatten_trees(
     return OK;
 }
 
+/* Best-first trees */
+
+/* A node that has not been taken yet: the child at `at` in a row's table, of the node `parent`. */
+typedef struct {
+    float path;          /* probability of the path down to it */
+    int64_t order;       /* of equals the one that was found first goes first */
+    int64_t at, parent;
+} Open;
+
+static int goes_before(const Open *a, const Open *b) {
+    return a->path > b->path || (a->path == b->path && a->order < b->order);
+}
+
+static void push_open(Open *heap, int64_t *count, Open node) {
+    int64_t i = (*count)++;
+    for (; i > 0 && goes_before(&node, heap + (i - 1) / 2); i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = node;
+}
+
+static Open pop_open(Open *heap, int64_t *count) {
+    Open first = heap[0], last = heap[--*count];
+    int64_t i = 0, end = *count;
+    for (int64_t child; (child = 2 * i + 1) < end; i = child) {
+        if (child + 1 < end && goes_before(heap + child + 1, heap + child)) child++;
+        if (!goes_before(heap + child, &last)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = last;
+    return first;
+}
+
+/* The trees of the likeliest paths, at most num_nodes nodes each, by tables [num_rows][num_entries][num_children] of
+   tokens, of their probabilities after the node before, in falling order, and of the entry that has a token's own
+   children, -1 for none. The root's children are in entry 0. Nodes come out level by level, a level [num_rows][width]
+   behind the one before, likeliest first and then padding, whose probability is 0; parents are numbered so, from 1 on,
+   and the root is 0. widths: [num_levels] the most nodes that a row has at each depth; room: of the other outputs. */
+int graft_best_first(
+    int64_t num_rows, int64_t num_entries, int64_t num_children, const int32_t *tokens, const float *probabilities,
+    const int32_t *entries, int64_t num_levels, int64_t num_nodes, int64_t room, int64_t *widths, int64_t *out_tokens,
+    int64_t *out_parents, float *out_probabilities, float *out_paths) {
+    size_t total = (size_t)(num_rows * num_nodes);
+    Open *heap = malloc((size_t)(2 * num_nodes + 2) * sizeof(Open));
+    Open *nodes = malloc(total * sizeof(Open)); /* those taken; `order` is then the place in the level */
+    int64_t *depths = malloc((total + (size_t)(num_rows * (num_levels + 1))) * sizeof(int64_t));
+    int64_t *counts = depths + total; /* [num_rows][num_levels], then [num_rows] of all levels */
+    int failed = heap != NULL && nodes != NULL && depths != NULL ? OK : NO_MEMORY;
+    if (!failed) {
+        memset(counts, 0, (size_t)(num_rows * (num_levels + 1)) * sizeof(int64_t));
+        memset(widths, 0, (size_t)num_levels * sizeof(int64_t));
+    }
+    int64_t *taken = counts + num_rows * num_levels, size = num_entries * num_children;
+    for (int64_t r = 0; r < num_rows && !failed; r++) {
+        const float *own = probabilities + r * size;
+        const int32_t *following = entries + r * size;
+        Open *row = nodes + r * num_nodes;
+        int64_t *deep = depths + r * num_nodes, *by_level = counts + r * num_levels, open = 0, found = 0, count = 0;
+        if (own[0] > 0) push_open(heap, &open, (Open){own[0], found++, 0, -1});
+        while (open > 0 && count < num_nodes) {
+            Open node = pop_open(heap, &open);
+            int64_t depth = node.parent < 0 ? 0 : deep[node.parent] + 1, next = node.at + 1;
+            float before = node.parent < 0 ? 1.0f : row[node.parent].path;
+            if (next % num_children != 0) {
+                float path = before * own[next];
+                if (path > 0) push_open(heap, &open, (Open){path, found++, next, node.parent});
+            }
+            int64_t entry = following[node.at];
+            if (entry >= num_entries) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            if (entry >= 0 && depth + 1 < num_levels) {
+                float path = node.path * own[entry * num_children];
+                if (path > 0) push_open(heap, &open, (Open){path, found++, entry * num_children, count});
+            }
+            node.order = by_level[depth]++;
+            if (by_level[depth] > widths[depth]) widths[depth] = by_level[depth];
+            deep[count] = depth;
+            row[count++] = node;
+        }
+        taken[r] = count;
+    }
+    int64_t needed = 0;
+    for (int64_t k = 0; k < num_levels && !failed; k++) needed += num_rows * widths[k];
+    if (!failed && needed > room) failed = OUT_OF_RANGE;
+    if (!failed) {
+        memset(out_tokens, 0, (size_t)needed * sizeof(int64_t));
+        memset(out_parents, 0, (size_t)needed * sizeof(int64_t));
+        memset(out_probabilities, 0, (size_t)needed * sizeof(float));
+        memset(out_paths, 0, (size_t)needed * sizeof(float));
+    }
+    for (int64_t r = 0; r < num_rows && !failed; r++)
+        for (int64_t i = 0; i < taken[r]; i++) {
+            const Open *node = nodes + r * num_nodes + i;
+            int64_t depth = depths[r * num_nodes + i], before = 0, number = 1;
+            for (int64_t k = 0; k < depth; k++) before += widths[k];
+            for (int64_t k = 0; k + 1 < depth; k++) number += widths[k];
+            int64_t at = num_rows * before + r * widths[depth] + node->order;
+            out_tokens[at] = tokens[r * size + node->at];
+            out_parents[at] = node->parent < 0 ? 0 : number + nodes[r * num_nodes + node->parent].order;
+            out_probabilities[at] = probabilities[r * size + node->at];
+            out_paths[at] = node->path;
+        }
+    free(heap);
+    free(nodes);
+    free(depths);
+    return failed;
+}
+
 /* Numbers of nodes by source in trees [num_rows][width]. counts: [num_rows][num_sources] */
 int graft_count_sources(
     int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {

@@ -73,9 +73,9 @@ class GateWatch(Dense):
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         assert self.drafter is not None and self.drafted is not None
-        for row, nodes in enumerate(accepted.nodes):
-            if self.drafted.depths[row] == self.drafter.max_depth:  # else the answer's end cut the tree short
-                self.seen.append((self.drafted.confidences[row].tolist(), len(nodes)))
+        if self.drafted.is_whole:
+            for confidences, nodes in zip(self.drafted.confidences.tolist(), accepted.nodes, strict=True):
+                self.seen.append((confidences, len(nodes)))
 
 
 def thresholds(seen: Seen, max_passes: int) -> list[float]:

@@ -27,10 +27,11 @@ class SimulateSettings(Settings):
 
     nodes: int = 60  # of a tree, without the root
     width: int = 16  # of a conditional table: tokens of a slot that have children, and children of each
+    shortlist: int = 64  # of a conditional table: tokens of a slot that are looked at as children
     rows: int = 64  # answers simulated together
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "width", "rows"):
+        for name in ("nodes", "width", "shortlist", "rows"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
 
 
@@ -75,24 +76,21 @@ def tree_kinds(head: BlockHead) -> tuple[str, ...]:
 def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, kind: str, settings: SimulateSettings) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
     if kind == "conditional":
-        return conditional_table(head, hidden, roots, settings.width)
+        return conditional_table(head, hidden, roots, settings.width, settings.shortlist)
     return marginal_table(head, hidden, 1 if kind == "chain" else settings.nodes)
 
 
 def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
     """[B] how many of the tokens `truth` [B, K] are accepted by the tree of the table's `num_nodes` likeliest nodes."""
-    levels = levels_of(table, num_nodes)
-    on_path = torch.ones_like(truth[:, :1], dtype=torch.bool)
-    found, first = [], 0
-    for slot, level in enumerate(levels):
-        parents_are = on_path.gather(1, level.parents - first)
+    known, first = truth.cpu(), 0
+    on_path = torch.ones_like(known[:, :1], dtype=torch.bool)
+    accepted = torch.zeros_like(known[:, 0])
+    for slot, level in enumerate(levels_of(table.to_host(), known.shape[1], num_nodes)):
+        parents_are = on_path.gather(1, (level.parents - first).clamp(min=0))  # padding's parent is the root
         first += on_path.shape[1]
-        on_path = parents_are & (level.tokens == truth[:, slot, None]) & (level.probabilities > 0)
-        found.append(on_path)
-    # Of equals the first: levels stand in order, so a parent is before its children.
-    every = torch.cat([level.path_probabilities for level in levels], dim=1)
-    tree = every.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    return torch.cat(found, dim=1).gather(1, tree).sum(dim=1)
+        on_path = parents_are & (level.tokens == known[:, slot, None]) & (level.probabilities > 0)
+        accepted += on_path.any(dim=1)
+    return accepted.to(truth.device)
 
 
 class _Texts:

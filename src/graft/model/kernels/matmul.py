@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FEW = 512  # tokens, up to which the kernel is about as fast as PyTorch's
+FEW = 2048  # tokens, up to which the kernel is about as fast as PyTorch's
 _LARGE = 2**22  # numbers of a weight, from which on it is
 _PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # where there is no GPU to ask
 # Outputs and tokens of tiles, with the inputs of a block, which one instruction after the other adds, and the warps.

@@ -43,6 +43,7 @@ class Drafted:
     depths: list[int]
     stops: list[int]  # the gate that stopped the row, or NEVER
     confidences: Tensor  # [B, gates] q of the likeliest path at each gate; 0 where the row did not come to it
+    is_whole: bool  # whether the answers' ends allowed all depths
 
 
 def draft_through_gates(
@@ -71,7 +72,7 @@ def draft_through_gates(
                         stops[row] = gate
                 if NEVER not in stops:
                     break
-    return Drafted(passes, depths, stops, confidences)
+    return Drafted(passes, depths, stops, confidences, batch.max_depth >= drafter.max_depth)
 
 
 def _levels(drafter: Drafter, batch: Batch, gates: Sequence[int]) -> Iterator[tuple[int, Level]]:

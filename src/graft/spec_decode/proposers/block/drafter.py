@@ -26,14 +26,22 @@ class BlockTreeSettings(Settings):
     """The shape of the tree that is drafted from a block."""
 
     width: int = 16  # of a conditional head's table: tokens of a slot that have children, and children of each
-    nodes: int = 60  # of a level, and of the whole tree that are verified
+    shortlist: int = 64  # tokens of a slot that are looked at as children
+    nodes: int = 60  # of the tree
 
     def __post_init__(self) -> None:
-        for name in ("width", "nodes"):
+        for name in ("width", "shortlist", "nodes"):
             value = getattr(self, name)
             require(
                 isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
             )
+
+
+def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings) -> Table:
+    """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
+    if head.config.has_conditionals:
+        return conditional_table(head, hidden, roots, settings.width, settings.shortlist)
+    return marginal_table(head, hidden, settings.nodes)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):
@@ -68,14 +76,9 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         self, state: EagerState[DraftRow], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)
-        roots, most = roots.to(self.device), keep or self.settings.nodes
-        table = self._table(self._block(state, roots), roots, most)
-        yield [level.to_host() for level in levels_of(table, most)]
-
-    def _table(self, hidden: Tensor, roots: Tensor, most: int) -> Table:
-        if self.head.config.has_conditionals:
-            return conditional_table(self.head, hidden, roots, self.settings.width)
-        return marginal_table(self.head, hidden, most)
+        roots = roots.to(self.device)
+        table = table_of(self.head, self._block(state, roots), roots, self.settings)
+        yield levels_of(table.to_host(), self.max_depth, self.settings.nodes)
 
     def _new_row(self, row: Row) -> DraftRow:
         return DraftRow(row, row.length)

@@ -31,6 +31,13 @@ def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance.abs() < window)
 
 
+def logits_of(weight: Tensor, states: Tensor, shortlist: Tensor | None) -> Tensor:
+    """Logits [..., m, vocab] of states [..., m, H] by an output weight [vocab, H], or of a shortlist [..., S] alone."""
+    if shortlist is None:
+        return nn.functional.linear(states, weight)
+    return states @ weight[shortlist].transpose(-1, -2)
+
+
 class BlockHead(DraftHead):
     """The network. Parameters have the names of z-lab's, DeepSpec's and TreeFlash's files.
 
@@ -128,17 +135,19 @@ class BlockHead(DraftHead):
         """Logits [..., draft_vocab] of slots [..., H], whatever the tokens before them are."""
         return self._logits(self.norm(hidden))
 
-    def conditionals(self, hidden: Tensor, parents: Tensor) -> Tensor:
+    def conditionals(self, hidden: Tensor, parents: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Logits [B, K, m, draft_vocab] of slots [B, K, H], each after m candidates of the token before, [B, K, m].
 
         Before the first slot's token is the root. Slots may be given a few at a time, except to a recurrent head.
+        shortlist: only of these of each slot's tokens, [B, K, S] by draft ids: [B, K, m, S].
         """
         require(self.config.has_conditionals, "this head has marginals only: it reads no token before a slot")
         normed = self.norm(hidden)
         if self.config.conditional:
             correction = self.ar_approximation(normed, self.embed(parents))
-            return self.marginals(hidden[..., None, :] + correction)
-        return self._logits(normed)[..., None, :] + self.markov_head(normed, parents)
+            return self._logits(self.norm(hidden[..., None, :] + correction), shortlist)
+        logits = self._logits(normed[..., None, :], shortlist)
+        return logits + logits_of(self.markov_head.markov_w2.weight, self.markov_head(normed, parents), shortlist)
 
     def confidence(self, hidden: Tensor, parents: Tensor) -> Tensor:
         """Probabilities [B, K, m] that the token of a slot is accepted; see `conditionals`."""
@@ -148,11 +157,11 @@ class BlockHead(DraftHead):
             return self.confidence_head(normed, self.markov_head.markov_w1(parents))
         return self.confidence_head(normed, None)[..., None].expand(parents.shape)
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def _logits(self, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
         weight = self.lm_head.weight if self.config.own_lm_head else self.target_lm_head
         if weight is None:
             raise GraftError("this head has no lm_head of its own: `borrow_lm_head` gives it the target's")
-        return nn.functional.linear(normed, weight[: self.config.draft_vocab_size])
+        return logits_of(weight[: self.config.draft_vocab_size], normed, shortlist)
 
     @property
     def _decoder_layers(self) -> list[_DecoderLayer]:

@@ -29,18 +29,19 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def forward(self, normed: Tensor, parents: Tensor) -> Tensor:
-        """What to add to the logits, [B, K, m, draft_vocab]. normed: [B, K, H] hidden states. parents: [B, K, m].
+        """States [B, K, m, r] whose product with `markov_w2` is to be added to the logits. normed: [B, K, H] hidden
+        states. parents: [B, K, m].
 
         A recurrent head's state at a slot is that of a path. It is followed along the first parent of each slot: exact
         for m = 1, and for the likeliest path where parents come likeliest first.
         """
         before = self.markov_w1(parents)  # [B, K, m, r]
         if self.kind == "rnn":
-            return self.markov_w2(self._recurrent(normed, before))
+            return self._recurrent(normed, before)
         if self.kind == "gated":
             both = torch.cat([_for_each(normed, before), before], dim=-1)
             before = torch.sigmoid(self.gate_proj(both)) * before
-        return self.markov_w2(before)
+        return before
 
     def _recurrent(self, normed: Tensor, before: Tensor) -> Tensor:
         state, outputs = torch.zeros_like(before[:, 0]), []  # [B, m, r]

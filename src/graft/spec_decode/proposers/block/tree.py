@@ -2,79 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graft.spec_decode.candidates import Level
+from graft.spec_decode.native import native, plain
 from graft.spec_decode.proposers.block.head import BlockHead
 
-_LOGITS = 2**28  # conditional logits that exist at once
 
+class Table(NamedTuple):
+    """What one pass says, by row: for each of E entries the m likeliest tokens of a slot, likeliest first.
 
-@dataclass(frozen=True)
-class Table:
-    """What one pass says: for each of K slots, after each of P tokens before it, its m likeliest tokens."""
+    An entry is a slot after one token before it, or after any. Entry 0 is the first slot's, behind the root.
+    """
 
-    tokens: Tensor  # [B, K, P, m]
-    log_probs: Tensor  # [B, K, P, m]
-    entries: Tensor  # [B, K, P, m] which of the next slot's P a token is; -1: none, it has no children
+    tokens: Tensor  # [B, E, m] int32
+    probabilities: Tensor  # [B, E, m] float32
+    entries: Tensor  # [B, E, m] int32: that of the next slot after this token; -1: none, it has no children
+
+    def to_host(self) -> Table:
+        return Table(*(part.cpu() for part in self))
 
 
 def marginal_table(head: BlockHead, hidden: Tensor, width: int) -> Table:
-    """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them."""
-    log_probs = head.marginals(hidden).float().log_softmax(dim=-1)  # [B, K, vocab]
-    found = log_probs.topk(min(width, log_probs.shape[-1]))
-    tokens = head.to_target(found.indices)[:, :, None]
-    return Table(tokens, found.values[:, :, None], torch.zeros_like(tokens))
+    """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
+    logits = head.marginals(hidden).float()  # [B, K, vocab]
+    found = logits.topk(min(width, logits.shape[-1]))
+    probabilities = (found.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
+    entries = entries.where(entries < hidden.shape[1], -1)[:, None].expand_as(found.indices)
+    return Table(head.to_target(found.indices).int(), probabilities, entries)
 
 
-def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int) -> Table:
-    """The `width` likeliest tokens of slots with hidden states [B, K, H], after each of as many likely tokens before
-    them; the first slot's stand behind the roots [B]."""
-    logits = head.marginals(hidden)  # [B, K, vocab]
-    most = logits.shape[-1]
-    width = min(width, most)
-    candidates = head.to_target(logits.topk(width).indices)  # [B, K, P], a slot's own
-    parents = torch.cat([roots[:, None, None].expand(-1, 1, width), candidates[:, :-1]], dim=1)
-    rows = max(1, _LOGITS // (hidden.shape[1] * width * most))
-    found_tokens, found_values = [], []
-    for some, before in zip(hidden.split(rows), parents.split(rows), strict=True):
-        best = head.conditionals(some, before).float().log_softmax(dim=-1).topk(width)
-        found_tokens.append(head.to_target(best.indices))
-        found_values.append(best.values)
-    children = torch.cat(found_tokens)
-    same = children[:, :-1, :, :, None] == candidates[:, :-1, None, None]  # [B, K - 1, P, m, P]
-    entries = torch.where(same.any(dim=-1), same.int().argmax(dim=-1), -1)
-    return Table(children, torch.cat(found_values), torch.cat([entries, torch.full_like(children[:, -1:], -1)], dim=1))
+def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int) -> Table:
+    """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
+    likeliest tokens of the slot before.
 
-
-def levels_of(table: Table, most: int) -> list[Level]:
-    """By slot, the `most` likeliest nodes of that depth, likeliest first, each a child of a node of the level before.
-
-    A node is never likelier than its parent, so the `most` likeliest nodes of all levels are a tree, the best-first
-    one.
+    Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before; what the others
+    have is taken to be as much with the token before as without it.
     """
-    batch, num_slots, _, width = table.tokens.shape
-    scores = table.log_probs.new_zeros(batch, 1)  # log of the path's probability
-    entries = torch.zeros_like(table.entries[:, 0, 0, :1])
-    levels: list[Level] = []
-    first = 0  # number of the first parent in the tree
-    for slot in range(num_slots):
-        index = entries.clamp(min=0)[..., None].expand(-1, -1, width)
-        tokens, log_probs, following = (
-            part[:, slot].gather(1, index) for part in (table.tokens, table.log_probs, table.entries)
-        )
-        paths = (scores[..., None] + log_probs).masked_fill(entries[..., None] < 0, -torch.inf).flatten(1)
-        scores, best = paths.topk(min(most, paths.shape[1]))
-        level = Level(
-            tokens=tokens.flatten(1).gather(1, best),
-            parents=first + best // width,
-            probabilities=log_probs.flatten(1).gather(1, best).exp().masked_fill(scores == -torch.inf, 0.0),
-            path_probabilities=scores.exp(),
-        )
-        levels.append(level)
-        first += entries.shape[1]
-        entries = following.flatten(1).gather(1, best)
+    logits = head.marginals(hidden).float()  # [B, K, vocab]
+    best = logits.topk(min(shortlist, logits.shape[-1]))
+    candidates = head.to_target(best.indices)  # [B, K, S]
+    width, num_slots = min(width, candidates.shape[-1]), hidden.shape[1]
+    whole = logits.logsumexp(dim=-1)
+    listed = (best.values - whole[..., None]).exp().sum(dim=-1)
+    others = whole + torch.log1p(-listed.clamp(max=1.0))  # -inf where there are none
+
+    behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
+    parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
+    logits = head.conditionals(hidden, parents, best.indices).float()  # [B, K, P, S]
+    whole = torch.logaddexp(logits.logsumexp(dim=-1), others[..., None])
+    found = logits.topk(width)
+    tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
+    # Of the next slot the first `width` candidates have entries.
+    following = torch.arange(1, num_slots + 1, device=hidden.device)[:, None, None]
+    entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
+    table = Table(tokens.int(), (found.values - whole[..., None]).exp(), entries.int())
+    return Table(*(part.flatten(1, 2) for part in table))
+
+
+def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
+    """The levels of the trees of the `num_nodes` likeliest nodes, as many as there are: at most `num_levels`."""
+    tokens, probabilities, entries = (
+        plain(part, dtype) for part, dtype in zip(table, (torch.int32, torch.float32, torch.int32), strict=True)
+    )
+    num_rows, num_entries, num_children = tokens.shape
+    widths = torch.empty(num_levels, dtype=torch.int64)
+    room = num_rows * num_nodes * min(num_rows, num_levels)  # rows may have all their nodes at different depths
+    whole, real = torch.empty(2, room, dtype=torch.int64), torch.empty(2, room)
+    native().graft_best_first(
+        num_rows,
+        num_entries,
+        num_children,
+        *(part.data_ptr() for part in (tokens, probabilities, entries)),
+        num_levels,
+        num_nodes,
+        room,
+        *(part.data_ptr() for part in (widths, *whole, *real)),
+    )
+    levels, start = [], 0
+    for width in widths.tolist():
+        if width == 0:
+            break
+        end = start + num_rows * width
+        levels.append(Level(*(part[start:end].view(num_rows, width) for part in (*whole, *real))))
+        start = end
     return levels
