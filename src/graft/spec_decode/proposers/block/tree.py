@@ -40,27 +40,24 @@ def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int
     """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
     likeliest tokens of the slot before.
 
-    Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before; what the others
-    have is taken to be as much with the token before as without it.
+    Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before. Together these
+    are taken to be as likely with the token before as without it, so that no other logits need be computed.
     """
     logits = head.marginals(hidden).float()  # [B, K, vocab]
     best = logits.topk(min(shortlist, logits.shape[-1]))
     candidates = head.to_target(best.indices)  # [B, K, S]
     width, num_slots = min(width, candidates.shape[-1]), hidden.shape[1]
-    whole = logits.logsumexp(dim=-1)
-    listed = (best.values - whole[..., None]).exp().sum(dim=-1)
-    others = whole + torch.log1p(-listed.clamp(max=1.0))  # -inf where there are none
+    listed = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().sum(dim=-1)  # [B, K]
 
     behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
     parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, best.indices).float()  # [B, K, P, S]
-    whole = torch.logaddexp(logits.logsumexp(dim=-1), others[..., None])
-    found = logits.topk(width)
+    found = (logits.softmax(dim=-1) * listed[..., None, None]).topk(width)
     tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
     # Of the next slot the first `width` candidates have entries.
     following = torch.arange(1, num_slots + 1, device=hidden.device)[:, None, None]
     entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
-    table = Table(tokens.int(), (found.values - whole[..., None]).exp(), entries.int())
+    table = Table(tokens.int(), found.values, entries.int())
     return Table(*(part.flatten(1, 2) for part in table))
 
 
