@@ -37,10 +37,10 @@ from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Upd
 from graft.hub.home import model_folder
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget, Graphs
-from graft.model.kernels import eagle3 as eagle3_kernels
+from graft.model.kernels import walk as walk_kernels
 from graft.model.runner import TargetRunner
 from graft.spec_decode.native import native
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
 
 STEP, STEP_OF_TOKEN, DRAFT, OTHER = 5.3e-3, 8e-6, 0.12e-3, 0.03e-3  # seconds on the device
@@ -171,9 +171,9 @@ def play(device: Device, player: Player) -> None:
         if device.is_profiled:
             device.profile.enable()
 
-    sent = CapturedDrafter._sent
+    sent = CapturedEagle3Drafter._sent
 
-    def played_level(self: CapturedDrafter, state: Any, number: int) -> Any:
+    def played_level(self: CapturedEagle3Drafter, state: Any, number: int) -> Any:
         level = sent(self, state, number)
         unseen(player.level, number, level)
         return level
@@ -189,8 +189,8 @@ def play(device: Device, player: Player) -> None:
     Event.record, Event.wait = record, wait  # type: ignore[method-assign]
     TargetRunner.wait_for = wait_for  # type: ignore[method-assign]
     TargetRunner.synchronize = lambda self: device.wait_until(device.busy_until)  # type: ignore[method-assign]
-    CapturedDrafter._sent = played_level  # type: ignore[method-assign]
-    eagle3_kernels.follow = lambda *args: device.replay(OTHER)
+    CapturedEagle3Drafter._sent = played_level  # type: ignore[method-assign]
+    walk_kernels.follow = lambda *args: device.replay(OTHER)
     torch.Tensor.copy_ = copy_  # type: ignore[method-assign]
 
 
@@ -204,7 +204,7 @@ def make_engine(tokenizer: Any, draft: bool) -> Engine:
     head.set_vocabulary(torch.arange(4096))
     head.target_embedding = model.get_input_embeddings().weight.detach()
     graft.engine.target_for = CapturedTarget  # type: ignore[attr-defined]
-    return Engine(model, tokenizer, drafter=CapturedDrafter(head) if draft else None)
+    return Engine(model, tokenizer, drafter=CapturedEagle3Drafter(head) if draft else None)
 
 
 def decide(budget: Any, num_rows: int, plain: bool) -> None:

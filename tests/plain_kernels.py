@@ -13,6 +13,7 @@ from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels import walk as walk_kernels
 from graft.model.sampler import gumbel_noise
 
 
@@ -24,7 +25,8 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_kernels.Products, "multiply", multiply)
     for function in (highest, draw):
         monkeypatch.setattr(topk_kernels, function.__name__, function)
-    for function in (enter, follow, keep_last, spread):
+    monkeypatch.setattr(walk_kernels, "follow", follow)
+    for function in (enter, keep_last, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
 
@@ -187,6 +189,7 @@ def follow(
     entries: Tensor,
     counts: Tensor,
     lengths: Tensor,
+    roots: Tensor,
     following: Tensor,
     nodes: Tensor,
     most: int,
@@ -201,6 +204,8 @@ def follow(
             if not fits.any():
                 break
             path.append(1 + int(fits.int().argmax()))
+        if path:
+            roots[row] = chosen[start + path[-1]]
         path = [start + place for place in path[:room]]
         following[row, : len(path)] = chosen[path]
         nodes[row, : len(path)] = torch.tensor(path)

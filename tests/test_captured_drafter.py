@@ -25,9 +25,10 @@ from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.policies.graft import Graft
+from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3 import cuda_graphs
-from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedDrafter, CapturedState, num_beams
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
 from proposers import random_tree
@@ -70,7 +71,7 @@ class SmallTarget(CapturedTarget):
     contexts = (16, 32)
 
 
-class SmallDrafter(CapturedDrafter):
+class SmallDrafter(CapturedEagle3Drafter):
     contexts = (16, 32)
 
 
@@ -238,8 +239,8 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
 
 def test_the_real_kernels_draft_the_same(model, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
-    monkeypatch.setattr(cuda_graphs, "_CHUNKS", (2,))
-    monkeypatch.setattr(cuda_graphs, "_ENTRIES", (8,))
+    monkeypatch.setattr(captured, "_CHUNKS", (2,))
+    monkeypatch.setattr(captured, "_ENTRIES", (8,))
     settings, found = TreeSettings(depth=2, topk=2), []
     for text in both(model, settings=settings):
         cache, state = text.open(PROMPT[:3], [5, 6])
@@ -306,7 +307,7 @@ def test_a_row_is_copied_with_the_features_that_wait_for_a_draft(plain, model):
 @pytest.mark.parametrize(("depth", "width"), [(8, 8), (2, 3), (8, 60)])
 def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, depth, width, monkeypatch):
     """Rows accept different numbers of tokens; the widest trees bring more than the device takes in by itself."""
-    monkeypatch.setattr(cuda_graphs, "_MAX_DRAFTED_AHEAD", 6)
+    monkeypatch.setattr(CapturedDrafter, "max_ahead", 6)
     found, was_ahead = [], []
     judge = CapturedDrafter._was_drafted_ahead
     monkeypatch.setattr(
@@ -486,7 +487,7 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
         return ahead[-1][1]
 
     monkeypatch.setattr(CapturedDrafter, "_was_drafted_ahead", note)
-    monkeypatch.setattr(cuda_graphs, "_MAX_DRAFTED_AHEAD", most)
+    monkeypatch.setattr(CapturedDrafter, "max_ahead", most)
     runs = []
     for foresees in (True, False):
         drafter = drafter_of(SmallDrafter, model)
@@ -519,7 +520,7 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
 @pytest.mark.parametrize("policy_name", ["graft", "dense"])
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
     monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
-    drafter = drafter_of(CapturedDrafter, model)
+    drafter = drafter_of(CapturedEagle3Drafter, model)
     engine = Engine(model, policy=policy_name, drafter=drafter)
     # Whether drafting pays on this machine, and now, is another matter.
     monkeypatch.setattr(Budget, "may_look", lambda *given: True)

@@ -18,6 +18,7 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
+from graft.model.kernels import walk as walk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
 from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
 from graft.model.kv_cache import Row
@@ -759,8 +760,8 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
         chosen += [rng.randrange(2) for _ in range(size)]
     step = (ints(tokens), ints(parents), torch.tensor(chosen), ints(starts), ints(sizes), ints([5, 0, 7, 9, 2, 4]))
     results = []
-    for function, device in ((eagle3_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
-        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (6, 6, (6, room), (6, room))]
+    for function, device in ((walk_kernels.follow, DEVICE), (plain_kernels.follow, "cpu")):
+        written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in (6, 6, 6, (6, room), (6, room))]
         function(*(part.to(device) for part in step), *written, 12)
         results.append([part.tolist() for part in written])
     counts = results[0][0]
@@ -770,10 +771,10 @@ def test_a_device_goes_down_trees_as_the_walk_does(room):
 
 def test_a_tree_of_128_tokens_is_gone_down_to_its_end():
     tokens, parents, chosen = ints(list(range(128))), ints(chain(128)), torch.arange(1, 129, device=DEVICE)
-    counts, lengths, following, nodes = ints([0]), ints([0]), ints([[0] * 128]), ints([[0] * 128])
-    written = (counts, lengths, following, nodes)
-    eagle3_kernels.follow(tokens, parents, chosen, ints([0]), ints([128]), ints([3]), *written, 128)
-    assert counts.tolist() == [128] and lengths.tolist() == [131]
+    counts, lengths, roots, following, nodes = ints([0]), ints([0]), ints([0]), ints([[0] * 128]), ints([[0] * 128])
+    written = (counts, lengths, roots, following, nodes)
+    walk_kernels.follow(tokens, parents, chosen, ints([0]), ints([128]), ints([3]), *written, 128)
+    assert counts.tolist() == [128] and lengths.tolist() == [131] and roots.tolist() == [128]
     assert following[0].tolist() == list(range(1, 129)) and nodes[0].tolist() == list(range(128))
 
 

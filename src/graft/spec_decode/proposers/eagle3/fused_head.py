@@ -14,7 +14,7 @@ from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
-from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary, attend_in_store, together
+from graft.model.llama import Rotary, attend_in_store, together
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 
@@ -22,7 +22,7 @@ class FastHead:
     """The head's decoder layer and its top-k output, in few kernels."""
 
     def __init__(self, head: Eagle3Head) -> None:
-        """head: one for which `why_not` is None."""
+        """head: one for which `captured.why_not` is None."""
         layer: Any = head.midlayer
         attention = layer.self_attn
         self.head, self.config = head, head.config
@@ -70,15 +70,3 @@ class FastHead:
         if not self.config.norm_output:
             _, hidden = layer_kernels.add_norm(hidden, None, self._norm, self.config.rms_norm_eps)
         return topk_kernels.highest(self._multiply(hidden, self._lm_head), k)
-
-
-def why_not(head: Eagle3Head) -> str | None:
-    """The reason why the head cannot be captured; None if it can."""
-    config, weight = head.config, head.fc.weight
-    if weight.dtype not in DTYPES:
-        return f"its weights are {weight.dtype}"
-    if config.rope["rope_type"] not in STEADY_ROPES:
-        return f"its rotary positions are of type {config.rope['rope_type']}"
-    if config.head_dim > MAX_HEAD_DIM or config.hidden_size > MAX_HIDDEN:
-        return "its heads or hidden states are of an unusual size"
-    return None

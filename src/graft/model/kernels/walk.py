@@ -1,0 +1,82 @@
+"""The walk down verified trees as a Triton kernel, for drafters that go on by themselves. Importing it needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def follow(
+    tokens: Tensor,  # [T] int32 of a step
+    parents: Tensor,  # [T] int32 places in the row; -1 for padding
+    chosen: Tensor,  # [T] int64 the token that is chosen after each
+    starts: Tensor,  # [R or more] int32 each row's first token in the step
+    sizes: Tensor,  # [R or more] int32 each row's tokens in the step
+    entries: Tensor,  # [R] int32 entries before the root's
+    counts: Tensor,  # [R] int32, written: the tokens that a round brings, and their entries; 0 for a row of no tokens
+    lengths: Tensor,  # [R] int32, written: entries with these
+    roots: Tensor,  # [R] int32, written: the last token of the round; stays as it is for a row of none
+    following: Tensor,  # [R, W] int32, written: the tokens
+    nodes: Tensor,  # [R, W] int32, written: the token of the step after which each was chosen
+    most: int,
+) -> None:
+    """Walks down each tree while it holds the chosen token, as `acceptance.walk` does; at most W tokens.
+
+    most: an upper bound of the first R rows' tokens.
+    """
+    num_rows, room = following.shape
+    _follow_kernel[(num_rows,)](
+        tokens,
+        parents,
+        chosen,
+        starts,
+        sizes,
+        entries,
+        counts,
+        lengths,
+        roots,
+        following,
+        nodes,
+        room,
+        BLOCK=triton.next_power_of_2(most),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["room"])  # which changes from round to round
+def _follow_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    chosen: tl.tensor,
+    starts: tl.tensor,
+    sizes: tl.tensor,
+    entries: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    roots: tl.tensor,
+    following: tl.tensor,
+    nodes: tl.tensor,
+    room: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    start, size = tl.load(starts + row), tl.load(sizes + row)
+    place = tl.arange(0, BLOCK)
+    is_below = (place > 0) & (place < size)
+    token = tl.load(tokens + start + place, mask=is_below, other=-1)
+    parent = tl.load(parents + start + place, mask=is_below, other=-1)
+    at = tl.where(size > 0, 0, BLOCK)
+    count = 0
+    new = tl.load(roots + row)
+    while at < BLOCK:
+        new = tl.load(chosen + start + at).to(tl.int32)
+        tl.store(following + row * room + count, new, mask=count < room)
+        tl.store(nodes + row * room + count, start + at, mask=count < room)
+        count += 1
+        at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal ones the first
+    count = tl.minimum(count, room)
+    tl.store(counts + row, count)
+    tl.store(roots + row, new)
+    tl.store(lengths + row, tl.load(entries + row) + count)
