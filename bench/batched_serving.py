@@ -34,8 +34,9 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head, tree_settings
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.profile import equip
+from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.proposers.factory import drafter_for
 
 PLAIN, GRAFT = "plain", "graft"
 
@@ -147,7 +148,7 @@ def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int])
     methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
     for budget in (budget for budget in budgets if budget > 0):  # none is plain decoding
         old = engine.drafter
-        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter) else None
+        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else None
         fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
         equip(fixed, "auto")
         methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
@@ -165,8 +166,7 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
         shape = Shape.named(arguments.as_cost_of)
         model = widen(model, shape)
         if drafter is not None:
-            head = widen_head(drafter.head, shape, model.model.embed_tokens.weight)
-            drafter = drafter_for(head, drafter.settings)
+            drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")
     return engine

@@ -140,7 +140,7 @@ def run_graft(options: argparse.Namespace) -> Json:
     from graft.loading import load
     from graft.spec_decode.proposers.drafter import TreeSettings
     from graft.spec_decode.proposers.eagle3.checkpoint import load_head
-    from graft.spec_decode.proposers.eagle3.factory import drafter_for
+    from graft.spec_decode.proposers.factory import drafter_for
 
     torch.set_num_threads(options.threads)
     plain = load(options.model, policy="off", dtype="fp32", device="cpu")

@@ -16,7 +16,7 @@ from graft.bench.cost_emulation import Shape, widen, widen_head
 from graft.bench.tasks import questions, read_tasks
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
-from graft.spec_decode.proposers.eagle3.checkpoint import save_head
+from graft.spec_decode.proposers import block, eagle3
 
 
 def main() -> None:
@@ -41,7 +41,11 @@ def main() -> None:
     small = plain.target.model
     drafter = load_drafter(options.draft, small, tree_settings("graft", small.device))
     model = widen(small, shape)
-    save_head(widen_head(drafter.head, shape, model.model.embed_tokens.weight), options.out / "head")
+    head = widen_head(drafter.head, shape, model)
+    if isinstance(head, block.BlockHead):
+        block.save_head(head, options.out / "head")
+    else:
+        eagle3.save_head(head, options.out / "head")
     model.save_pretrained(options.out / "model")
     plain.tokenizer.save_pretrained(options.out / "model")
     print(f"{len(ids)} prompts of {sum(map(len, ids)) / len(ids):.0f} tokens on average")

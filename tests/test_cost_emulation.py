@@ -16,8 +16,11 @@ from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import SHAPES, Shape, widen, widen_head
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
+from graft.spec_decode.proposers.block import BlockHead
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from test_block_drafter import make_head as make_block_head
 from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
@@ -110,7 +113,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     if not head.config.own_embedding:
         head.borrow_embedding(model.model.embed_tokens.weight)
     widened = widen(model, WIDE)
-    wide_head = widen_head(head, WIDE, widened.model.embed_tokens.weight)
+    wide_head = widen_head(head, WIDE, widened)
     assert Shape.of_config(wide_head.config) == replace(WIDE, layers=1)
 
     engines = [
@@ -131,12 +134,50 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     assert (wide.stats.rounds, wide.stats.accepted_by_depth) == (own.stats.rounds, own.stats.accepted_by_depth)
 
 
+BLOCK_HEADS = {
+    "conditional": {"shifted": True, "conditional": True, "own_mask": True},
+    "sized conditional": {"shifted": False, "conditional": True, "conditional_size": 20, "own_embedding": True},
+    "gated": {"shifted": False, "markov": "gated", "markov_rank": 5, "causal": (True, False), "windows": (6, None)},
+    "recurrent": {"shifted": True, "markov": "rnn", "markov_rank": 5, "head_norms": False, "own_lm_head": True},
+    "confident": {"shifted": True, "markov": "vanilla", "markov_rank": 5, "confidence": True},
+}
+
+
+@pytest.mark.parametrize("kind", BLOCK_HEADS)
+def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind):
+    head = make_block_head(model, **BLOCK_HEADS[kind])
+    widened = widen(model, WIDE)
+    wide_head = widen_head(head, WIDE, widened)
+    assert isinstance(wide_head, BlockHead)
+    assert Shape.of_config(wide_head.config) == replace(WIDE, layers=2)
+    conditional_size = {"conditional": WIDE.intermediate, "sized conditional": 42}.get(kind)  # 20 * 100 / 48
+    assert wide_head.config.conditional_size == conditional_size
+    assert not any(parameter.is_meta for parameter in wide_head.parameters())
+
+    drafts, answers = [], []
+    for its_model, its_head in ((model, head), (widened, wide_head)):
+        engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(8, 12)))
+        batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=16)))
+        engine._prefill(batch)
+        drafts.append(next(iter(engine.drafter.passes(batch.draft, batch.roots()))))
+        answers.append(engine.generate(PROMPT, max_new_tokens=16))
+    for own, wide in zip(*drafts, strict=True):
+        assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
+        torch.testing.assert_close(own.probabilities, wide.probabilities, atol=1e-5, rtol=1e-3)
+    assert answers[1].ids == answers[0].ids
+    assert answers[1].stats.accepted_by_depth == answers[0].stats.accepted_by_depth
+    if head.config.confidence:
+        hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
+        padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))
+        torch.testing.assert_close(wide_head.confidence(padded, parents), head.confidence(hidden, parents))
+
+
 def test_default_model_and_its_head_keep_text_and_accepted_lengths():
     plain = load(DEFAULT_MODEL, policy="off", dtype="fp32", device="cpu")
     shape = Shape(layers=32, hidden=640, intermediate=1600, heads=16, kv_heads=4, head_dim=128)
     widened = widen(plain.target.model, shape)
     drafter = load_drafter(DEFAULT_MODEL, plain.target.model, SMALL_TREE)
-    wide = Eagle3Drafter(widen_head(drafter.head, shape, widened.model.embed_tokens.weight), drafter.settings)
+    wide = Eagle3Drafter(widen_head(drafter.head, shape, widened), drafter.settings)
     question = [{"role": "user", "content": "Count from one to ten."}]
     answers = [
         Engine(model, plain.tokenizer, policy="dense", drafter=head).generate(question, max_new_tokens=16)

@@ -22,7 +22,7 @@ from graft.spec_decode.proposers.checkpoints import folder_of
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.proposers.head_kinds import kind_of
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
@@ -104,7 +104,7 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         speed_up(block_head)
         settings = BlockTreeSettings(width=tree.topk, nodes=tree.total_token) if tree is not None else None
-        return BlockDrafter(block_head, settings)
+        return drafter_for(block_head, settings)
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)

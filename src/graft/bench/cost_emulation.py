@@ -21,8 +21,10 @@ from graft.device_info import free_memory
 from graft.errors import GraftError
 from graft.model.cpu_linear import speed_up
 from graft.settings import Settings, require, require_known
-from graft.spec_decode.proposers.draft_head import check_size
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.spec_decode.proposers.block.config import BlockConfig
+from graft.spec_decode.proposers.block.head import BlockHead
+from graft.spec_decode.proposers.draft_head import HeadConfig, check_size
+from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 _NOISE = 0.02  # standard deviation of random weights: their products stay far from overflow in every dtype
 _SEED = 0
@@ -64,10 +66,10 @@ class Shape(Settings):
         return Shape.of(numbers)
 
     @classmethod
-    def of_config(cls, config: LlamaConfig | Eagle3Config) -> Self:
+    def of_config(cls, config: LlamaConfig | HeadConfig) -> Self:
         """The shape of a model or of a head."""
         return cls(
-            layers=getattr(config, "num_hidden_layers", 1),
+            layers=config.num_layers if isinstance(config, BlockConfig) else getattr(config, "num_hidden_layers", 1),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
@@ -135,36 +137,82 @@ def widen(model: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def widen_head(head: Eagle3Head, shape: Shape, embedding: Tensor) -> Eagle3Head:
-    """A head for the widened model that drafts what `head` drafts. embedding: the widened model's."""
+def widen_head(head: Eagle3Head | BlockHead, shape: Shape, model: LlamaForCausalLM) -> Eagle3Head | BlockHead:
+    """A head for the widened model that drafts what `head` drafts, with as many layers."""
     config = head.config
     small = Shape.of_config(config)
     _check_fits("head", small, shape, config.rope)
     require(config.target_hidden_size == small.hidden, "a head that is not as wide as its target cannot be widened")
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
-    eps = config.rms_norm_eps * small.hidden / shape.hidden
-    with torch.device("meta"):
-        wide = Eagle3Head(replace(config, **sizes, rms_norm_eps=eps))
-
+    sizes["rms_norm_eps"] = config.rms_norm_eps * small.hidden / shape.hidden
     widener = _Widener(small, shape, like=head.fc.weight)
-    channels, features = widener.channels, widener.side_by_side(len(config.target_layers))
-    if config.norm_before_fc:
-        widener.norm(wide.input_norm, head.input_norm, features)
-    if config.fc_norm:
-        for wide_norm, own_norm in zip(wide.fc_norm, head.fc_norm, strict=True):
-            widener.norm(wide_norm, own_norm, channels)
-    widener.fill(wide.fc, head.fc, channels, features, noise=False)
-    widener.layer(wide.midlayer, head.midlayer, widener.side_by_side(2))
+    wide = _wide_block(head, sizes, widener) if isinstance(head, BlockHead) else _wide_eagle3(head, sizes, widener)
+
+    channels = widener.channels
+    widener.fill(wide.fc, head.fc, channels, widener.side_by_side(len(config.target_layers)), noise=False)
     widener.norm(wide.norm, head.norm, channels)
-    widener.fill(wide.lm_head, head.lm_head, torch.arange(config.draft_vocab_size), channels)
+    if hasattr(head, "lm_head"):
+        widener.fill(wide.lm_head, head.lm_head, torch.arange(config.draft_vocab_size), channels)
+    elif isinstance(wide, BlockHead):
+        wide.borrow_lm_head(model.lm_head.weight)
     wide.d2t, wide.t2d = head.d2t, head.t2d
     if config.own_embedding:
         widener.fill(wide.embed_tokens, head.embed_tokens, torch.arange(config.vocab_size), channels, noise=False)
     else:
-        wide.borrow_embedding(embedding)
+        wide.borrow_embedding(model.model.embed_tokens.weight)
     wide.to(head.fc.weight.device)
     speed_up(wide)
     return wide.eval()
+
+
+def _wide_eagle3(head: Eagle3Head, sizes: dict[str, Any], widener: _Widener) -> Eagle3Head:
+    """A wide head with what only EAGLE-3 heads have."""
+    config = head.config
+    with torch.device("meta"):
+        wide = Eagle3Head(replace(config, **sizes))
+    if config.norm_before_fc:
+        widener.norm(wide.input_norm, head.input_norm, widener.side_by_side(len(config.target_layers)))
+    if config.fc_norm:
+        for wide_norm, own_norm in zip(wide.fc_norm, head.fc_norm, strict=True):
+            widener.norm(wide_norm, own_norm, widener.channels)
+    widener.layer(wide.midlayer, head.midlayer, widener.side_by_side(2))
+    return wide
+
+
+def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> BlockHead:
+    """A wide head with what only block heads have."""
+    config, channels = head.config, widener.channels
+    inner = config.conditional_size or config.intermediate_size
+    wide_inner = math.ceil(inner * sizes["intermediate_size"] / config.intermediate_size)
+    with torch.device("meta"):
+        wide = BlockHead(replace(config, **sizes, conditional_size=wide_inner if config.conditional else None))
+    widener.norm(wide.hidden_norm, head.hidden_norm, channels)
+    for wide_layer, own_layer in zip(wide.layers, head.layers, strict=True):
+        widener.layer(wide_layer, own_layer, channels)
+    if config.own_mask:
+        mask = head.fc.weight.new_zeros(sizes["hidden_size"])
+        mask[channels] = head.mask_embedding.to(mask)
+        wide.mask_embedding = nn.Parameter(mask, requires_grad=False)
+    if config.conditional:
+        own, its = head.ar_approximation, wide.ar_approximation
+        neurons = torch.arange(inner)
+        widener.fill(its.ug, own.ug, torch.cat([neurons, wide_inner + neurons]), widener.side_by_side(2))
+        widener.fill(its.d, own.d, channels, neurons, noise=False)
+        widener.norm(its.norm, own.norm, channels)
+    rank = torch.arange(config.markov_rank)
+    if config.markov is not None:  # the tables are of ranks and tokens, and stay as they are
+        wide.markov_head.markov_w1, wide.markov_head.markov_w2 = head.markov_head.markov_w1, head.markov_head.markov_w2
+    if config.markov == "gated":
+        columns = torch.cat([channels, sizes["hidden_size"] + rank])
+        widener.fill(wide.markov_head.gate_proj, head.markov_head.gate_proj, rank, columns)
+    if config.markov == "rnn":
+        before = torch.arange(2 * config.markov_rank)
+        columns = torch.cat([before, len(before) + channels])
+        widener.fill(wide.markov_head.joint_proj, head.markov_head.joint_proj, torch.arange(3 * len(rank)), columns)
+    if config.confidence:
+        columns = torch.cat([channels, sizes["hidden_size"] + rank]) if config.confidence_with_markov else channels
+        widener.fill(wide.confidence_head.proj, head.confidence_head.proj, torch.arange(1), columns)
+    return wide
 
 
 class _Widener:
@@ -180,9 +228,11 @@ class _Widener:
         heads = (wide.group * kv_heads[:, None] + torch.arange(small.group)).flatten()
         # Rotary positions turn dimension i with i + head_dim / 2, the slower the larger i / head_dim is.
         half = torch.arange(small.head_dim // 2) * (wide.head_dim // small.head_dim)
-        within = torch.cat([half, half + wide.head_dim // 2])
-        self._queries, self._keys = ((wide.head_dim * h[:, None] + within).flatten() for h in (heads, kv_heads))
-        self._whole_queries = (wide.head_dim * heads[:, None] + torch.arange(wide.head_dim)).flatten()
+        self._within = torch.cat([half, half + wide.head_dim // 2])
+        self._queries, self._keys = ((wide.head_dim * h[:, None] + self._within).flatten() for h in (heads, kv_heads))
+        self._whole_queries, self._whole_keys = (
+            (wide.head_dim * h[:, None] + torch.arange(wide.head_dim)).flatten() for h in (heads, kv_heads)
+        )
 
     def side_by_side(self, count: int) -> Tensor:
         """Indices of the small channels in `count` concatenated wide vectors."""
@@ -191,14 +241,17 @@ class _Widener:
     def layer(self, wide: nn.Module, small: nn.Module | None, inputs: Tensor) -> None:
         """Fills a decoder layer so that it does what `small` does, or nothing. inputs: columns its attention reads."""
 
-        def project(name: str, rows: Tensor, columns: Tensor, **options: Any) -> None:
+        def project(name: str, rows: Tensor, columns: Tensor, scale: float = 1.0, **options: Any) -> None:
             own = small.get_submodule(name) if small is not None else None
-            self.fill(wide.get_submodule(name), own, rows, columns, **options)
+            self.fill(wide.get_submodule(name), own, rows, columns, scale=scale, **options)
 
-        # Scores are divided by sqrt(head_dim). Random dimensions of a key meet zeros in every query of the small model.
-        scale = math.sqrt(self._wide.head_dim / self._small.head_dim)
-        project("self_attn.q_proj", self._queries, inputs, scale=scale, silent=self._whole_queries)
-        project("self_attn.k_proj", self._keys, inputs)
+        # Scores are divided by sqrt(head_dim). Random dimensions of a key meet zeros in every query of the small model;
+        # but not where keys are normed, and then it is the norms that scale.
+        scale, normed = math.sqrt(self._wide.head_dim / self._small.head_dim), _head_norms(wide)
+        project("self_attn.q_proj", self._queries, inputs, 1.0 if normed else scale, silent=self._whole_queries)
+        project("self_attn.k_proj", self._keys, inputs, silent=self._whole_keys if normed else None)
+        for wide_norm, own_norm, factor in zip(normed, _head_norms(small), (scale, 1.0), strict=False):
+            self.norm(wide_norm, own_norm, self._within, factor)
         project("self_attn.v_proj", self._keys, inputs)
         project("self_attn.o_proj", self.channels, self._queries, noise=False)
         project("mlp.gate_proj", self._neurons, self.channels)
@@ -208,12 +261,17 @@ class _Widener:
             if "norm" in name:
                 self.norm(norm, getattr(small, name, None), self.channels)
 
-    def norm(self, wide: nn.Module, small: nn.Module | None, places: Tensor) -> None:
+    def norm(self, wide: nn.Module, small: nn.Module | None, places: Tensor, scale: float = 1.0) -> None:
         """Fills an RMS norm: added zeros lower the mean square, which smaller weights and a smaller eps undo."""
         weight = torch.ones(wide.get_parameter("weight").shape)
+        share = self._small.hidden / self._wide.hidden
         if small is not None:
-            weight[places] = small.get_parameter("weight").float().cpu()
-        weight *= math.sqrt(self._small.hidden / self._wide.hidden)
+            own = small.get_parameter("weight").float().cpu()
+            weight[places] = own
+            share = len(own) / len(weight)
+            if isinstance(wide, nn.RMSNorm) and isinstance(small, nn.RMSNorm) and small.eps is not None:
+                wide.eps = small.eps * share  # that of a head, or a fixed one, is not scaled as the config's is
+        weight *= scale * math.sqrt(share)
         wide.weight = nn.Parameter(weight.to(self._like), requires_grad=False)
 
     def fill(
@@ -226,7 +284,8 @@ class _Widener:
         scale: float = 1.0,
         silent: Tensor | None = None,
     ) -> None:
-        """Fills the weight of `wide`: noise or zeros, zeros in `silent` rows, then `scale` times that of `small`."""
+        """Fills the weight of `wide`: noise or zeros, zeros in `silent` rows, then `scale` times that of `small`; and a
+        bias, if there is one."""
         weight = self._like.new_empty(wide.get_parameter("weight").shape)
         if noise:
             weight.normal_(0, _NOISE, generator=self._random)
@@ -239,6 +298,16 @@ class _Widener:
             values = scale * small.get_parameter("weight").float()
             weight[rows.to(device)[:, None], columns.to(device)] = values.to(weight.dtype)
         wide.weight = nn.Parameter(weight, requires_grad=False)
+        if small is not None and getattr(small, "bias", None) is not None:
+            bias = self._like.new_zeros(len(weight))
+            bias[rows.to(bias.device)] = small.get_parameter("bias").to(bias)
+            wide.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _head_norms(layer: nn.Module | None) -> list[nn.Module]:
+    """The norms of a layer's queries and keys; none if it has none."""
+    norms = [getattr(getattr(layer, "self_attn", None), name, None) for name in ("q_norm", "k_norm")]
+    return [norm for norm in norms if isinstance(norm, nn.RMSNorm)]
 
 
 def _check_fits(what: str, small: Shape, wide: Shape, rope: Mapping[str, Any]) -> None:

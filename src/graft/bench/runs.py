@@ -14,7 +14,7 @@ from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.proposers.factory import drafter_for
 
 OURS = tuple(POLICY_METHODS)
 

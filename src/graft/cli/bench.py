@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from graft.bench.cost_emulation import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
-    from graft.spec_decode.proposers.drafter import Drafter
+    from graft.spec_decode.proposers.block.drafter import BlockDrafter
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -132,7 +133,7 @@ def bench(
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
     head_name = _head_name(heads.get("draft", "auto"), model_name)
-    drafter: Drafter | None = load_drafter(head_name, engine.target.model) if head_name is not None else None
+    drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
     if shape is not None:
         engine, drafter = _widened(engine, drafter, shape)
 
@@ -183,20 +184,18 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def _widened(engine: Engine, drafter: Drafter | None, shape: Shape) -> tuple[Engine, Drafter | None]:
+def _widened(
+    engine: Engine, drafter: Eagle3Drafter | BlockDrafter | None, shape: Shape
+) -> tuple[Engine, Eagle3Drafter | BlockDrafter | None]:
     """The engine and drafter widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-    from graft.spec_decode.proposers.eagle3.factory import drafter_for
+    from graft.spec_decode.proposers.factory import drafter_for
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
     if drafter is not None:
-        if not isinstance(drafter, Eagle3Drafter):
-            raise GraftError("--as-cost-of widens EAGLE-3 heads only, and this is a block head: leave one of them out")
-        head = widen_head(drafter.head, shape, model.model.embed_tokens.weight)
-        drafter = drafter_for(head, drafter.settings)
+        drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 
 

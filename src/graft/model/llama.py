@@ -58,7 +58,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One decoder layer's weights. Products are [outputs, inputs], norms [size]."""
 
     qkv: Tensor
@@ -71,6 +71,57 @@ class _Layer:
     head_norms: tuple[Tensor, Tensor, float] | None
     scale: float
     window: int | None
+
+
+class LayerStack:
+    """Decoder layers of a model or of a head, one behind the other, over the tensors of a KV store."""
+
+    def __init__(self, layers: Sequence[Layer], heads: int, eps: float, multiply: Products) -> None:
+        self.layers, self._heads, self._eps, self._multiply = layers, heads, eps, multiply
+
+    def __call__(
+        self,
+        stream: Tensor,  # [T, H]
+        step: KernelStep,
+        keys: Tensor,  # [layers, slots, kv_heads, head_dim]
+        values: Tensor,
+        rotary: Rotary,
+        seen: Sequence[KernelStep] | None = None,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The layers' inputs, each [T, H]; the last stream, and what is to be added to it.
+
+        seen: by layer, what its tokens see, where that is not what the step says.
+        """
+        head_dim = keys.shape[3]
+        tiles = attention_kernels.tiles_for(head_dim, stream.dtype)
+        size = max(
+            attention_kernels.scratch_size(each.layout, self._heads, head_dim, tiles) for each in (step, *(seen or ()))
+        )
+        scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
+        multiply, inputs = self._multiply, []
+        delta: Tensor | None = None  # what is still to be added to the stream
+        for number, layer in enumerate(self.layers):
+            stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
+            inputs.append(stream)
+            qkv = multiply(normed, layer.qkv, layer.qkv_bias)
+            attended = attend_in_store(
+                qkv,
+                keys[number],
+                values[number],
+                step,
+                rotary,
+                self._heads,
+                seen=seen[number] if seen is not None else None,
+                norms=layer.head_norms,
+                scale=layer.scale,
+                window=layer.window,
+                scratch=scratch,
+            )
+            delta = multiply(attended, layer.o)
+            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
+            delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
+        assert delta is not None
+        return inputs, stream, delta
 
 
 class FastLayers:
@@ -89,11 +140,12 @@ class FastLayers:
         self._norm = parts.model.norm.weight.detach()
         self._head = parts.lm_head.weight.detach()
         self._rotary = parts.model.rotary_emb
-        self._layers: list[_Layer] = []
+        layers: list[Layer] = []
         for layer in parts.model.layers:
-            self._layers.append(_layer(layer))
+            layers.append(_layer(layer))
             _give_back(self._embedding.device)
         self._multiply = Products(self._embedding.device, always=exact)
+        self._stack = LayerStack(layers, self.heads, self._eps, self._multiply)
 
     @property
     def can_be_exact(self) -> bool:
@@ -107,7 +159,10 @@ class FastLayers:
 
     @property
     def _weights(self) -> list[Tensor]:
-        return [self._head, *(w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        return [
+            self._head,
+            *(w for layer in self._stack.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        ]
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self._rotary, self._embedding, num_positions)
@@ -126,35 +181,11 @@ class FastLayers:
 
         Keys and values are written behind the committed ones.
         """
-        tiles = attention_kernels.tiles_for(self.head_dim, self._embedding.dtype)
-        size = attention_kernels.scratch_size(step.layout, self.heads, self.head_dim, tiles)
-        scratch = torch.empty(size, dtype=torch.float32, device=tokens.device)  # shared by all layers
-        multiply = self._multiply
         stream = embedding(tokens, self._embedding)  # [T, H]
-        delta: Tensor | None = None  # what is still to be added to it
-        inputs: dict[int, Tensor] = {}
-        for number, layer in enumerate(self._layers):
-            stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
-            inputs[number] = stream
-            qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-            attended = attend_in_store(
-                qkv,
-                keys[number],
-                values[number],
-                step,
-                rotary,
-                self.heads,
-                norms=layer.head_norms,
-                scale=layer.scale,
-                window=layer.window,
-                scratch=scratch,
-            )
-            delta = multiply(attended, layer.o)
-            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-            delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
+        inputs, stream, delta = self._stack(stream, step, keys, values, rotary)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
-        inputs[self.num_layers] = normed  # as transformers counts, what comes behind the last layer is normed
-        return multiply(normed, self._head), [inputs[layer] for layer in hidden_layers]
+        inputs.append(normed)  # as transformers counts, what comes behind the last layer is normed
+        return self._multiply(normed, self._head), [inputs[layer] for layer in hidden_layers]
 
 
 def attend_in_store(
@@ -165,6 +196,7 @@ def attend_in_store(
     rotary: Rotary,
     heads: int,
     *,
+    seen: KernelStep | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -172,17 +204,19 @@ def attend_in_store(
 ) -> Tensor:
     """Rotates queries and keys, writes keys and values to the store, and attends: [T, heads * head_dim].
 
+    seen: what the tokens see, where that is not what the step says.
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
     layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
     kv_heads, head_dim = keys.shape[1:]
     tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
+    seen = seen or step
     return attention_kernels.tree_attention(
         qkv.view(len(qkv), -1, head_dim)[:, :heads],
         keys,
         values,
-        step.layout,
-        step.plan(heads // kv_heads, tiles),
+        seen.layout,
+        seen.plan(heads // kv_heads, tiles),
         scale=scale,
         window=window,
         tiles=tiles,
@@ -270,7 +304,7 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     head_norms = None
@@ -281,7 +315,7 @@ def _layer(layer: Any) -> _Layer:
     window = getattr(attention, "sliding_window", None)
     if "Mistral" in type(attention).__name__:
         window = attention.config.sliding_window
-    return _Layer(
+    return Layer(
         qkv=together([p.weight for p in projections]),
         qkv_bias=together([p.bias for p in projections]) if attention.q_proj.bias is not None else None,
         o=attention.o_proj.weight.detach(),

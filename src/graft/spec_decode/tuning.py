@@ -22,7 +22,7 @@ from graft.spec_decode.policies.gates import GATES, PUBLISHED, THRESHOLDS
 from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.factory import drafter_for
+from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.tree import DraftTree
 
 _ENOUGH = 10  # rounds worth stopping, and worth going on, below which a gate keeps its published threshold

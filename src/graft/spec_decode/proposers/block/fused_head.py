@@ -1,0 +1,102 @@
+"""Fused forward of a block head over the tensors of a KV store, for draft passes in CUDA graphs.
+
+As in `model/llama.py` the weights remain the head's own: those that one product takes together are concatenated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.model.attention import KernelStep, Layout
+from graft.model.kernels import block as block_kernels
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels.matmul import Products
+from graft.model.llama import Layer, LayerStack, Rotary, together
+from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers.block.head import BlockHead
+
+
+class FastBlock:
+    """The head's decoder layers, for entries and for blocks, in few kernels."""
+
+    def __init__(self, head: BlockHead) -> None:
+        """head: one for which `why_not` is None."""
+        config, layers = head.config, list[Any](head.layers)
+        self.head, self.config = head, config
+        embedding = head.embed_tokens.weight if config.own_embedding else head.target_embedding
+        assert embedding is not None
+        self._embedding = embedding.detach()
+        mask = head.mask_embedding if config.own_mask else self._embedding[config.mask_token_id]
+        self._mask = mask.detach().to(self._embedding.dtype)
+        self._fc, self._hidden_norm = head.fc.weight.detach(), head.hidden_norm.weight.detach()
+        # [layers, outputs, inputs] of queries, keys and values: entries have keys and values of all layers in one
+        # product.
+        attentions = [layer.self_attn for layer in layers]
+        projections = [p.weight for own in attentions for p in (own.q_proj, own.k_proj, own.v_proj)]
+        self._qkv = together(projections).unflatten(0, (len(layers), -1))
+        self._num_queries = config.num_attention_heads * config.head_dim
+        self._multiply = Products(self._embedding.device)
+        own_layers = [_layer(layer, self._qkv[n], config.windows[n]) for n, layer in enumerate(layers)]
+        self._stack = LayerStack(own_layers, config.num_attention_heads, config.rms_norm_eps, self._multiply)
+
+    def rotary(self, num_positions: int) -> Rotary:
+        return Rotary.of(self.head.rotary, self._fc, num_positions)
+
+    def enter(self, features: Tensor, layout: Layout, keys: Tensor, values: Tensor, rotary: Rotary) -> None:
+        """Writes the keys and values of entries with the target's features [E, taps * H_t] to the store.
+
+        keys, values: [layers, slots, kv_heads, head_dim].
+        """
+        fused = self._multiply(features, self._fc)
+        _, hidden = layer_kernels.add_norm(fused, None, self._hidden_norm, self.config.rms_norm_eps)
+        weights = self._qkv[:, self._num_queries :]
+        projected = torch.bmm(hidden.expand(len(weights), -1, -1), weights.mT)  # [layers, E, 2 * kv_heads * head_dim]
+        for own, key, value, layer in zip(projected, keys, values, self._stack.layers, strict=True):
+            layer_kernels.rotate_and_store(own, key, value, layout, rotary.cos, rotary.sin, layer.head_norms)
+
+    def run(
+        self,
+        roots: Tensor,  # [R] int32
+        step: KernelStep,  # of R * block_size slots
+        seen: Sequence[KernelStep],  # by layer
+        keys: Tensor,  # [layers, slots, kv_heads, head_dim]
+        values: Tensor,
+        rotary: Rotary,
+    ) -> Tensor:
+        """Hidden states [R, K, H], before the final norm, of the slots that predict."""
+        width = self.config.block_size
+        slots = block_kernels.slots(roots, self._embedding, self._mask, width)
+        _, stream, delta = self._stack(slots, step, keys, values, rotary, seen)
+        return self.head.predicting((stream + delta).unflatten(0, (-1, width)))
+
+
+def why_not(head: BlockHead) -> str | None:
+    """The reason why the head cannot be captured; None if it can."""
+    config = head.config
+    # The kernels' windows end at a token's own position: they cannot leave out what is far behind it.
+    if any(window and not causal for causal, window in zip(config.causal, config.windows, strict=True)):
+        return "it has a window of attention without being causal"
+    return captured.why_not(head)
+
+
+def _layer(layer: Any, qkv: Tensor, window: int | None) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    query_norm, key_norm, head_norms = attention.q_norm, attention.k_norm, None
+    if hasattr(query_norm, "weight"):
+        head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.eps)
+    return Layer(
+        qkv=qkv,
+        qkv_bias=None,
+        o=attention.o_proj.weight.detach(),
+        gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight.detach(),
+        input_norm=layer.input_layernorm.weight.detach(),
+        attention_norm=layer.post_attention_layernorm.weight.detach(),
+        head_norms=head_norms,
+        scale=attention.head_dim**-0.5,
+        window=window,
+    )

@@ -1,0 +1,42 @@
+"""Chooses the drafter of a head: on a GPU one whose passes are CUDA graphs, else the eager one of its kind."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.spec_decode.proposers.block.head import BlockHead
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+
+
+def drafter_for(
+    head: Eagle3Head | BlockHead, settings: TreeSettings | BlockTreeSettings | None = None
+) -> Eagle3Drafter | BlockDrafter:
+    """The drafter for a head and its device. settings: those of its kind."""
+    kind: Any = BlockDrafter if isinstance(head, BlockHead) else Eagle3Drafter
+    if head.fc.weight.device.type == "cuda":
+        try:
+            captured, reason = _captured(head)
+        except ImportError:  # the target's runner says that Triton is missing
+            captured, reason = kind, None
+        if reason is not None:
+            warnings.warn(f"draft passes are not captured, so they are slower: {reason}", stacklevel=2)
+        kind = captured if reason is None else kind
+    drafter: Eagle3Drafter | BlockDrafter = kind(head, settings)
+    return drafter
+
+
+def _captured(head: Eagle3Head | BlockHead) -> tuple[Any, str | None]:
+    """The captured drafter of a head's kind, and why it cannot be used, if so."""
+    if isinstance(head, BlockHead):
+        from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
+        from graft.spec_decode.proposers.block.fused_head import why_not
+
+        return CapturedBlockDrafter, why_not(head)
+    from graft.spec_decode.proposers import captured
+    from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+
+    return CapturedEagle3Drafter, captured.why_not(head)
