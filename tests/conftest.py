@@ -1,4 +1,4 @@
-"""Fixtures of the command-line tests: a tiny model in a folder, and `graft` as a user runs it."""
+"""Fixtures: a tiny model in a folder, `graft` as a user runs it, PyTorch in place of kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
@@ -52,3 +53,12 @@ def graft_tiny(graft: Callable[..., Finished], model_folder: str) -> Callable[..
         return graft(*words, "--model", model_folder, "--max-new-tokens", "8", stdin=stdin)
 
     return run
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, PyTorch in place of Triton's kernels."""
+    if not torch.cuda.is_available():
+        import plain_kernels  # needs Triton
+
+        plain_kernels.use_plain_kernels(monkeypatch)

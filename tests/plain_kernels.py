@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graft.model.attention import Layout
 from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import block as block_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import matmul as matmul_kernels
@@ -26,6 +27,7 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (highest, draw):
         monkeypatch.setattr(topk_kernels, function.__name__, function)
     monkeypatch.setattr(walk_kernels, "follow", follow)
+    monkeypatch.setattr(block_kernels, "slots", slots)
     for function in (enter, keep_last, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
@@ -210,6 +212,10 @@ def follow(
         following[row, : len(path)] = chosen[path]
         nodes[row, : len(path)] = torch.tensor(path)
         counts[row], lengths[row] = len(path), entries[row] + len(path)
+
+
+def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
+    return torch.cat([torch.cat([embedding[root][None], mask.expand(width - 1, -1)]) for root in roots.tolist()])
 
 
 def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -10,11 +11,20 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from graft import Engine
+from graft.model import TargetRunner
+from graft.model.captures import Captures
+from graft.model.cuda_graphs import CapturedTarget
+from graft.model.step import Chunk
+from graft.spec_decode.cost_model import time_pass
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.spec_decode.proposers.block.fused_head import why_not
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from test_block_drafter import make_head
-from test_captured_drafter import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike, plain  # noqa: F401
+from test_captured_drafter import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)
@@ -54,9 +64,8 @@ def model():
     return tiny_model(num_hidden_layers=6).to(DEVICE)
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):  # noqa: F811
+@pytest.mark.parametrize(("kind", "shuffled"), [*((kind, False) for kind in HEADS), ("conditional", True)])
+def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):
     """Of ragged rows, one of them without a token before its root, over contexts of several pages."""
     found = []
     for text in both(model, kind):
@@ -70,3 +79,189 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):  #
         found.append((levels, state.lengths))
     assert_alike(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+def test_the_real_kernels_draft_the_same(model, monkeypatch):
+    """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there. One
+    layer of the head is causal, one is not."""
+    monkeypatch.setattr(Captures, "capture", lambda captures, run: run)  # without a trial
+    monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
+    monkeypatch.setattr(captured, "_CHUNKS", (2,))
+    monkeypatch.setattr(captured, "_ENTRIES", (4,))
+    found = []
+    for text in both(model, "causal"):
+        cache, state = text.open(PROMPT[:3])
+        levels = text.levels(state, [42], keep=3)
+        roots = text.round(cache, state, [42], 3, ahead=True)
+        if isinstance(state, CapturedState):
+            assert text.drafter.num_prefetched(state) == 1, "the device went on by itself"
+        found.append(levels + text.levels(state, roots, keep=3))
+    assert_alike(*found)
+
+
+def test_rows_that_join_leave_and_are_copied_draft_as_alone(plain, model):
+    found = []
+    for text in both(model):
+        cache, state = text.open(PROMPT, PROMPT[3:])
+        text.levels(state, [11, 11])
+        roots = text.round(cache, state, [11, 11])
+        others, joining = text.open([7, 8, 9, 10], PROMPT)
+        state, cache = state.joining(joining), cache.with_rows(cache.rows + others.rows)
+        roots = [*roots, 10, 11]
+        levels = text.levels(state, roots)
+        roots = text.round(cache, state, roots)
+        # The last row goes on from the first, whose whole pages it shares; the second leaves.
+        row = text.go_on_from(cache.rows[0])
+        text.target.pool.release(cache.rows[3])
+        cache.rows[3] = row
+        state.copy_row(0, 3, row)
+        roots[3] = roots[0]
+        levels += text.levels(state, roots)
+        assert torch.equal(levels[-1].tokens[0], levels[-1].tokens[3])
+        text.target.pool.release(cache.rows[1])
+        state, cache = state.keeping([0, 2, 3]), cache.with_rows([cache.rows[row] for row in (0, 2, 3)])
+        roots = text.round(cache, state, [roots[0], roots[2], roots[3]])
+        found.append((levels + text.levels(state, roots), state.lengths))
+    assert_alike(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
+    """Its beginning was entered by another row; only its end is read."""
+    text = BlockText(model, SmallDrafter, "conditional")
+    prompt, pool = (PROMPT * 14)[:150], text.target.pool
+    cache, state = text.open(prompt)
+    expected = text.levels(state, prompt[-1:])
+    pool.keep(cache.rows[0], prompt[:-1], "")
+    cache.release()
+    row = pool.open_like(prompt, "", 200)
+    assert row.length > 64
+    again = text.target.cache_of([row])
+    state = text.drafter.open(again)
+    assert state.lengths == [row.length]
+    _, (verified,) = text.target.step(None, None, [Chunk(row, prompt[row.length : -1])])
+    text.drafter.read(state, 0, verified, prompt[-len(verified.tokens[0]) :])
+    assert_alike(text.levels(state, prompt[-1:]), expected)
+
+
+@pytest.mark.parametrize("width", [8, 60])
+def test_drafting_ahead_gives_what_drafting_later_gives(plain, model, width, monkeypatch):
+    """Rows accept different numbers of tokens; the widest trees bring more than the device takes in by itself."""
+    monkeypatch.setattr(CapturedDrafter, "max_ahead", 3)
+    found, was_ahead = [], []
+    judge = CapturedDrafter._was_drafted_ahead
+    monkeypatch.setattr(
+        CapturedDrafter, "_was_drafted_ahead", lambda *given: was_ahead.append(judge(*given)) or was_ahead[-1]
+    )
+    for ahead in (True, False):
+        text = BlockText(model, SmallDrafter, "conditional")
+        assert text.drafter.max_ahead == 6, "whatever a block brings"
+        cache, state = text.open(PROMPT, [5, 6], PROMPT * 5)
+        roots = [11, 6, 11]
+        levels = text.levels(state, roots)
+        for _ in range(4):
+            was_ahead.clear()
+            roots = text.round(cache, state, roots, width, ahead=ahead)
+            assert text.drafter.num_prefetched(state) == 1 and all(not row.following for row in state.rows)
+            assert was_ahead == [ahead] or width == 60
+            levels += text.levels(state, roots)
+        found.append((levels, state.lengths))
+    assert_alike(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_batches_that_take_turns_draft_as_alone(plain, model):
+    text = BlockText(model, SmallDrafter)
+    (_, first), (_, second) = text.open(PROMPT, [5, 6]), text.open(PROMPT[3:])
+    expected = text.levels(first, [11, 6]), text.levels(second, [11])
+    again = text.levels(first, [11, 6]), text.levels(second, [11]), text.levels(first, [11, 6])
+    for levels, known in zip(again, (*expected, expected[0]), strict=True):
+        assert_alike(levels, known)
+
+
+def test_another_root_than_was_drafted_ahead_for_is_drafted_for(plain, model):
+    text = BlockText(model, SmallDrafter)
+    cache, state = text.open(PROMPT)
+    text.levels(state, [11])
+    (root,) = text.round(cache, state, [11], ahead=True)
+    assert text.drafter.num_prefetched(state) == 1
+    other = text.levels(state, [(root + 1) % 61])
+    eager = BlockText(model, BlockDrafter)
+    its_cache, its_state = eager.open(PROMPT)
+    assert eager.round(its_cache, its_state, [11]) == [root]
+    assert_alike(other, eager.levels(its_state, [(root + 1) % 61]))
+
+
+# Engines
+
+
+@pytest.mark.parametrize(("target", "policy"), [(StaticTarget, "dense"), (SmallTarget, "graft")])
+def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, target, policy):
+    runs = []
+    for runner, kind in ((target, SmallDrafter), (lambda model, layers, *_: TargetRunner(model, layers), BlockDrafter)):
+        monkeypatch.setattr("graft.engine.target_for", runner)
+        drafter = kind(make_head(model, **HEADS["conditional"]).to(DEVICE), TREE)
+        engine = Engine(
+            model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
+        )
+        made = engine.generate_batch([PROMPT, PROMPT[3:], [7]], max_new_tokens=20)
+        runs.append([(generation.ids, generation.stats.accepted) for generation in made])
+    assert runs[0] == runs[1]
+    assert [ids for ids, _ in runs[0]] == [
+        generation.ids
+        for generation in Engine(model, policy="off").generate_batch([PROMPT, PROMPT[3:], [7]], max_new_tokens=20)
+    ]
+
+
+def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model):
+    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    drafter = CapturedBlockDrafter(make_head(model, **HEADS["marginal"]).to(DEVICE), TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    engine.warm_up(max_tokens=64, max_rows=2)
+    before = drafter.num_setups
+    for prompts in ([PROMPT], [PROMPT, PROMPT[3:]]):
+        generations = engine.generate_batch(prompts, max_new_tokens=8)
+        assert sum(generation.stats.draft_passes for generation in generations) > 0
+    assert drafter.num_setups == before
+
+
+def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_the_block(plain, monkeypatch, model):
+    text = BlockText(model, SmallDrafter)
+    cache, state = text.open(PROMPT, [5, 6])
+    text.levels(state, [11, 6])
+    made, replay = [], text.drafter._replay
+    monkeypatch.setattr(
+        text.drafter,
+        "_replay",
+        lambda buffers, kind, *more, **options: (made.append(kind[0]), replay(buffers, kind, *more, **options)),
+    )
+    roots = text.round(cache, state, [11, 6], ahead=True)
+    text.levels(state, roots)
+    assert made == ["ahead", "block"]
+    made.clear()
+    time_pass(text.drafter, text.target)
+    assert made == ["block"] * 3, "every pass that is timed is made"
+
+
+def test_what_cannot_be_captured_is_drafted_eagerly_with_one_warning(plain, monkeypatch, model):
+    def fail(*given):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    eager = BlockText(model, BlockDrafter)
+    expected = eager.levels(eager.open(PROMPT)[1], [11])
+    monkeypatch.setattr(Captures, "capture", fail)
+    text = BlockText(model, SmallDrafter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states = [text.open(PROMPT)[1] for _ in range(2)]
+    assert len(caught) == 1 and "cannot be captured" in str(caught[0].message)
+    for state in states:
+        assert_alike(text.levels(state, [11]), expected)
+
+
+def test_heads_that_no_kernel_can_run_say_why(model):
+    assert all(why_not(make_head(model, **changes)) is None for changes in HEADS.values())
+    windowed = make_head(model, shifted=True, windows=(None, 8))
+    assert why_not(windowed) == "it has a window of attention without being causal"
+    assert why_not(make_head(model, shifted=True, causal=(False, True), windows=(None, 8))) is None
+    assert why_not(make_head(model, shifted=True).double()) == "its weights are torch.float64"

@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
-import plain_kernels
 from graft import Engine, SamplingSettings
 from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
@@ -106,13 +105,6 @@ class Never:
 
     def num_allowed(self, tokens):
         return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """Without a GPU, PyTorch in place of kernels."""
-    if DEVICE == "cpu":
-        plain_kernels.use_plain_kernels(monkeypatch)
 
 
 @pytest.fixture(params=[StaticTarget, SmallTarget])

@@ -14,6 +14,7 @@ import torch
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import SHAPES, Shape, widen, widen_head
+from graft.cli.bench import _widened
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
 from graft.spec_decode.proposers.block import BlockHead
@@ -139,7 +140,13 @@ BLOCK_HEADS = {
     "sized conditional": {"shifted": False, "conditional": True, "conditional_size": 20, "own_embedding": True},
     "gated": {"shifted": False, "markov": "gated", "markov_rank": 5, "causal": (True, False), "windows": (6, None)},
     "recurrent": {"shifted": True, "markov": "rnn", "markov_rank": 5, "head_norms": False, "own_lm_head": True},
-    "confident": {"shifted": True, "markov": "vanilla", "markov_rank": 5, "confidence": True},
+    "confident": {
+        "shifted": True,
+        "markov": "vanilla",
+        "markov_rank": 5,
+        "confidence": True,
+        "confidence_with_markov": True,
+    },
 }
 
 
@@ -170,6 +177,14 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
         hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
         padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))
         torch.testing.assert_close(wide_head.confidence(padded, parents), head.confidence(hidden, parents))
+
+
+def test_the_command_widens_block_heads_too(model):
+    drafter = BlockDrafter(make_block_head(model, shifted=True, conditional=True))
+    engine, widened = _widened(Engine(model, policy="off"), drafter, WIDE)
+    assert isinstance(widened, BlockDrafter) and widened.settings is drafter.settings
+    assert Shape.of_config(widened.head.config) == replace(WIDE, layers=2)
+    assert engine.target.model.config.hidden_size == WIDE.hidden
 
 
 def test_default_model_and_its_head_keep_text_and_accepted_lengths():

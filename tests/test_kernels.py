@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft.model.kernels import attention as attention_kernels
+from graft.model.kernels import block as block_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
@@ -745,6 +746,13 @@ def test_entries_of_the_head(keeps_normed):
         expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
         ours = tuple(part.cpu() for part in eagle3_kernels.enter(*there, *options))
         torch.testing.assert_close(ours, expected)
+
+
+def test_slots_of_blocks():
+    embedding, mask, roots = torch.randn(9, 12), torch.randn(12), torch.tensor([8, 0, 3], dtype=torch.int32)
+    ours = block_kernels.slots(*(part.to(DEVICE) for part in (roots, embedding, mask)), 4)
+    assert torch.equal(ours.cpu(), plain_kernels.slots(roots, embedding, mask, 4))
+    assert torch.equal(ours[4:6].cpu(), torch.stack([embedding[0], mask]))
 
 
 @pytest.mark.parametrize("room", [2, 8])
