@@ -4,11 +4,10 @@ trees. What comes before it, and drafting ahead, is in `captured`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,10 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep, Layout
 from graft.model.captures import on_host
+from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
-from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Table, levels_of
@@ -31,20 +31,6 @@ from graft.spec_decode.proposers.captured import (
     padded,
 )
 from graft.spec_decode.proposers.eager import DraftRow
-
-
-class Shape(NamedTuple):
-    """What the blocks of a round look like."""
-
-    rows: int  # with padding
-    most: int  # nodes of a level
-
-
-class Part(NamedTuple):
-    """One of a table's tensors as it is sent: the shape of a row's, and whether it is float32; else it is int32."""
-
-    shape: tuple[int, ...]
-    is_float: bool
 
 
 class BlockBuffers(DraftBuffers):
@@ -63,7 +49,7 @@ class BlockBuffers(DraftBuffers):
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._last = torch.zeros_like(self._places)
         self._no_paths = self._last[:, None]
-        self._sent: dict[Shape, tuple[Tensor, Tensor]] = {}
+        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
         """Slots of so many rows behind their entries, each of which sees those before it."""
@@ -89,14 +75,13 @@ class BlockBuffers(DraftBuffers):
         lengths, longest = layout.lengths + others, layout.max_context + others
         return replace(layout, places=last, depths=last, lengths=lengths, max_context=longest)
 
-    def sent(self, shape: Shape, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        """Room for tables, part behind part, as int32: on the device, and on the host."""
-        if shape not in self._sent:
-            size = shape.rows * sum(math.prod(part.shape) for part in parts)
-            device = self._places.device
-            there = torch.zeros(size, dtype=torch.int32, device=device)
-            self._sent[shape] = there, on_host((size,), torch.int32, device)
-        return self._sent[shape]
+    def sent(self, rows: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Room for the tables of so many rows, [3, rows, *size] int32: on the device, and on the host."""
+        if rows not in self._sent:
+            shape, device = (3, rows, *size), self._places.device
+            there = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._sent[rows] = there, on_host(shape, torch.int32, device)
+        return self._sent[rows]
 
 
 class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter):
@@ -107,7 +92,7 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         super().__init__(head, settings)
         self.fast = FastBlock(head)
         self.max_ahead = max(self.max_ahead, self.max_depth + 1)
-        self._parts: dict[int, list[Part]] = {}
+        self._table_size: tuple[int, int] | None = None
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -121,71 +106,64 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
                     row.root, state.num_prefetched = root, 0
             self._begin(state, keep, 1)
             state.num_taken = 1
-            levels = levels_of(self._received(state), self._shape(state).most)
+            levels = levels_of(self._received(state), self.max_depth, self.settings.nodes)
         yield levels
 
     def _received(self, state: CapturedState) -> Table:
-        """The tables of a state's rows, on the host."""
-        buffers, shape = self._buffers[state.pool], self._shape(state)
-        parts = self._parts_of(shape)
-        _, here = buffers.sent(shape, parts)
+        """The tables of a state's rows, on the host; the next pass writes over them."""
+        buffers = self._buffers[state.pool]
+        _, here = buffers.sent(self._shape(state), self._size_of_table())
         buffers.was_sent[0].wait()
-        own = (part[: len(state.rows)] for part in _split(here, shape.rows, parts))
-        return Table(*(part if part.is_floating_point() else part.long() for part in own))
+        return Table(*(part[: len(state.rows)] for part in _as_table(here)))
 
-    def _parts_of(self, shape: Shape) -> list[Part]:
-        """What a table consists of; found by making one, of nothing."""
-        if shape.most not in self._parts:
+    def _size_of_table(self) -> tuple[int, int]:
+        """Entries of a row's table, and tokens of an entry; found by making one, of nothing."""
+        if self._table_size is None:
             config, weight = self.head.config, self.head.fc.weight
             hidden = weight.new_zeros(1, config.num_drafts, config.hidden_size)
             with torch.no_grad():
-                table = self._table(hidden, torch.zeros(1, dtype=torch.int64, device=weight.device), shape.most)
-            tensors = (getattr(table, field.name) for field in fields(table))
-            self._parts[shape.most] = [Part(tuple(part.shape[1:]), part.is_floating_point()) for part in tensors]
-        return self._parts[shape.most]
+                table = table_of(self.head, hidden, self.head.d2t.new_zeros(1), self.settings)
+            self._table_size = table.tokens.shape[1], table.tokens.shape[2]
+        return self._table_size
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
         return BlockBuffers(self.fast, self.max_ahead, pool, store, number)
 
-    def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
-        return Shape(padded(num_rows, ROWS), keep or self.settings.nodes)
+    def _shape_of(self, num_rows: int, keep: int | None) -> int:
+        """The number of rows with padding."""
+        return padded(num_rows, ROWS)
 
-    def _num_slots(self, shape: Shape) -> int:
+    def _num_slots(self, shape: int) -> int:
         return self.num_slots
 
     def _num_ahead(self, state: CapturedState) -> int:
         return 1
 
-    def _send(self, buffers: BlockBuffers, shape: Shape, number: int) -> None:
-        there, here = buffers.sent(shape, self._parts_of(shape))
+    def _send(self, buffers: BlockBuffers, shape: int, number: int) -> None:
+        there, here = buffers.sent(shape, self._size_of_table())
         here.copy_(there, non_blocking=True)
 
     # Graphs
 
-    def _replay_pass(self, buffers: BlockBuffers, shape: Shape, number: int, context: int) -> None:
-        there, _ = buffers.sent(shape, self._parts_of(shape))
+    def _replay_pass(self, buffers: BlockBuffers, shape: int, number: int, context: int) -> None:
+        there, _ = buffers.sent(shape, self._size_of_table())
         self._replay(buffers, ("block", shape, context), partial(self._run_block, buffers, shape, context, there))
 
     def _enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
         self.fast.enter(features, layout, buffers.keys, buffers.values, buffers.rotary)
 
     @torch.no_grad()
-    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int, there: Tensor) -> None:
-        rows = shape.rows
+    def _run_block(self, buffers: BlockBuffers, rows: int, context: int, there: Tensor) -> None:
         roots = buffers.round.by_row(rows).roots[:rows]
         layout = buffers.layout(rows, context)
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
         seen = [causal if is_causal else two_ways for is_causal in self.head.config.causal]
         hidden = self.fast.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
-        table = self._table(hidden, roots.long(), shape.most)
-        for part, field in zip(_split(there, rows, self._parts_of(shape)), fields(table), strict=True):
-            part.copy_(getattr(table, field.name))
+        table = table_of(self.head, hidden, roots.long(), self.settings, topk_kernels.highest)
+        for part, made in zip(_as_table(there), table, strict=True):
+            part.copy_(made)
 
 
-def _split(sent: Tensor, rows: int, parts: Sequence[Part]) -> list[Tensor]:
-    """The tensors [rows, ...] of tables that lie one behind the other."""
-    flat = sent.split([rows * math.prod(part.shape) for part in parts])
-    return [
-        (own.view(torch.float32) if part.is_float else own).view(rows, *part.shape)
-        for own, part in zip(flat, parts, strict=True)
-    ]
+def _as_table(numbers: Tensor) -> Table:
+    """Tables [3, rows, entries, tokens] int32, in which probabilities are float32."""
+    return Table(numbers[0], numbers[1].view(torch.float32), numbers[2])

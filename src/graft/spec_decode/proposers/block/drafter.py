@@ -17,7 +17,14 @@ from graft.model.attention import RowKeys, attend
 from graft.settings import Settings, require
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
-from graft.spec_decode.proposers.block.tree import Table, conditional_table, levels_of, marginal_table
+from graft.spec_decode.proposers.block.tree import (
+    Highest,
+    Table,
+    conditional_table,
+    highest,
+    levels_of,
+    marginal_table,
+)
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
 
 
@@ -37,11 +44,13 @@ class BlockTreeSettings(Settings):
             )
 
 
-def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings) -> Table:
+def table_of(
+    head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings, highest: Highest = highest
+) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
     if head.config.has_conditionals:
-        return conditional_table(head, hidden, roots, settings.width, settings.shortlist)
-    return marginal_table(head, hidden, settings.nodes)
+        return conditional_table(head, hidden, roots, settings.width, settings.shortlist, highest)
+    return marginal_table(head, hidden, settings.nodes, highest)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):

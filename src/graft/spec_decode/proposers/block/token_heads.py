@@ -82,8 +82,10 @@ class ConditionalHead(nn.Module):
 
     def forward(self, normed: Tensor, embeddings: Tensor) -> Tensor:
         """What to add to hidden states, [..., m, H], from them normed, [..., H], and embeddings [..., m, H]."""
-        both = torch.cat([self.norm(embeddings), _for_each(normed, embeddings)], dim=-1)
-        up, gate = self.ug(both).chunk(2, dim=-1)
+        of_embedding, of_hidden = self.ug.weight.chunk(2, dim=1)
+        # A hidden state is multiplied once for all its candidates.
+        shared = nn.functional.linear(normed, of_hidden, self.ug.bias)[..., None, :]
+        up, gate = (nn.functional.linear(self.norm(embeddings), of_embedding) + shared).chunk(2, dim=-1)
         return self.d(nn.functional.silu(gate) * up)
 
 

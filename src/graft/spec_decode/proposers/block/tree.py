@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,32 +27,41 @@ class Table(NamedTuple):
         return Table(*(part.cpu() for part in self))
 
 
-def marginal_table(head: BlockHead, hidden: Tensor, width: int) -> Table:
+# From logits [N, V] the k highest: tokens and logits, [N, k], best first; and the logsumexp [N].
+Highest = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Highest` on any device; GPUs have a kernel for it, `topk.highest`."""
+    logits = logits.float()
+    found = logits.topk(k)
+    return found.indices, found.values, logits.logsumexp(dim=-1)
+
+
+def marginal_table(head: BlockHead, hidden: Tensor, width: int, highest: Highest = highest) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
-    logits = head.marginals(hidden).float()  # [B, K, vocab]
-    found = logits.topk(min(width, logits.shape[-1]))
-    probabilities = (found.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    ids, probabilities = _likeliest(head, hidden, width, highest)
     entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
-    entries = entries.where(entries < hidden.shape[1], -1)[:, None].expand_as(found.indices)
-    return Table(head.to_target(found.indices).int(), probabilities, entries)
+    entries = entries.where(entries < hidden.shape[1], -1)[:, None].expand_as(ids)
+    return Table(head.to_target(ids).int(), probabilities, entries)
 
 
-def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int) -> Table:
+def conditional_table(
+    head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int, highest: Highest = highest
+) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
     likeliest tokens of the slot before.
 
     Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before. Together these
     are taken to be as likely with the token before as without it, so that no other logits need be computed.
     """
-    logits = head.marginals(hidden).float()  # [B, K, vocab]
-    best = logits.topk(min(shortlist, logits.shape[-1]))
-    candidates = head.to_target(best.indices)  # [B, K, S]
+    ids, probabilities = _likeliest(head, hidden, shortlist, highest)
+    candidates, listed = head.to_target(ids), probabilities.sum(dim=-1)  # [B, K, S], [B, K]
     width, num_slots = min(width, candidates.shape[-1]), hidden.shape[1]
-    listed = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().sum(dim=-1)  # [B, K]
 
     behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
     parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
-    logits = head.conditionals(hidden, parents, best.indices).float()  # [B, K, P, S]
+    logits = head.conditionals(hidden, parents, ids).float()  # [B, K, P, S]
     found = (logits.softmax(dim=-1) * listed[..., None, None]).topk(width)
     tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
     # Of the next slot the first `width` candidates have entries.
@@ -59,6 +69,14 @@ def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int
     entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
     table = Table(tokens.int(), found.values, entries.int())
     return Table(*(part.flatten(1, 2) for part in table))
+
+
+def _likeliest(head: BlockHead, hidden: Tensor, count: int, highest: Highest) -> tuple[Tensor, Tensor]:
+    """Draft ids and probabilities [B, K, count] of slots with hidden states [B, K, H], whatever comes before them."""
+    logits = head.marginals(hidden)  # [B, K, vocab]
+    ids, best, total = highest(logits.flatten(0, 1), min(count, logits.shape[-1]))
+    shape = (*hidden.shape[:2], -1)
+    return ids.long().view(shape), (best - total[:, None]).exp().view(shape)
 
 
 def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
