@@ -56,6 +56,11 @@ def rotate_and_store(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
+    if qkv.dim() == 3:
+        for number, (own, key, value) in enumerate(zip(qkv, keys, values, strict=True)):
+            weights = (norms[0][number], norms[1][number], norms[2]) if norms is not None else None
+            rotate_and_store(own, key, value, layout, cos, sin, weights)
+        return
     kv_heads, head_dim = keys.shape[1:]
     vectors = qkv.view(len(qkv), -1, head_dim)
     heads = vectors.shape[1] - 2 * kv_heads

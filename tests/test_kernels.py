@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graft.model import attention as model_attention
-from graft.model.attention import KernelStep, Layout
+from graft.model.attention import KernelStep, Layout, two_way_columns
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
@@ -573,6 +573,44 @@ def test_turning_and_storing(normed):
         results.append([t.cpu() for t in mine])
     torch.testing.assert_close(results[1], results[0])
     assert int((results[1][1] != keys).any(dim=2).any(dim=1).sum()) == len(qkv), "each token has a slot of its own"
+
+
+def test_storing_without_queries_in_several_layers_at_once():
+    torch.manual_seed(0)
+    layers, kv_heads, head_dim = 2, 3, 12
+    problem = Problem.make([62, 3], [chain(3), chain(2)], kv_heads=kv_heads, head_dim=head_dim)
+    projected = torch.randn(layers, len(problem.query), 2 * kv_heads * head_dim)
+    keys, values = torch.randn(2, layers, *problem.keys.shape)
+    cos, sin = torch.randn(2, 70, head_dim // 2)
+    norms = torch.randn(2, layers, head_dim)
+    results = []
+    for module in (plain_kernels, layer_kernels):
+        mine = [t.clone().to(DEVICE) for t in (projected, keys, values)]
+        tables = (cos.to(DEVICE), sin.to(DEVICE))
+        module.rotate_and_store(*mine, problem.layout(), *tables, (*norms.to(DEVICE), 1e-5))
+        results.append([t.cpu() for t in mine])
+    torch.testing.assert_close(results[1], results[0])
+    assert not torch.equal(results[1][1], keys)
+
+
+@pytest.mark.parametrize("width", [4, 11])
+def test_a_block_that_sees_all_of_itself(width):
+    """Whether it fits a tile, which has 8 tokens here, or not; over prefixes of several splits, and of none."""
+    lengths = [70, 0, 31]
+    problem = Problem.make(lengths, [chain(width)] * 3, kv_heads=2)
+    places, depths, paths = two_way_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
+    layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
+    plan = attention_kernels.plan(layout, 2, SMALL)
+    assert plan.chains.tolist()[:3] == [int(width == 4)] * 3
+    out = tree_attention(problem.query, problem.keys, problem.values, layout, plan, tiles=SMALL).cpu()
+    expected = []
+    for row, length in enumerate(lengths):
+        slots = [problem.slot(row, index) for index in range(length + width)]
+        key, value = (part[slots].cpu().repeat_interleave(2, dim=1) for part in (problem.keys, problem.values))
+        query = problem.query[row * width : (row + 1) * width].cpu()
+        weights = (torch.einsum("thd,shd->ths", query, key) * query.shape[2] ** -0.5).softmax(dim=-1)
+        expected.append(torch.einsum("ths,shd->thd", weights, value).flatten(1))
+    torch.testing.assert_close(out, torch.cat(expected))
 
 
 def test_adding_and_norm():

@@ -54,6 +54,24 @@ class Layout:
     strips: Tensor | None = None
 
 
+def two_way_columns(width: int, num_blocks: int, tile: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Places, depths and paths of a `Layout` for blocks of `width` tokens, each of which sees its whole block.
+
+    To the kernels every token is the deepest, and the others are its ancestors. (Its position is its own all the same:
+    queries and keys are rotated before.) tile: tokens of a tile of query rows. A block that fits is taken at once: as
+    its last token stands last, it looks like a chain, whose tokens see one piece of text, each up to its own depth. One
+    that does not fit must not look so, and is numbered from its end.
+    """
+    places = torch.arange(width)
+    if width > tile:
+        places = places.flip(0)
+    others = torch.stack([places[places != place] for place in places])
+    paths = torch.cat([others, places[:, None]], dim=1)
+    columns = (places.repeat(num_blocks), torch.full((num_blocks * width,), width - 1), paths.repeat(num_blocks, 1))
+    places, depths, paths = (part.int().to(device) for part in columns)
+    return places, depths, paths
+
+
 class KernelStep:
     """A step for the Triton kernels: its layout, and the plans of its prefix, which all layers of a kind share.
 

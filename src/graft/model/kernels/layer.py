@@ -50,8 +50,8 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def rotate_and_store(
-    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim], or [layers, T, ...]
+    keys: Tensor,  # [num_slots, kv_heads, head_dim], one layer's store, or [layers, num_slots, ...]
     values: Tensor,
     layout: Layout,
     cos: Tensor,  # [positions, head_dim / 2]
@@ -61,14 +61,16 @@ def rotate_and_store(
     """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
 
     Positions past the tables take their last entry.
-    norms: weights [head_dim] of the queries' and the keys' RMS norm, which comes first, and its eps.
+    norms: weights [head_dim], or [layers, head_dim], of the queries' and the keys' RMS norm, which comes first, and its
+    eps.
     """
-    kv_heads, head_dim = keys.shape[1:]
-    num_heads = qkv.shape[1] // head_dim  # of all three kinds
-    if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[1:] != (head_dim, 1):
+    kv_heads, head_dim = keys.shape[-2:]
+    num_heads = qkv.shape[-1] // head_dim  # of all three kinds
+    if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[-2:] != (head_dim, 1):
         raise ValueError("queries and the keys and values of a token must lie together")
     query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
-    _rotate_kernel[(len(qkv), triton.cdiv(num_heads, _HEADS_AT_ONCE))](
+    num_layers, num_tokens = qkv.shape[:-1] if qkv.dim() == 3 else (1, len(qkv))
+    _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE), num_layers)](
         qkv,
         keys,
         values,
@@ -85,7 +87,8 @@ def rotate_and_store(
         eps,
         layout.tables.shape[1],
         len(cos) - 1,
-        keys.stride(0),
+        keys.stride(-3),
+        keys.stride(0),  # of layers, where there are several
         HEADS=num_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -180,7 +183,8 @@ def _rotate_kernel(
     eps: float,
     max_pages: int,
     last_position: int,
-    cache_slot: tl.int64,  # stride
+    cache_slot: tl.int64,  # strides
+    cache_layer: tl.int64,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -188,8 +192,10 @@ def _rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Some query, key or value heads of one token, as two halves that the rotation mixes."""
-    token = tl.program_id(0)
+    """Some query, key or value heads of one token in one layer, as two halves that the rotation mixes."""
+    token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    keys += layer * cache_layer
+    values += layer * cache_layer
     row = tl.load(rows + token)
     length = tl.load(lengths + row)
     position = tl.minimum(length + tl.load(depths + token), last_position)
@@ -200,12 +206,14 @@ def _rotate_kernel(
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
 
-    qkv += token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    qkv += (layer * tl.num_programs(0) + token) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     at = head * (2 * HALF) + dims
     first = tl.load(qkv + at, mask=inside, other=0.0)
     second = tl.load(qkv + at + HALF, mask=inside, other=0.0)
     x, y = first, second
     if NORMED:
+        query_norm += layer * (2 * HALF)
+        key_norm += layer * (2 * HALF)
         squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1) + tl.sum(
             y.to(tl.float32) * y.to(tl.float32), axis=1
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graft.model import PagePool
-from graft.model.attention import KernelStep, Layout
+from graft.model.attention import KernelStep, Layout, two_way_columns
 from graft.model.captures import on_host
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
@@ -47,8 +47,7 @@ class BlockBuffers(DraftBuffers):
         self._starts = rows * self.width
         self._counts = torch.full_like(rows, self.width)
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
-        self._last = torch.zeros_like(self._places)
-        self._no_paths = self._last[:, None]
+        self._two_ways = two_way_columns(self.width, self.max_rows, fast.tile, pool.device)
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
@@ -58,7 +57,7 @@ class BlockBuffers(DraftBuffers):
             rows=self._rows_of[:count],
             places=self._places[:count],
             depths=self._places[:count],
-            paths=self._no_paths[:count],
+            paths=self._two_ways[2][:count],  # of which none is read
             starts=self._starts[:rows],
             counts=self._counts[:rows],
             lengths=by_row.lengths[:rows],
@@ -68,12 +67,9 @@ class BlockBuffers(DraftBuffers):
         )
 
     def two_ways(self, layout: Layout) -> Layout:
-        """The same slots, each of which sees all of its row's: as if it stood where the last does, and the others were
-        part of the text. (Its keys and values are not written by this.)"""
-        others = self.width - 1
-        last = self._last[: len(layout.rows)]
-        lengths, longest = layout.lengths + others, layout.max_context + others
-        return replace(layout, places=last, depths=last, lengths=lengths, max_context=longest)
+        """The same slots, each of which sees all of its row's."""
+        places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
+        return replace(layout, places=places, depths=depths, paths=paths)
 
     def sent(self, rows: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Room for the tables of so many rows, [3, rows, *size] int32: on the device, and on the host."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.model.attention import KernelStep, Layout
+from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import block as block_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
@@ -41,7 +42,16 @@ class FastBlock:
         self._num_queries = config.num_attention_heads * config.head_dim
         self._multiply = Products(self._embedding.device)
         own_layers = [_layer(layer, self._qkv[n], config.windows[n]) for n, layer in enumerate(layers)]
+        norms = [layer.head_norms for layer in own_layers if layer.head_norms is not None]
+        by_layer = [torch.stack(weights) for weights in list(zip(*norms, strict=True))[:2]]
+        self._head_norms = (by_layer[0], by_layer[1], norms[0][2]) if norms else None  # [layers, head_dim]
         self._stack = LayerStack(own_layers, config.num_attention_heads, config.rms_norm_eps, self._multiply)
+
+    @property
+    def tile(self) -> int:
+        """Slots that attention takes at once."""
+        tiles = attention_kernels.tiles_for(self.config.head_dim, self._embedding.dtype)
+        return tiles.tokens(self.config.num_attention_heads // self.config.num_key_value_heads)
 
     def rotary(self, num_positions: int) -> Rotary:
         return Rotary.of(self.head.rotary, self._fc, num_positions)
@@ -55,8 +65,7 @@ class FastBlock:
         _, hidden = layer_kernels.add_norm(fused, None, self._hidden_norm, self.config.rms_norm_eps)
         weights = self._qkv[:, self._num_queries :]
         projected = torch.bmm(hidden.expand(len(weights), -1, -1), weights.mT)  # [layers, E, 2 * kv_heads * head_dim]
-        for own, key, value, layer in zip(projected, keys, values, self._stack.layers, strict=True):
-            layer_kernels.rotate_and_store(own, key, value, layout, rotary.cos, rotary.sin, layer.head_norms)
+        layer_kernels.rotate_and_store(projected, keys, values, layout, rotary.cos, rotary.sin, self._head_norms)
 
     def run(
         self,
