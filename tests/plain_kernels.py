@@ -16,6 +16,7 @@ from graft.model.kernels import matmul as matmul_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels import walk as walk_kernels
 from graft.model.sampler import gumbel_noise
+from graft.spec_decode.proposers.block import tree
 
 
 def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,8 @@ def use_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (highest, draw):
         monkeypatch.setattr(topk_kernels, function.__name__, function)
     monkeypatch.setattr(walk_kernels, "follow", follow)
-    monkeypatch.setattr(block_kernels, "slots", slots)
+    for function in (slots, children):
+        monkeypatch.setattr(block_kernels, function.__name__, function)
     for function in (enter, keep_last, spread):
         monkeypatch.setattr(eagle3_kernels, function.__name__, function)
 
@@ -221,6 +223,11 @@ def follow(
 
 def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     return torch.cat([torch.cat([embedding[root][None], mask.expand(width - 1, -1)]) for root in roots.tolist()])
+
+
+def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int, *table: Tensor) -> None:
+    for part, made in zip(table, tree.children(logits, candidates, listed, width), strict=True):
+        part.copy_(made)
 
 
 def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:

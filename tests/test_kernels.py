@@ -24,6 +24,7 @@ from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attent
 from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
 from graft.model.kv_cache import Row
 from graft.model.step import Chunk, FlatStep
+from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.tree import PADDING
 from proposers import tree_of
 
@@ -784,6 +785,21 @@ def test_entries_of_the_head(keeps_normed):
         expected = plain_kernels.enter(*inputs, tuple(norms), *options[1:])
         ours = tuple(part.cpu() for part in eagle3_kernels.enter(*there, *options))
         torch.testing.assert_close(ours, expected)
+
+
+def test_children_of_slots():
+    torch.manual_seed(0)
+    batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
+    logits = torch.randn(batch, num_slots, num_parents, num_candidates)
+    candidates = torch.stack([torch.randperm(50)[:7] for _ in range(6)]).view(batch, num_slots, -1)
+    listed = torch.rand(batch, num_slots)
+    shape = (batch, num_slots * num_parents, 5)
+    found = [torch.zeros(shape, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
+    block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates, listed)), 5, *found)
+    torch.testing.assert_close(
+        tuple(part.cpu() for part in found), tuple(block_tree.children(logits, candidates, listed, 5))
+    )
+    assert (found[2] >= 0).any() and (found[2][:, -num_parents:] == -1).all(), "the last slot's have no children"
 
 
 def test_slots_of_blocks():

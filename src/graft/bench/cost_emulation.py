@@ -183,9 +183,12 @@ def _wide_block(head: BlockHead, sizes: dict[str, Any], widener: _Widener) -> Bl
     """A wide head with what only block heads have."""
     config, channels = head.config, widener.channels
     inner = config.conditional_size or config.intermediate_size
-    wide_inner = math.ceil(inner * sizes["intermediate_size"] / config.intermediate_size)
+    wide_inner = sizes["intermediate_size"]
+    if config.conditional_size is not None:  # grows as the layers' does, to a size that products are fast with
+        wide_inner = 64 * math.ceil(inner * wide_inner / config.intermediate_size / 64)
+        sizes = sizes | {"conditional_size": wide_inner}
     with torch.device("meta"):
-        wide = BlockHead(replace(config, **sizes, conditional_size=wide_inner if config.conditional else None))
+        wide = BlockHead(replace(config, **sizes))
     widener.norm(wide.hidden_norm, head.hidden_norm, channels)
     for wide_layer, own_layer in zip(wide.layers, head.layers, strict=True):
         widener.layer(wide_layer, own_layer, channels)

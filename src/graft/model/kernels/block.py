@@ -1,4 +1,4 @@
-"""Triton kernel of block heads: the slots of a block. Importing it needs Triton."""
+"""Triton kernels of block heads: the slots of a block, and the tokens of its table. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -21,6 +21,34 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     return out
 
 
+def children(
+    logits: Tensor,  # [B, K, P, S]
+    candidates: Tensor,  # [B, K, S] int64
+    listed: Tensor,  # [B, K] float32
+    width: int,
+    tokens: Tensor,  # [B, K * P, width] int32, written
+    probabilities: Tensor,  # [B, K * P, width] float32, written
+    entries: Tensor,  # [B, K * P, width] int32, written
+) -> None:
+    """What `spec_decode/proposers/block/tree.py` says of its function of this name. Of equals the first candidate
+    comes first."""
+    batch, num_slots, num_parents, num_candidates = logits.shape
+    _children_kernel[(batch * num_slots * num_parents,)](
+        logits.contiguous(),
+        candidates.contiguous(),
+        listed.contiguous(),
+        tokens,
+        probabilities,
+        entries,
+        num_slots,
+        num_parents,
+        num_candidates,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(num_candidates),
+        num_warps=1,
+    )
+
+
 @triton.jit(do_not_specialize=["width"])
 def _slots_kernel(
     roots: tl.tensor,
@@ -40,3 +68,37 @@ def _slots_kernel(
     else:
         vector = tl.load(mask + columns, mask=inside)
     tl.store(out + slot.to(tl.int64) * SIZE + columns, vector, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_parents", "num_candidates"])
+def _children_kernel(
+    logits: tl.tensor,
+    candidates: tl.tensor,
+    listed: tl.tensor,
+    tokens: tl.tensor,
+    probabilities: tl.tensor,
+    entries: tl.tensor,
+    num_slots: int,
+    num_parents: int,
+    num_candidates: int,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One slot after one token before it."""
+    entry = tl.program_id(0)
+    slot = entry // num_parents  # of all rows
+    following = slot % num_slots + 1
+    place = tl.arange(0, BLOCK)
+    inside = place < num_candidates
+    x = tl.load(logits + entry.to(tl.int64) * num_candidates + place, mask=inside, other=float("-inf")).to(tl.float32)
+    weight = tl.exp(x - tl.max(x, axis=0))
+    chance = weight / tl.sum(weight, axis=0) * tl.load(listed + slot)
+    chance = tl.where(inside, chance, -1.0)
+    for rank in range(WIDTH):
+        best = tl.max(chance, axis=0)
+        at = tl.min(tl.where(chance == best, place, BLOCK), axis=0)
+        has_entry = (at < num_parents) & (following < num_slots)
+        tl.store(tokens + entry * WIDTH + rank, tl.load(candidates + slot * num_candidates + at).to(tl.int32))
+        tl.store(probabilities + entry * WIDTH + rank, best)
+        tl.store(entries + entry * WIDTH + rank, tl.where(has_entry, following * num_parents + at, -1))
+        chance = tl.where(place == at, -1.0, chance)

@@ -15,13 +15,14 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep, Layout, two_way_columns
 from graft.model.captures import on_host
+from graft.model.kernels import block as block_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.block.tree import Table, levels_of
+from graft.spec_decode.proposers.block.tree import Ranking, Table, levels_of
 from graft.spec_decode.proposers.captured import (
     ROWS,
     ByRow,
@@ -155,9 +156,15 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
         seen = [causal if is_causal else two_ways for is_causal in self.head.config.causal]
         hidden = self.fast.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
-        table = table_of(self.head, hidden, roots.long(), self.settings, topk_kernels.highest)
-        for part, made in zip(_as_table(there), table, strict=True):
-            part.copy_(made)
+        table = _as_table(there)
+
+        def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int) -> Table:
+            block_kernels.children(logits, candidates, listed, width, *table)
+            return table
+
+        made = table_of(self.head, hidden, roots.long(), self.settings, Ranking(topk_kernels.highest, children))
+        for part, own in zip(table, made, strict=True):
+            part.copy_(own)  # which is nothing to do where it is there already
 
 
 def _as_table(numbers: Tensor) -> Table:

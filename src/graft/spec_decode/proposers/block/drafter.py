@@ -18,10 +18,10 @@ from graft.settings import Settings, require
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
-    Highest,
+    PLAIN,
+    Ranking,
     Table,
     conditional_table,
-    highest,
     levels_of,
     marginal_table,
 )
@@ -45,12 +45,12 @@ class BlockTreeSettings(Settings):
 
 
 def table_of(
-    head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings, highest: Highest = highest
+    head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings, ranking: Ranking = PLAIN
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
     if head.config.has_conditionals:
-        return conditional_table(head, hidden, roots, settings.width, settings.shortlist, highest)
-    return marginal_table(head, hidden, settings.nodes, highest)
+        return conditional_table(head, hidden, roots, settings.width, settings.shortlist, ranking)
+    return marginal_table(head, hidden, settings.nodes, ranking)
 
 
 class BlockDrafter(EagerDrafter[DraftRow]):

@@ -24,6 +24,8 @@ KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
 # what they attend to, [B, heads, W, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+_GATHERED = 2**27  # numbers of an output weight's rows that are gathered at once
+
 
 def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
     """Whether a layer's queries see keys so many positions before them (behind them, where negative)."""
@@ -35,7 +37,9 @@ def logits_of(weight: Tensor, states: Tensor, shortlist: Tensor | None) -> Tenso
     """Logits [..., m, vocab] of states [..., m, H] by an output weight [vocab, H], or of a shortlist [..., S] alone."""
     if shortlist is None:
         return nn.functional.linear(states, weight)
-    return states @ weight[shortlist].transpose(-1, -2)
+    most = max(1, _GATHERED // (shortlist[0].numel() * weight.shape[1]))
+    parts = [some @ weight[ids].mT for some, ids in zip(states.split(most), shortlist.split(most), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class BlockHead(DraftHead):

@@ -27,27 +27,48 @@ class Table(NamedTuple):
         return Table(*(part.cpu() for part in self))
 
 
-# From logits [N, V] the k highest: tokens and logits, [N, k], best first; and the logsumexp [N].
-Highest = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+class Ranking(NamedTuple):
+    """What chooses the tokens of tables: functions with the arguments of those here, or a GPU's kernels for them."""
+
+    highest: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    children: Callable[[Tensor, Tensor, Tensor, int], Table]
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`Highest` on any device; GPUs have a kernel for it, `topk.highest`."""
+    """Top-k of logits [N, V], best first: ids and logits, [N, k], and the logsumexp [N]."""
     logits = logits.float()
     found = logits.topk(k)
     return found.indices, found.values, logits.logsumexp(dim=-1)
 
 
-def marginal_table(head: BlockHead, hidden: Tensor, width: int, highest: Highest = highest) -> Table:
+def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int) -> Table:
+    """The table of the `width` likeliest candidates of each slot after each of P tokens before it.
+
+    logits: [B, K, P, S] of the slots' candidates [B, K, S], of which the first P are before the next slot's. listed:
+    [B, K] the probability of a slot's candidates together.
+    """
+    num_slots, num_parents = logits.shape[1:3]
+    found = (logits.float().softmax(dim=-1) * listed[..., None, None]).topk(width)
+    tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
+    following = torch.arange(1, num_slots + 1, device=logits.device)[:, None, None]
+    has_entry = (found.indices < num_parents) & (following < num_slots)
+    entries = (following * num_parents + found.indices).where(has_entry, -1)
+    return Table(*(part.flatten(1, 2) for part in (tokens.int(), found.values, entries.int())))
+
+
+PLAIN = Ranking(highest, children)
+
+
+def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
-    ids, probabilities = _likeliest(head, hidden, width, highest)
+    ids, probabilities = _likeliest(head, hidden, width, ranking)
     entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
-    entries = entries.where(entries < hidden.shape[1], -1)[:, None].expand_as(ids)
+    entries = entries.masked_fill(entries == hidden.shape[1], -1)[:, None].expand_as(ids)
     return Table(head.to_target(ids).int(), probabilities, entries)
 
 
 def conditional_table(
-    head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int, highest: Highest = highest
+    head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int, ranking: Ranking = PLAIN
 ) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
     likeliest tokens of the slot before.
@@ -55,26 +76,19 @@ def conditional_table(
     Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before. Together these
     are taken to be as likely with the token before as without it, so that no other logits need be computed.
     """
-    ids, probabilities = _likeliest(head, hidden, shortlist, highest)
-    candidates, listed = head.to_target(ids), probabilities.sum(dim=-1)  # [B, K, S], [B, K]
-    width, num_slots = min(width, candidates.shape[-1]), hidden.shape[1]
-
+    ids, probabilities = _likeliest(head, hidden, shortlist, ranking)
+    candidates = head.to_target(ids)  # [B, K, S]
+    width = min(width, candidates.shape[-1])
     behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
     parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
-    logits = head.conditionals(hidden, parents, ids).float()  # [B, K, P, S]
-    found = (logits.softmax(dim=-1) * listed[..., None, None]).topk(width)
-    tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
-    # Of the next slot the first `width` candidates have entries.
-    following = torch.arange(1, num_slots + 1, device=hidden.device)[:, None, None]
-    entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
-    table = Table(tokens.int(), found.values, entries.int())
-    return Table(*(part.flatten(1, 2) for part in table))
+    logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
+    return ranking.children(logits, candidates, probabilities.sum(dim=-1), width)
 
 
-def _likeliest(head: BlockHead, hidden: Tensor, count: int, highest: Highest) -> tuple[Tensor, Tensor]:
+def _likeliest(head: BlockHead, hidden: Tensor, count: int, ranking: Ranking) -> tuple[Tensor, Tensor]:
     """Draft ids and probabilities [B, K, count] of slots with hidden states [B, K, H], whatever comes before them."""
     logits = head.marginals(hidden)  # [B, K, vocab]
-    ids, best, total = highest(logits.flatten(0, 1), min(count, logits.shape[-1]))
+    ids, best, total = ranking.highest(logits.flatten(0, 1), min(count, logits.shape[-1]))
     shape = (*hidden.shape[:2], -1)
     return ids.long().view(shape), (best - total[:, None]).exp().view(shape)
 
