@@ -301,3 +301,15 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_a_config_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(GraftError, match=message):
         make_head(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"conditional": True}, {"markov": "vanilla", "markov_rank": 3}])
+def test_a_shortlists_logits_are_those_of_its_tokens_however_few_are_gathered_at_once(changes, monkeypatch):
+    head, generator = make_head(**changes), torch.Generator().manual_seed(5)
+    hidden = hidden_of(head)
+    parents, shortlist = (torch.randint(VOCAB, (*hidden.shape[:2], count), generator=generator) for count in (4, 6))
+    everything = head.conditionals(hidden, parents)  # [B, K, 4, vocab]
+    expected = everything.gather(-1, shortlist[:, :, None].expand(-1, -1, 4, -1))
+    for most in (2**27, 1):
+        monkeypatch.setattr("graft.spec_decode.proposers.block.head._GATHERED", most)
+        torch.testing.assert_close(head.conditionals(hidden, parents, shortlist), expected)

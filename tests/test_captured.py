@@ -110,8 +110,9 @@ def test_fused_weights_are_the_models_own(tmp_path):
         assert torch.equal(parameter, before[name])
     attention = model.model.layers[1].self_attn
     attention.k_proj.weight.data[0, 0] = 5.0
-    assert layers._layers[1].qkv[attention.q_proj.weight.shape[0], 0] == 5.0
-    assert all(a.gate_up.data_ptr() == b.gate_up.data_ptr() for a, b in zip(layers._layers, again._layers, strict=True))
+    ours, theirs = layers._stack.layers, again._stack.layers
+    assert ours[1].qkv[attention.q_proj.weight.shape[0], 0] == 5.0
+    assert all(a.gate_up.data_ptr() == b.gate_up.data_ptr() for a, b in zip(ours, theirs, strict=True))
     model.save_pretrained(tmp_path)
     saved = type(model).from_pretrained(tmp_path)
     assert torch.equal(saved.model.layers[1].self_attn.k_proj.weight, attention.k_proj.weight.cpu())
