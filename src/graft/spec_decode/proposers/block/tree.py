@@ -36,24 +36,23 @@ def marginal_table(head: BlockHead, hidden: Tensor, width: int) -> Table:
     return Table(head.to_target(found.indices).int(), probabilities, entries)
 
 
-def conditional_table(head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int) -> Table:
-    """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
+def conditional_table(
+    head: BlockHead, hidden: Tensor, roots: Tensor, width: int, children: int, shortlist: int
+) -> Table:
+    """The likeliest `children` of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
     likeliest tokens of the slot before.
 
-    Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before. Together these
-    are taken to be as likely with the token before as without it, so that no other logits need be computed.
+    Children are looked for among a slot's `shortlist` likeliest tokens whatever comes before, and their probabilities
+    are shares of these: the logits of others are not computed.
     """
-    logits = head.marginals(hidden).float()  # [B, K, vocab]
-    best = logits.topk(min(shortlist, logits.shape[-1]))
-    candidates = head.to_target(best.indices)  # [B, K, S]
+    best = head.marginals(hidden).topk(min(shortlist, head.config.draft_vocab_size)).indices  # [B, K, S]
+    candidates = head.to_target(best)
     width, num_slots = min(width, candidates.shape[-1]), hidden.shape[1]
-    listed = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().sum(dim=-1)  # [B, K]
-
     behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
     parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
-    logits = head.conditionals(hidden, parents, best.indices).float()  # [B, K, P, S]
-    found = (logits.softmax(dim=-1) * listed[..., None, None]).topk(width)
-    tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
+    shares = head.conditionals(hidden, parents, best).float().softmax(dim=-1)  # [B, K, P, S]
+    found = shares.topk(min(children, shares.shape[-1]))
+    tokens = candidates[:, :, None].expand_as(shares).gather(-1, found.indices)
     # Of the next slot the first `width` candidates have entries.
     following = torch.arange(1, num_slots + 1, device=hidden.device)[:, None, None]
     entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
