@@ -39,7 +39,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--nodes", type=int, default=60)
-    parser.add_argument("--width", type=int, default=16, help="of the conditional table")
+    parser.add_argument("--width", type=int, default=16, help="of the conditional table: tokens that have children")
+    parser.add_argument("--children", type=int, default=8, help="of each")
+    parser.add_argument("--shortlist", type=int, default=64, help="tokens that are looked at as children")
     parser.add_argument("--rows", type=int, default=64, help="texts simulated together")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--out", type=Path)
@@ -51,7 +53,7 @@ def main() -> None:
     model = engine.target.model
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     head = load_head(options.draft, model.config, model.dtype, model.device, embedding, output, options.slots)
-    settings = SimulateSettings(options.nodes, options.width, options.rows)
+    settings = SimulateSettings(options.nodes, options.width, options.children, options.shortlist, options.rows)
     results: dict[str, dict[str, dict[str, object]]] = {}
     for name, answers in _tasks(engine, options):
         found = simulate(head.eval(), model, answers, settings)

@@ -225,8 +225,8 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
     return torch.cat([torch.cat([embedding[root][None], mask.expand(width - 1, -1)]) for root in roots.tolist()])
 
 
-def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int, *table: Tensor) -> None:
-    for part, made in zip(table, tree.children(logits, candidates, listed, width), strict=True):
+def children(logits: Tensor, candidates: Tensor, k: int, *table: Tensor) -> None:
+    for part, made in zip(table, tree.children(logits, candidates, k), strict=True):
         part.copy_(made)
 
 

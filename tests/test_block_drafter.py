@@ -23,7 +23,9 @@ from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 LONG = (PROMPT * 9)[:67]  # more than a page
-EXACT = BlockTreeSettings(width=VOCAB, shortlist=VOCAB, nodes=30)  # a table of all tokens leaves nothing out
+EXACT = BlockTreeSettings(
+    width=VOCAB, children=VOCAB, shortlist=VOCAB, nodes=30
+)  # a table of all tokens leaves nothing out
 MARGINAL: dict[str, Any] = {"shifted": False}
 HEADS: dict[str, dict[str, Any]] = {
     "marginal": MARGINAL,

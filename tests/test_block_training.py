@@ -510,7 +510,7 @@ def best_nodes(table, row, num_nodes, num_levels):
 @pytest.mark.parametrize("kind", ["chain", "marginal", "conditional"])
 def test_the_simulators_tree_is_the_best_first_one(model, kind):
     head = make_head(model, num_drafts=5)
-    settings = SimulateSettings(nodes=9, width=4)
+    settings = SimulateSettings(nodes=9, width=61, children=2)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(20, 5, 32, generator=generator)
     table = table_of(head, hidden, torch.arange(3, 23), kind, settings)
@@ -530,7 +530,7 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 def test_a_conditional_table_holds_what_follows_each_candidate(model):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, shortlist=VOCAB))
+    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, children=3, shortlist=VOCAB))
     for row, slot in itertools.product(range(2), range(4)):
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
         after = head.marginals(hidden[row, slot]).topk(3).indices.tolist()
@@ -546,16 +546,16 @@ def test_a_conditional_table_holds_what_follows_each_candidate(model):
 
 
 @torch.no_grad()
-def test_a_shortlist_is_as_likely_as_it_was_without_the_token_before(model):
+def test_probabilities_are_shares_of_the_shortlist(model):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(6)), torch.tensor([9, 33])
-    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, shortlist=5))
+    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, children=3, shortlist=5))
     for row, slot in itertools.product(range(2), range(4)):
         listed = head.marginals(hidden[row, slot]).softmax(-1).topk(5)
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
         for number, parent in enumerate(before):
             logits = head.conditionals(hidden[row : row + 1, slot : slot + 1], torch.tensor([[[parent]]]))[0, 0, 0]
-            expected = (logits[listed.indices].softmax(-1) * listed.values.sum()).topk(3)
+            expected = logits[listed.indices].softmax(-1).topk(3)
             assert table.tokens[row, slot * 3 + number].tolist() == listed.indices[expected.indices].tolist()
             torch.testing.assert_close(table.probabilities[row, slot * 3 + number], expected.values)
 

@@ -162,7 +162,7 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
 
     drafts, answers = [], []
     for its_model, its_head in ((model, head), (widened, wide_head)):
-        engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(8, 12)))
+        engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(width=8, nodes=12)))
         batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=16)))
         engine._prefill(batch)
         drafts.append(next(iter(engine.drafter.passes(batch.draft, batch.roots()))))

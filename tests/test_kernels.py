@@ -792,13 +792,10 @@ def test_children_of_slots():
     batch, num_slots, num_parents, num_candidates = 2, 3, 4, 7
     logits = torch.randn(batch, num_slots, num_parents, num_candidates)
     candidates = torch.stack([torch.randperm(50)[:7] for _ in range(6)]).view(batch, num_slots, -1)
-    listed = torch.rand(batch, num_slots)
     shape = (batch, num_slots * num_parents, 5)
     found = [torch.zeros(shape, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
-    block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates, listed)), 5, *found)
-    torch.testing.assert_close(
-        tuple(part.cpu() for part in found), tuple(block_tree.children(logits, candidates, listed, 5))
-    )
+    block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates)), 5, *found)
+    torch.testing.assert_close(tuple(part.cpu() for part in found), tuple(block_tree.children(logits, candidates, 5)))
     assert (found[2] >= 0).any() and (found[2][:, -num_parents:] == -1).all(), "the last slot's have no children"
 
 

@@ -26,12 +26,13 @@ class SimulateSettings(Settings):
     """Settings of the simulator."""
 
     nodes: int = 60  # of a tree, without the root
-    width: int = 16  # of a conditional table: tokens of a slot that have children, and children of each
-    shortlist: int = 64  # of a conditional table: tokens of a slot that are looked at as children
+    width: int = 16  # of a conditional table: tokens of a slot that have children
+    children: int = 8  # of each
+    shortlist: int = 64  # tokens of a slot that are looked at as children
     rows: int = 64  # answers simulated together
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "width", "shortlist", "rows"):
+        for name in ("nodes", "width", "children", "shortlist", "rows"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
 
 
@@ -76,7 +77,7 @@ def tree_kinds(head: BlockHead) -> tuple[str, ...]:
 def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, kind: str, settings: SimulateSettings) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
     if kind == "conditional":
-        return conditional_table(head, hidden, roots, settings.width, settings.shortlist)
+        return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist)
     return marginal_table(head, hidden, 1 if kind == "chain" else settings.nodes)
 
 

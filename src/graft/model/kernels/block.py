@@ -24,11 +24,10 @@ def slots(roots: Tensor, embedding: Tensor, mask: Tensor, width: int) -> Tensor:
 def children(
     logits: Tensor,  # [B, K, P, S]
     candidates: Tensor,  # [B, K, S] int64
-    listed: Tensor,  # [B, K] float32
-    width: int,
-    tokens: Tensor,  # [B, K * P, width] int32, written
-    probabilities: Tensor,  # [B, K * P, width] float32, written
-    entries: Tensor,  # [B, K * P, width] int32, written
+    k: int,
+    tokens: Tensor,  # [B, K * P, k] int32, written
+    probabilities: Tensor,  # [B, K * P, k] float32, written
+    entries: Tensor,  # [B, K * P, k] int32, written
 ) -> None:
     """What `spec_decode/proposers/block/tree.py` says of its function of this name. Of equals the first candidate
     comes first."""
@@ -36,14 +35,13 @@ def children(
     _children_kernel[(batch * num_slots * num_parents,)](
         logits.contiguous(),
         candidates.contiguous(),
-        listed.contiguous(),
         tokens,
         probabilities,
         entries,
         num_slots,
         num_parents,
         num_candidates,
-        WIDTH=width,
+        K=k,
         BLOCK=triton.next_power_of_2(num_candidates),
         num_warps=1,
     )
@@ -74,14 +72,13 @@ def _slots_kernel(
 def _children_kernel(
     logits: tl.tensor,
     candidates: tl.tensor,
-    listed: tl.tensor,
     tokens: tl.tensor,
     probabilities: tl.tensor,
     entries: tl.tensor,
     num_slots: int,
     num_parents: int,
     num_candidates: int,
-    WIDTH: tl.constexpr,
+    K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One slot after one token before it."""
@@ -92,13 +89,12 @@ def _children_kernel(
     inside = place < num_candidates
     x = tl.load(logits + entry.to(tl.int64) * num_candidates + place, mask=inside, other=float("-inf")).to(tl.float32)
     weight = tl.exp(x - tl.max(x, axis=0))
-    chance = weight / tl.sum(weight, axis=0) * tl.load(listed + slot)
-    chance = tl.where(inside, chance, -1.0)
-    for rank in range(WIDTH):
-        best = tl.max(chance, axis=0)
-        at = tl.min(tl.where(chance == best, place, BLOCK), axis=0)
+    share = tl.where(inside, weight / tl.sum(weight, axis=0), -1.0)
+    for rank in range(K):
+        best = tl.max(share, axis=0)
+        at = tl.min(tl.where(share == best, place, BLOCK), axis=0)
         has_entry = (at < num_parents) & (following < num_slots)
-        tl.store(tokens + entry * WIDTH + rank, tl.load(candidates + slot * num_candidates + at).to(tl.int32))
-        tl.store(probabilities + entry * WIDTH + rank, best)
-        tl.store(entries + entry * WIDTH + rank, tl.where(has_entry, following * num_parents + at, -1))
-        chance = tl.where(place == at, -1.0, chance)
+        tl.store(tokens + entry * K + rank, tl.load(candidates + slot * num_candidates + at).to(tl.int32))
+        tl.store(probabilities + entry * K + rank, best)
+        tl.store(entries + entry * K + rank, tl.where(has_entry, following * num_parents + at, -1))
+        share = tl.where(place == at, -1.0, share)

@@ -158,8 +158,8 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         hidden = self.fast.run(roots, causal, seen, buffers.keys, buffers.values, buffers.rotary)
         table = _as_table(there)
 
-        def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int) -> Table:
-            block_kernels.children(logits, candidates, listed, width, *table)
+        def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
+            block_kernels.children(logits, candidates, k, *table)
             return table
 
         made = table_of(self.head, hidden, roots.long(), self.settings, Ranking(topk_kernels.highest, children))

@@ -32,12 +32,13 @@ from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState
 class BlockTreeSettings(Settings):
     """The shape of the tree that is drafted from a block."""
 
-    width: int = 16  # of a conditional head's table: tokens of a slot that have children, and children of each
+    width: int = 16  # of a conditional head's table: tokens of a slot that have children
+    children: int = 8  # of each
     shortlist: int = 64  # tokens of a slot that are looked at as children
     nodes: int = 60  # of the tree
 
     def __post_init__(self) -> None:
-        for name in ("width", "shortlist", "nodes"):
+        for name in ("width", "children", "shortlist", "nodes"):
             value = getattr(self, name)
             require(
                 isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
@@ -49,7 +50,7 @@ def table_of(
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
     if head.config.has_conditionals:
-        return conditional_table(head, hidden, roots, settings.width, settings.shortlist, ranking)
+        return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist, ranking)
     return marginal_table(head, hidden, settings.nodes, ranking)
 
 

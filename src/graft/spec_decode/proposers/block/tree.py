@@ -31,7 +31,7 @@ class Ranking(NamedTuple):
     """What chooses the tokens of tables: functions with the arguments of those here, or a GPU's kernels for them."""
 
     highest: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    children: Callable[[Tensor, Tensor, Tensor, int], Table]
+    children: Callable[[Tensor, Tensor, int], Table]
 
 
 def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,14 +41,14 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return found.indices, found.values, logits.logsumexp(dim=-1)
 
 
-def children(logits: Tensor, candidates: Tensor, listed: Tensor, width: int) -> Table:
-    """The table of the `width` likeliest candidates of each slot after each of P tokens before it.
+def children(logits: Tensor, candidates: Tensor, k: int) -> Table:
+    """The table of the k likeliest candidates of each slot after each of P tokens before it; probabilities are shares
+    of the candidates.
 
-    logits: [B, K, P, S] of the slots' candidates [B, K, S], of which the first P are before the next slot's. listed:
-    [B, K] the probability of a slot's candidates together.
+    logits: [B, K, P, S] of the slots' candidates [B, K, S], of which the first P are before the next slot's.
     """
     num_slots, num_parents = logits.shape[1:3]
-    found = (logits.float().softmax(dim=-1) * listed[..., None, None]).topk(width)
+    found = logits.float().softmax(dim=-1).topk(k)
     tokens = candidates[:, :, None].expand_as(logits).gather(-1, found.indices)
     following = torch.arange(1, num_slots + 1, device=logits.device)[:, None, None]
     has_entry = (found.indices < num_parents) & (following < num_slots)
@@ -61,36 +61,43 @@ PLAIN = Ranking(highest, children)
 
 def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
-    ids, probabilities = _likeliest(head, hidden, width, ranking)
+    ids, best, total = _highest(head, hidden, width, ranking)
     entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
     entries = entries.masked_fill(entries == hidden.shape[1], -1)[:, None].expand_as(ids)
-    return Table(head.to_target(ids).int(), probabilities, entries)
+    return Table(head.to_target(ids).int(), (best - total[..., None]).exp(), entries)
 
 
 def conditional_table(
-    head: BlockHead, hidden: Tensor, roots: Tensor, width: int, shortlist: int, ranking: Ranking = PLAIN
+    head: BlockHead,
+    hidden: Tensor,
+    roots: Tensor,
+    width: int,
+    children: int,
+    shortlist: int,
+    ranking: Ranking = PLAIN,
 ) -> Table:
-    """The `width` likeliest tokens of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
+    """The likeliest `children` of slots with hidden states [B, K, H] behind roots [B], after each of the `width`
     likeliest tokens of the slot before.
 
-    Tokens that follow are looked for among a slot's `shortlist` likeliest ones whatever comes before. Together these
-    are taken to be as likely with the token before as without it, so that no other logits need be computed.
+    Children are looked for among a slot's `shortlist` likeliest tokens whatever comes before, and their probabilities
+    are shares of these: the logits of others are not computed.
     """
-    ids, probabilities = _likeliest(head, hidden, shortlist, ranking)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking)
     candidates = head.to_target(ids)  # [B, K, S]
-    width = min(width, candidates.shape[-1])
-    behind_root = roots[:, None, None].expand(-1, 1, width)  # only the first of these entries is used
+    num_candidates = candidates.shape[-1]
+    behind_root = roots[:, None, None].expand(-1, 1, min(width, num_candidates))  # only the first of these is used
     parents = torch.cat([behind_root, candidates[:, :-1, :width]], dim=1)
     logits = head.conditionals(hidden, parents, ids)  # [B, K, P, S]
-    return ranking.children(logits, candidates, probabilities.sum(dim=-1), width)
+    return ranking.children(logits, candidates, min(children, num_candidates))
 
 
-def _likeliest(head: BlockHead, hidden: Tensor, count: int, ranking: Ranking) -> tuple[Tensor, Tensor]:
-    """Draft ids and probabilities [B, K, count] of slots with hidden states [B, K, H], whatever comes before them."""
+def _highest(head: BlockHead, hidden: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft ids and logits [B, K, k] of slots with hidden states [B, K, H], whatever comes before them, and the
+    logsumexp [B, K]."""
     logits = head.marginals(hidden)  # [B, K, vocab]
-    ids, best, total = ranking.highest(logits.flatten(0, 1), min(count, logits.shape[-1]))
-    shape = (*hidden.shape[:2], -1)
-    return ids.long().view(shape), (best - total[:, None]).exp().view(shape)
+    ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
+    shape = hidden.shape[:2]
+    return ids.long().unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)
 
 
 def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
