@@ -86,8 +86,8 @@ def test_the_real_kernels_draft_the_same(model, monkeypatch):
     layer of the head is causal, one is not."""
     monkeypatch.setattr(Captures, "capture", lambda captures, run: run)  # without a trial
     monkeypatch.setattr(CapturedDrafter, "_try", lambda drafter, state: None)
-    monkeypatch.setattr(captured, "_CHUNKS", (2,))
-    monkeypatch.setattr(captured, "_ENTRIES", (4,))
+    monkeypatch.setattr(captured, "CHUNKS", (2,))
+    monkeypatch.setattr(captured, "ENTRIES", (4,))
     found = []
     for text in both(model, "causal"):
         cache, state = text.open(PROMPT[:3])

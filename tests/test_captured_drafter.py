@@ -231,8 +231,8 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
 
 def test_the_real_kernels_draft_the_same(model, monkeypatch):
     """In Triton's interpreter, where there is no GPU; with little padding, as every program takes its time there."""
-    monkeypatch.setattr(captured, "_CHUNKS", (2,))
-    monkeypatch.setattr(captured, "_ENTRIES", (8,))
+    monkeypatch.setattr(captured, "CHUNKS", (2,))
+    monkeypatch.setattr(captured, "ENTRIES", (8,))
     settings, found = TreeSettings(depth=2, topk=2), []
     for text in both(model, settings=settings):
         cache, state = text.open(PROMPT[:3], [5, 6])

@@ -603,6 +603,7 @@ def test_a_block_that_sees_all_of_itself(width):
     layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
     plan = attention_kernels.plan(layout, 2, SMALL)
     assert plan.chains.tolist()[:3] == [int(width == 4)] * 3
+    layout = replace(layout, only_chains=width == 4)  # nothing is missing without the tail's kernel
     out = tree_attention(problem.query, problem.keys, problem.values, layout, plan, tiles=SMALL).cpu()
     expected = []
     for row, length in enumerate(lengths):
@@ -797,6 +798,18 @@ def test_children_of_slots():
     block_kernels.children(*(part.to(DEVICE) for part in (logits, candidates)), 5, *found)
     torch.testing.assert_close(tuple(part.cpu() for part in found), tuple(block_tree.children(logits, candidates, 5)))
     assert (found[2] >= 0).any() and (found[2][:, -num_parents:] == -1).all(), "the last slot's have no children"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_of_nan_a_token_of_the_vocabulary_is_chosen():
+    """A wrong draft costs nothing; a token that does not exist would end the process."""
+    nan = torch.full((2, 1030), torch.nan, device=DEVICE)
+    tokens, _, _ = topk_kernels.highest(nan, 3)
+    assert bool(((tokens >= 0) & (tokens < 1030)).all())
+    candidates = torch.arange(100, 106, device=DEVICE).view(1, 2, 3)
+    found = [torch.zeros(1, 4, 2, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32, torch.int32)]
+    block_kernels.children(torch.full((1, 2, 2, 3), torch.nan, device=DEVICE), candidates, 2, *found)
+    assert bool(((found[0] >= 100) & (found[0] < 106)).all())
 
 
 def test_slots_of_blocks():

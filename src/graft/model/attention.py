@@ -52,6 +52,7 @@ class Layout:
     # [T] int32 each token's number, from 1, in its strip, a run of tokens down one path; negative for the last of it.
     # None: each token is a strip of its own. A row with longer ones has all its places in the step, in order.
     strips: Tensor | None = None
+    only_chains: bool = False  # whether each row's tokens are sure to be a chain, which needs no kernel for trees
 
 
 def two_way_columns(width: int, num_blocks: int, tile: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -202,15 +202,16 @@ def tree_attention(
             num_stages=tiles.prefix_stages,
         )
     parts = triton.cdiv(group, tiles.rows)
-    by_token = (layout.places, layout.depths, layout.paths)
-    _tail_kernel[min(num_tokens, programs), parts, kv_heads](
-        *(*stored, *by_row, *by_token, layout.paths.shape[1], plan.strips, plan.num_strips, *states),
-        **cut,
-        BLOCK_M=tiles.rows,
-        num_warps=tiles.warps,
-        num_stages=tiles.tail_stages,
-        maxnreg=tiles.tail_registers,
-    )
+    if not (layout.only_chains and tiles.tokens(group)):
+        by_token = (layout.places, layout.depths, layout.paths)
+        _tail_kernel[min(num_tokens, programs), parts, kv_heads](
+            *(*stored, *by_row, *by_token, layout.paths.shape[1], plan.strips, plan.num_strips, *states),
+            **cut,
+            BLOCK_M=tiles.rows,
+            num_warps=tiles.warps,
+            num_stages=tiles.tail_stages,
+            maxnreg=tiles.tail_registers,
+        )
     members = min(triton.next_power_of_2(group), tiles.rows)
     _combine_kernel[num_tokens, parts, kv_heads](
         *(layout.lengths, plan.chains, layout.starts, layout.counts),

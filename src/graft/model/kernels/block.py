@@ -92,7 +92,7 @@ def _children_kernel(
     share = tl.where(inside, weight / tl.sum(weight, axis=0), -1.0)
     for rank in range(K):
         best = tl.max(share, axis=0)
-        at = tl.min(tl.where(share == best, place, BLOCK), axis=0)
+        at = tl.minimum(tl.min(tl.where(share == best, place, BLOCK), axis=0), num_candidates - 1)  # of NaN, none
         has_entry = (at < num_parents) & (following < num_slots)
         tl.store(tokens + entry * K + rank, tl.load(candidates + slot * num_candidates + at).to(tl.int32))
         tl.store(probabilities + entry * K + rank, best)

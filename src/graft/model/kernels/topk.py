@@ -96,6 +96,7 @@ def _chunk_topk_kernel(
     for rank in tl.static_range(K):
         value = tl.max(x, axis=0)
         token = tl.min(tl.where(x == value, tokens, CHUNK * tl.num_programs(1)), axis=0)
+        token = tl.minimum(token, vocab_size - 1)  # where all are NaN, which equals nothing
         tl.store(found + place * K + rank, token)
         tl.store(values + place * K + rank, value)
         x = tl.where(tokens == token, float("-inf"), x)
@@ -123,7 +124,7 @@ def _rank_kernel(
     for rank in tl.static_range(K):
         value = tl.max(x, axis=0)
         # Chunks stand in order, and within a chunk equal ones do: the first place is the first token.
-        at = tl.min(tl.where(x == value, place, NUM_FOUND), axis=0)
+        at = tl.minimum(tl.min(tl.where(x == value, place, NUM_FOUND), axis=0), num_chunks * K - 1)
         tl.store(tokens + row * K + rank, tl.load(found + row * num_chunks * K + at))
         tl.store(best + row * K + rank, value)
         x = tl.where(place == at, float("-inf"), x)

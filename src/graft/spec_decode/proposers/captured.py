@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,137 +27,36 @@ from graft.model.attention import Layout
 from graft.model.captures import (
     CONTEXTS,
     Captures,
-    Event,
     Run,
     context_for,
     first_line,
     is_shortage,
     on_device,
-    on_host,
-    whole,
 )
 from graft.model.kernels import walk as walk_kernels
 from graft.model.kv_cache import PAGE, KVStore
-from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES, Rotary
+from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
 from graft.model.verified import Step
 from graft.progress import Report
+from graft.spec_decode.proposers.draft_buffers import (
+    CHUNKS,
+    ENTRIES,
+    PENDING,
+    ROWS,
+    ByEntry,
+    ByRow,
+    DraftBuffers,
+    Numbers,
+    Numeric,
+    padded,
+    ragged,
+)
 from graft.spec_decode.proposers.draft_head import DraftHead
 from graft.spec_decode.proposers.eager import EagerDrafter, R
 from graft.spec_decode.tree import DraftTree
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # that graphs are captured for
-_ENTRIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_CHUNKS = (64, 128, 256, 512)  # entries of prompts
-_PENDING = 32  # entries of a row that wait for a draft; then they are run without one
 _SMALL_TREE = 64  # tokens: for smaller ones no kernel is compiled
-_TRANSFERS = 8  # of numbers, that may be under way
 _READERS = ("read", "ahead", "gather")  # graphs that read the target's hidden states
-
-Numeric = np.ndarray | Sequence[int]
-
-
-class ByRow(NamedTuple):
-    """Inputs of a graph, [R + 1] int32; what is behind the rows in use is zero, and so belongs to line 0."""
-
-    lines: Any = ()
-    roots: Any = ()  # the last token of each row's text
-    starts: Any = ()  # entries of each row before those to be run
-    begins: Any = ()  # which of the entries to be run is the row's first
-    counts: Any = ()  # how many they are
-    lengths: Any = ()  # entries with them
-
-
-class ByEntry(NamedTuple):
-    """Inputs of a graph, [E] int32."""
-
-    rows: Any = ()
-    places: Any = ()  # among the row's entries to be run
-    tokens: Any = ()  # the token after each
-    sources: Any = ()  # where its features are: among hidden states, in `features`, or by the walk's tables
-    targets: Any = ()  # where in `features` they are to wait
-
-
-class Numbers:
-    """Static int32 inputs of CUDA graphs, taken from the host to the device in one transfer."""
-
-    def __init__(self, max_rows: int, max_entries: int, device: torch.device) -> None:
-        self._num_by_row = whole(max_rows + 1)
-        size = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(max_entries)
-        self._there = torch.zeros(size, dtype=torch.int32, device=device)
-        # Several, so that the host need not wait for the transfer before.
-        self._here = [(on_host((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
-        self._turns = itertools.cycle(self._here)
-
-    def by_row(self, rows: int | None = None) -> ByRow:
-        """On the device, for so many rows, or for all there can be; and one more, which has nothing."""
-        end = self._num_by_row if rows is None else rows + 1
-        return ByRow(*(part[:end] for part in self._rows_of(self._there)))
-
-    def by_entry(self, size: int) -> ByEntry:
-        """On the device, where `load` puts so many entries."""
-        return ByEntry(*(part[:size] for part in self._entries_of(self._there, size)))
-
-    def load(self, by_row: ByRow, by_entry: ByEntry, size: int) -> None:
-        """Sends rows and entries, which are padded to `size` with entries of the first row that is nobody's."""
-        here, loaded = next(self._turns)
-        loaded.wait()
-        array = here.numpy()
-        end = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(size)
-        array[:end] = 0
-        entries = self._entries_of(array, size)
-        entries[0][len(by_entry.rows) :] = len(by_row.lines)
-        for parts, given in ((self._rows_of(array), by_row), (entries, by_entry)):
-            for part, numbers in zip(parts, given, strict=True):
-                part[: len(numbers)] = numbers
-        self._there[:end].copy_(here[:end], non_blocking=True)
-        loaded.record()
-
-    def _rows_of(self, numbers: Any) -> Any:
-        return numbers[: len(ByRow._fields) * self._num_by_row].reshape(len(ByRow._fields), self._num_by_row)
-
-    def _entries_of(self, numbers: Any, size: int) -> Any:
-        start = len(ByRow._fields) * self._num_by_row
-        return numbers[start : start + len(ByEntry._fields) * whole(size)].reshape(len(ByEntry._fields), whole(size))
-
-
-class DraftBuffers:
-    """Static tensors of a drafter's graphs over one pool of pages, but for those of its passes."""
-
-    def __init__(
-        self, weight: Tensor, pool: PagePool, store: KVStore, rotary: Rotary, number: int, max_ahead: int, passes: int
-    ) -> None:
-        """weight: that of `DraftHead.fc`. number: its own, in the keys of its graphs. passes: of a round at most."""
-        device, num_lines = pool.device, pool.num_lines
-        max_rows = padded(num_lines, ROWS)
-        self.number, self.num_resized = number, pool.num_resized
-        self.tables = pool.tables
-        self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
-        self.rotary = rotary
-        # By line of the block tables: features of entries that wait.
-        self.features = weight.new_zeros(num_lines, _PENDING, weight.shape[1])
-        max_entries = padded(max_rows * _PENDING, _ENTRIES)
-        self.max_rows, self.max_entries = max_rows, max_entries
-        self.round = Numbers(max_rows, max_entries, device)
-        self.chunk = Numbers(1, _CHUNKS[-1], device)
-        walk_shape = (max_rows + 1, max_ahead)
-        self.walked = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # the tokens of each row's round
-        self.nodes = torch.zeros(walk_shape, dtype=torch.int32, device=device)  # of the step, that they come after
-        # Nobody's: entries with the target's features see all that stands before them.
-        self.paths = torch.zeros(max(max_entries, _CHUNKS[-1]), 1, dtype=torch.int32, device=device)
-        self.was_sent = [Event(device) for _ in range(passes)]
-        # Whose rows `round` and the passes are; others draft anew.
-        self.owner: Callable[[], CapturedState | None] = lambda: None
-        self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
-
-    @property
-    def by_line(self) -> tuple[Tensor, ...]:
-        """What is kept of rows, by line of the block tables."""
-        return (self.features,)
-
-    def take(self, other: DraftBuffers) -> None:
-        """Goes on with what another has kept of the rows."""
-        for own, old in zip(self.by_line, other.by_line, strict=True):
-            own[: len(old)] = old
 
 
 B = TypeVar("B", bound=DraftBuffers)
@@ -297,7 +196,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         with self._captures.lock, state.pool.lock:
             buffers = self._buffers_of(state.pool)
             sources = range(first, first + len(following))
-            self._read(state.pool, buffers.chunk, [own], verified, [following], [sources], _CHUNKS, _CHUNKS[-1])
+            self._read(state.pool, buffers.chunk, [own], verified, [following], [sources], CHUNKS, CHUNKS[-1])
             state.num_prefetched = 0
 
     def learn(
@@ -320,13 +219,13 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             num_new = [len(row.following) + len(new) for row, new in zip(state.rows, tokens, strict=True)]
             if num_ahead and not self._has_room(state, num_new):
                 num_ahead = 0
-            if max(num_new) > _PENDING:
+            if max(num_new) > PENDING:
                 self._enter_waiting(state)
             sources = _sources(verified, nodes, tokens)
             is_waiting = any(row.following for row in state.rows)
-            if not is_waiting and (num_ahead or max(num_new) > _PENDING):
+            if not is_waiting and (num_ahead or max(num_new) > PENDING):
                 numbers = self._claim(state).round
-                self._read(state.pool, numbers, state.rows, verified, tokens, sources, _ENTRIES, _PENDING)
+                self._read(state.pool, numbers, state.rows, verified, tokens, sources, ENTRIES, PENDING)
             else:
                 self._gather(state, verified, list(map(len, tokens)), sources)
                 for row, new in zip(state.rows, tokens, strict=True):
@@ -343,7 +242,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         if not isinstance(state, CapturedState) or verified.step is None or verified.tokens.shape[1] > 1:
             return  # which nodes are accepted is not known yet
         with self._captures.lock, state.pool.lock:
-            if max(len(row.following) for row in state.rows) == _PENDING:
+            if max(len(row.following) for row in state.rows) == PENDING:
                 self._enter_waiting(state)
             self._gather(state, verified, [1] * len(state.rows), verified.index.tolist())
             state.num_prefetched = state.num_taken = 0
@@ -449,8 +348,8 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         """Sends the rows to the device, and runs the head on the entries whose true features have come in."""
         buffers, rows = self._claim(state), state.rows
         following = [row.following for row in rows]
-        sources = [range(row.row.line * _PENDING, row.row.line * _PENDING + len(row.following)) for row in rows]
-        size = self._load(buffers.round, rows, following, sources, _ENTRIES)
+        sources = [range(row.row.line * PENDING, row.row.line * PENDING + len(row.following)) for row in rows]
+        size = self._load(buffers.round, rows, following, sources, ENTRIES)
         if size == 0:
             return
         self._replay_refresh(buffers, size, self._context(state))
@@ -491,11 +390,11 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         buffers, rows = self._claim(state), state.rows
         hidden = self._hidden_of(buffers, verified)
         targets = [
-            row.row.line * _PENDING + len(row.following) + place
+            row.row.line * PENDING + len(row.following) + place
             for row, count in zip(rows, counts, strict=True)
             for place in range(count)
         ]
-        size = padded(len(targets), _ENTRIES)
+        size = padded(len(targets), ENTRIES)
         flat = list(itertools.chain.from_iterable(sources))
         buffers.round.load(ByRow(), ByEntry(sources=flat, targets=targets), size)
         self._replay_gather(buffers, size, hidden, verified.step is not None)
@@ -510,7 +409,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         assert step is not None
         buffers = self._claim(state)
         entry_rows, places, begins = ragged(rooms)
-        size = padded(len(entry_rows), _ENTRIES)
+        size = padded(len(entry_rows), ENTRIES)
         by_entry = ByEntry(entry_rows, places, sources=entry_rows * self.max_ahead + places)
         buffers.round.load(_by_row(state.rows, begins), by_entry, size)
         state.num_prefetched = 0
@@ -656,6 +555,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             lines=by_row.lines,
             tables=buffers.tables,
             max_context=context,
+            only_chains=True,
         )
         self._enter(buffers, features.to(buffers.features.dtype), entries.tokens, by_row, layout)
 
@@ -667,7 +567,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     def _try(self, state: CapturedState) -> None:
         """Captures graphs of most rounds, to see whether the head can be captured; over entries that are nobody's."""
         buffers, context = self._buffers_of(state.pool), self._context(state)
-        for size in _ENTRIES[:4]:
+        for size in ENTRIES[:4]:
             buffers.round.load(ByRow(), ByEntry(), size)
             self._replay_refresh(buffers, size, context)
         self._capture_passes(buffers, self._shape(state), context)
@@ -687,8 +587,8 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         most_rows = min(padded(max_rows, ROWS), buffers.max_rows)
         all_rows = [*(rows for rows in ROWS if rows < most_rows), most_rows]
         most = min(most_rows * self.max_ahead, buffers.max_entries)
-        sizes = [size for size in _ENTRIES if size <= buffers.max_entries]
-        sizes += range(2 * sizes[-1], most + 1, sizes[-1]) if sizes[-1] == _ENTRIES[-1] else []
+        sizes = [size for size in ENTRIES if size <= buffers.max_entries]
+        sizes += range(2 * sizes[-1], most + 1, sizes[-1]) if sizes[-1] == ENTRIES[-1] else []
         total = len(sizes) + len(all_rows)
         for number, size in enumerate(sizes):
             progress(Report("graphs", number, total, f"drafter, {size} entries"))
@@ -697,7 +597,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             self._replay_gather(buffers, size, hidden)
             self._replay_read(buffers, buffers.round, size, context, hidden)
             self._replay_ahead(buffers, size, context, hidden)
-        for size in _CHUNKS:
+        for size in CHUNKS:
             buffers.chunk.load(ByRow(), ByEntry(), size)
             self._replay_read(buffers, buffers.chunk, size, context, hidden)
         for most in (_SMALL_TREE, 2 * _SMALL_TREE):  # kernels that no graph has
@@ -717,19 +617,6 @@ def why_not(head: DraftHead) -> str | None:
     if config.head_dim > MAX_HEAD_DIM or config.hidden_size > MAX_HIDDEN:
         return "its heads or hidden states are of an unusual size"
     return None
-
-
-def padded(count: int, sizes: Sequence[int]) -> int:
-    """The least of `sizes` that is no less; a multiple of the last if none is."""
-    return next((size for size in sizes if size >= count), whole(count, sizes[-1]))
-
-
-def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of things that stand row by row: the row of each, its place in the row, and each row's first."""
-    counts = np.asarray(counts, dtype=np.int64)
-    begins = counts.cumsum() - counts
-    rows = np.repeat(np.arange(len(counts)), counts)
-    return rows, np.arange(len(rows)) - begins[rows], begins
 
 
 def _by_row(rows: Sequence[CapturedRow], begins: Numeric) -> ByRow:

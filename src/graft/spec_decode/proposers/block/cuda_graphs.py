@@ -23,14 +23,8 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Ranking, Table, levels_of
-from graft.spec_decode.proposers.captured import (
-    ROWS,
-    ByRow,
-    CapturedDrafter,
-    CapturedState,
-    DraftBuffers,
-    padded,
-)
+from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.eager import DraftRow
 
 
@@ -49,6 +43,7 @@ class BlockBuffers(DraftBuffers):
         self._counts = torch.full_like(rows, self.width)
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._two_ways = two_way_columns(self.width, self.max_rows, fast.tile, pool.device)
+        self._fits_tile = self.width <= fast.tile
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
@@ -65,12 +60,13 @@ class BlockBuffers(DraftBuffers):
             lines=by_row.lines[:rows],
             tables=self.tables,
             max_context=context,
+            only_chains=True,
         )
 
     def two_ways(self, layout: Layout) -> Layout:
         """The same slots, each of which sees all of its row's."""
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
-        return replace(layout, places=places, depths=depths, paths=paths)
+        return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
     def sent(self, rows: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Room for the tables of so many rows, [3, rows, *size] int32: on the device, and on the host."""

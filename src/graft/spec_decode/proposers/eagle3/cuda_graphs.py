@@ -19,14 +19,8 @@ from graft.model.captures import on_host
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
-from graft.spec_decode.proposers.captured import (
-    ROWS,
-    ByRow,
-    CapturedDrafter,
-    CapturedState,
-    DraftBuffers,
-    padded,
-)
+from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3Row
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
