@@ -34,6 +34,7 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     _chunk_topk_kernel[(num_rows, num_chunks)](
         logits, logits.stride(0), found, values, *sums, vocab_size, K=k, CHUNK=_CHUNK, num_warps=1
     )
+    num_found = triton.next_power_of_2(num_chunks * k)
     _rank_kernel[(num_rows,)](
         found,
         values,
@@ -43,8 +44,9 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         total,
         num_chunks,
         K=k,
-        NUM_FOUND=triton.next_power_of_2(num_chunks * k),
+        NUM_FOUND=num_found,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=min(max(num_found // 1024, 4), 16),
     )
     return tokens, best, total
 
