@@ -112,7 +112,9 @@ class Drafter(Protocol):
         """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass and its levels, each one
         depth further down.
 
-        keep: only so many nodes of each level, the likeliest first; all of them in any order if None.
+        keep: only so many nodes of each level, the likeliest first, but no fewer than beams that are expanded, of which
+        there are no more than that; all nodes in any order if None. So 1 is a chain: the likeliest child of the node
+        before.
         stops: the passes after which the caller may stop, so that the device can run on to the next of them by itself;
         any if None.
         """

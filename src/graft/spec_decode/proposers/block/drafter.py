@@ -17,7 +17,7 @@ from graft.model.attention import RowKeys, attend
 from graft.settings import Settings, require
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
-from graft.spec_decode.proposers.block.tree import Table, conditional_table, levels_of, marginal_table
+from graft.spec_decode.proposers.block.tree import Table, chain_table, conditional_table, levels_of, marginal_table
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
 
 
@@ -78,8 +78,12 @@ class BlockDrafter(EagerDrafter[DraftRow]):
     ) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
-        table = table_of(self.head, self._block(state, roots), roots, self.settings)
-        yield levels_of(table.to_host(), self.max_depth, self.settings.nodes)
+        hidden = self._block(state, roots)
+        if keep == 1:
+            yield levels_of(chain_table(self.head, hidden, roots).to_host(), self.max_depth, self.max_depth)
+        else:
+            table = table_of(self.head, hidden, roots, self.settings)
+            yield levels_of(table.to_host(), self.max_depth, self.settings.nodes)
 
     def _new_row(self, row: Row) -> DraftRow:
         return DraftRow(row, row.length)

@@ -31,9 +31,26 @@ def marginal_table(head: BlockHead, hidden: Tensor, width: int) -> Table:
     logits = head.marginals(hidden).float()  # [B, K, vocab]
     found = logits.topk(min(width, logits.shape[-1]))
     probabilities = (found.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-    entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
-    entries = entries.where(entries < hidden.shape[1], -1)[:, None].expand_as(found.indices)
-    return Table(head.to_target(found.indices).int(), probabilities, entries)
+    return _by_slot(head.to_target(found.indices), probabilities)
+
+
+def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor) -> Table:
+    """The likeliest token of each slot with hidden states [B, K, H] after that of the slot before, the first one's
+    behind the roots [B]: an entry each.
+
+    Made slot by slot: in a table for trees many a chain would end at a token that has no children there.
+    """
+    if not head.config.has_conditionals:
+        return marginal_table(head, hidden, 1)
+    chain, probabilities = [roots], []
+    for slot in range(hidden.shape[1]):
+        first = 0 if head.config.markov == "rnn" else slot  # a recurrent head's state is made on the way
+        parents = torch.stack(chain[first:], dim=1)[..., None]
+        logits = head.conditionals(hidden[:, first : slot + 1], parents)[:, -1, 0].float()
+        best = logits.max(dim=-1)
+        chain.append(head.to_target(best.indices))
+        probabilities.append((best.values - logits.logsumexp(dim=-1)).exp())
+    return _by_slot(torch.stack(chain[1:], dim=1)[..., None], torch.stack(probabilities, dim=1)[..., None])
 
 
 def conditional_table(
@@ -58,6 +75,13 @@ def conditional_table(
     entries = (following * width + found.indices).where((found.indices < width) & (following < num_slots), -1)
     table = Table(tokens.int(), found.values, entries.int())
     return Table(*(part.flatten(1, 2) for part in table))
+
+
+def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:
+    """A table with one entry a slot: each [B, K, m]."""
+    entries = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
+    entries = entries.where(entries < tokens.shape[1], -1)[:, None].expand_as(tokens)
+    return Table(tokens.int(), probabilities, entries)
 
 
 def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:

@@ -159,7 +159,7 @@ class DraftBuffers:
                 (torch.arange(max_rows, device=device) * beams).int(),
                 torch.full((max_rows,), beams, dtype=torch.int32, device=device),
             )
-            for _, beams in sizes
+            for beams in range(1, settings.topk + 1)
         }
         num_numbers = num_passes * 3 * max(rows * beams * beams for rows, beams in sizes)
         self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
@@ -466,7 +466,7 @@ class CapturedDrafter(Eagle3Drafter):
     def _shape(self, state: CapturedState) -> Shape:
         if state.shape is None or state.shape.keep != state.kept:
             rows = padded(len(state.rows), _ROWS)
-            state.shape = Shape(rows, num_beams(rows, self.settings.topk), state.kept)
+            state.shape = Shape(rows, num_beams(rows, self.settings.topk, state.kept), state.kept)
         return state.shape
 
     def _context(self, state: CapturedState, num_new: int = 0) -> int:
@@ -799,7 +799,7 @@ class CapturedDrafter(Eagle3Drafter):
             self._walk(buffers, verified.step, chosen, 1, most)
         for number, rows in enumerate(all_rows, start=len(sizes)):
             progress(Report("graphs", number, total, f"drafter, {rows} rows"))
-            shape = Shape(rows, num_beams(rows, self.settings.topk), keep)
+            shape = Shape(rows, num_beams(rows, self.settings.topk, keep), keep)
             self._replay_root(buffers, shape)
             self._expand(buffers, shape, context)
 
@@ -809,8 +809,9 @@ def padded(count: int, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if size >= count), whole(count, sizes[-1]))
 
 
-def num_beams(rows: int, topk: int) -> int:
+def num_beams(rows: int, topk: int, keep: int | None = None) -> int:
     """Nodes of a row that a pass expands: where there are many rows, few of each are verified."""
+    topk = min(topk, keep or topk)
     if rows <= _FEW_ROWS:
         return topk
     each = max(_MOST_BEAMS // rows, 2)
