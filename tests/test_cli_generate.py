@@ -14,7 +14,8 @@ import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft.cli.generate import ANSWERS
-from graft.cli.options import SAMPLING
+from graft.cli.options import LOADING, SAMPLING
+from graft.spec_decode.policies import POLICIES
 
 Run = Callable[..., Finished]
 HI = [{"role": "user", "content": "hi"}]
@@ -32,6 +33,11 @@ def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
         if field.type in ("int", "float"):
             _, option = get_args(options[field.name])
             assert option.help.endswith(rf"[dim]\[default: {field.default:g}][/]")
+
+
+def test_help_names_every_policy() -> None:
+    (option,) = get_args(LOADING["policy"])[1:]
+    assert option.help.split(".")[0].split(", ") == list(POLICIES)
 
 
 def test_answer_is_that_of_the_library(graft_tiny: Run, engine: library.Engine) -> None:
@@ -152,6 +158,8 @@ def test_color_by_origin_colours_a_terminal(graft_tiny: Run, monkeypatch: pytest
         (["--color-by-origin", "--n", "2"], "take no --json and no --n"),
         (["--raw", "--system", "be kind"], "--raw has no chat template"),
         (["--policy", "grapt"], "did you mean 'graft'?"),
+        (["--policy", "block"], "policy 'block' drafts with a head: name one with draft="),
+        (["--policy", "block-paper", "--draft", "none"], "policy 'block-paper' drafts with a head"),
         (["--device", "nonsense"], "device"),
         (["--dtype", "fp64"], "unknown dtype 'fp64'"),
         (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
