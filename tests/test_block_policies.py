@@ -7,7 +7,10 @@ from itertools import islice
 import pytest
 import torch
 
-from graft import Engine
+from graft import Engine, SamplingSettings
+from graft.bench import methods
+from graft.bench.methods import PolicyMethod
+from graft.bench.runs import make_methods
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
@@ -92,7 +95,7 @@ def test_a_chain_does_not_end_where_a_table_for_trees_would(model):
     batch = prefilled(Engine(model, policy="block", drafter=drafter), PROMPT, LONG)
     (wide,) = drafter.passes(batch.draft, batch.roots())
     (chain,) = drafter.passes(batch.draft, batch.roots(), keep=1)
-    assert (wide[-1].probabilities == 0).all(dim=1).any(), "no path of some tree goes all the way down"
+    assert len(wide) < len(chain) == drafter.max_depth, "no path of the trees goes all the way down"
     assert all((level.probabilities > 0).all() for level in chain)
 
 
@@ -201,6 +204,23 @@ def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy
         assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0].ids
         proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
         assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
+
+
+@pytest.mark.parametrize("kind", ["marginal", "eagle3"])
+def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, kind, monkeypatch):
+    drafter, seen = make_drafter(model, kind), []
+    monkeypatch.setattr(methods, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
+    (method,) = make_methods(["block-paper"], model, drafter)
+    settings = SamplingSettings(max_new_tokens=20)
+    state = method.warm_up([[PROMPT], [LONG]], settings)
+    assert state[CHAIN_THRESHOLDS].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
+    method.restore(state)
+    assert method.state()[CHAIN_THRESHOLDS].tolist() == state[CHAIN_THRESHOLDS].tolist()
+    rounds = [PolicyMethod("block", model, drafter).answer([prompt], settings)[0].stats for prompt in (PROMPT, LONG)]
+    assert 0 < len(seen) <= sum(stats.rounds for stats in rounds)
+    assert sum(accepted for _, accepted in seen) <= sum(stats.accepted for stats in rounds)
+    for confidences, _ in seen:
+        assert 0 < confidences[2] < confidences[1] < confidences[0] <= 1, "of one path, further and further down"
 
 
 def test_thresholds_of_chains_are_not_those_of_trees(model):

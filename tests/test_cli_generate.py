@@ -246,7 +246,11 @@ def test_block_head_drafts_the_same_text(policy: str, block_head: Callable[..., 
         ({"mask_token_id": 7}, {"own_mask": True}, "mask_embedding.pt is for mask token 4, but config.json has 7"),
         ({"markov_rank": 8}, MARKOV, "markov_w1.weight is torch.float32 [259, 3], expected floats [259, 8]"),
         ({"markov_rank": 0}, MARKOV, "has a tensor markov_head.markov_w1.weight, for which its config.json has no"),
-        ({"vocab_size": 300, "draft_vocab_size": 300}, {}, "is for a target with a vocabulary of 300, not 259: another model's"),
+        (
+            {"vocab_size": 300, "draft_vocab_size": 300},
+            {},
+            "is for a target with a vocabulary of 300, not 259: another model's",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
