@@ -1,72 +1,143 @@
-"""Mean accepted length of a draft head, dense tree, by task; and whether its text is that of plain decoding.
+"""Mean accepted length and draft passes of a draft head, by task and policy; and whether texts are plain decoding's.
 
-    python bench/head_acceptance.py --model smollm2-135m --draft HEAD --data humaneval.jsonl --data gsm8k.jsonl
+    python bench/head_acceptance.py --draft HEAD --policy dense,block,block-paper,graft --data gsm8k.jsonl --compare
 
-All prompts of a task decode together in one batch (each gets the text it would get alone), so a GPU does in
-seconds what takes minutes one by one. Times are not measured here.
+The head is EAGLE-3's or a block head. `dense` is its whole tree of 60 nodes by cumulative probability, `block` its
+chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing from each other
+(each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one. Times are not measured
+here: `graft bench` does that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from graft.data import read_prompts, user_message
-from graft.engine import Engine
+from graft.bench.methods import PLAIN, Answer, PolicyMethod
+from graft.bench.runs import OURS, check_names
+from graft.bench.tasks import questions, read_tasks
+from graft.errors import GraftError
 from graft.loading import load, load_drafter
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.model.sampler import SamplingSettings
+from graft.spec_decode.policies import PolicySettings
+from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
+from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
+
+_TREE = TreeSettings()
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft", required=True)
     parser.add_argument("--data", action="append", required=True, type=Path)
+    parser.add_argument("--policy", default="dense", help="dense, block, block-paper, graft ...; a comma between them")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--topk", type=int, default=10)
-    parser.add_argument("--total-token", type=int, default=60)
+    parser.add_argument("--depth", type=int, help=f"EAGLE-3: draft passes behind the first; {_TREE.depth}")
+    parser.add_argument(
+        "--topk", type=int, help=f"EAGLE-3: beams, {_TREE.topk}; block: a slot's tokens that have children, 16"
+    )
+    parser.add_argument("--total-token", type=int, default=USUAL_BUDGET, help="nodes a round verifies at most")
+    parser.add_argument("--pass-cost", type=float, default=USUAL_PASS_COST, help="graft: of a draft pass, in verifies")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rows", type=int, default=40, help="prompts that decode together")
-    parser.add_argument("--policy", default="dense", help="dense, or graft to combine it with retrieval")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare the texts")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
 
-    plain = load(options.model, policy="off", dtype=options.dtype)
-    model = plain.target.model
-    tree = TreeSettings(options.depth, options.topk, options.total_token)
-    drafter = load_drafter(options.draft, model, tree)
-    engine = Engine(model, plain.tokenizer, policy=options.policy, drafter=drafter, budget=options.total_token)
 
-    sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": 0}
-    results = {}
-    for path in options.data:
-        prompts = [user_message(prompt.text, plain.tokenizer) for prompt in read_prompts(path, options.limit)]
-        groups = [prompts[i : i + options.rows] for i in range(0, len(prompts), options.rows)]
-        answers = [g for group in groups for g in engine.generate_batch(group, **sampling)]
-        rounds = sum(g.stats.rounds for g in answers)
-        accepted = sum(g.stats.accepted for g in answers)
-        depths = [sum(g.stats.accepted_by_depth[d] for g in answers) / rounds for d in range(1, options.depth + 2)]
-        results[path.stem] = {"mean_accepted": 1 + accepted / rounds, "rounds": rounds, "reached_depth": depths}
-        line = f"{path.stem:12s} {1 + accepted / rounds:5.2f}  by depth " + " ".join(f"{d:.2f}" for d in depths)
-        if options.compare:
-            texts = [g.ids for group in groups for g in plain.generate_batch(group, **sampling)]
-            differ = sum(a != b.ids for a, b in zip(texts, answers, strict=True))
-            results[path.stem] |= {"prompts": len(prompts), "differ": differ}
-            line += f"  {differ} of {len(prompts)} texts differ"
-        print(line, flush=True)
-    average = sum(r["mean_accepted"] for r in results.values()) / len(results)
+def main() -> None:
+    options = parse()
+    names = options.policy.split(",")
+    check_names(names, OURS)
+    engine = load(options.model, policy=PLAIN, draft=None, dtype=options.dtype)
+    model = engine.target.model
+    assert isinstance(model, PreTrainedModel)
+    tree = TreeSettings(options.depth or _TREE.depth, options.topk or _TREE.topk)
+    drafter = load_drafter(options.draft, model, tree if options.depth or options.topk else None)
+    settings = PolicySettings(options.total_token, options.pass_cost, isolated=True)
+    sampling = SamplingSettings(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=0,
+        stop_token_ids=tuple(engine.eos_token_ids),
+    )
+    tasks = {
+        task.name: [question.ids for question in questions(task, engine, options.max_new_tokens)]
+        for task in read_tasks(options.data, options.limit)
+    }
+    expected: dict[str, list[list[int]]] = {}
+    if options.compare:
+        plain = PolicyMethod(PLAIN, model)
+        expected = {task: [a.ids for a in answers(plain, own, options.rows, sampling)] for task, own in tasks.items()}
+
+    results: dict[str, Any] = {}
+    for name in names:
+        print(f"{name:16s} accepted  passes  share of rounds that reached depth 1, 2, ...", flush=True)
+        results[name] = by_task(name, model, drafter, settings, tasks, expected, options.rows, sampling)
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
-    print(f"{'average':12s} {average:5.2f}   ({device})")
+    print(f"({device}, {options.dtype}, temperature {options.temperature:g})")
     if options.out is not None:
-        options.out.write_text(json.dumps({"average": average, "tasks": results}, indent=1))
+        options.out.write_text(json.dumps({"draft": Path(options.draft).name, "policies": results}, indent=1))
+
+
+def by_task(
+    name: str,
+    model: PreTrainedModel,
+    drafter: Drafter,
+    settings: PolicySettings,
+    tasks: dict[str, list[list[int]]],
+    expected: dict[str, list[list[int]]],
+    rows: int,
+    sampling: SamplingSettings,
+) -> dict[str, Any]:
+    """A policy's results on each task, which it begins with nothing learned, and their average; prints them."""
+    results: dict[str, Any] = {}
+    for task, prompts in tasks.items():
+        given = answers(PolicyMethod(name, model, drafter, settings), prompts, rows, sampling)
+        own = results[task] = summary(given)
+        line = f"  {task:14s} {own['mean_accepted']:8.2f} {own['passes']:7.2f}  "
+        line += " ".join(f"{share:.2f}" for share in own["reached_depth"])
+        if expected:
+            own["differ"] = sum(one.ids != ids for one, ids in zip(given, expected[task], strict=True))
+            line += f"  {own['differ']} of {len(given)} texts differ"
+        print(line, flush=True)
+    average = {key: sum(own[key] for own in results.values()) / len(results) for key in ("mean_accepted", "passes")}
+    print(f"  {'average':14s} {average['mean_accepted']:8.2f} {average['passes']:7.2f}", flush=True)
+    return {"average": average, "tasks": results}
+
+
+def summary(given: Sequence[Answer]) -> dict[str, Any]:
+    all_stats = [answer.stats for answer in given]
+    rounds = sum(stats.rounds for stats in all_stats)
+    deepest = max((max(stats.accepted_by_depth, default=0) for stats in all_stats), default=0)
+    reached = [sum(stats.accepted_by_depth[depth] for stats in all_stats) for depth in range(1, deepest + 1)]
+    return {
+        "mean_accepted": 1 + sum(stats.accepted for stats in all_stats) / rounds,
+        "passes": sum(stats.draft_passes for stats in all_stats) / rounds,
+        "nodes": sum(stats.nodes for stats in all_stats) / rounds,
+        "reached_depth": [count / rounds for count in reached],
+        "rounds": rounds,
+        "prompts": len(given),
+    }
+
+
+def answers(method: PolicyMethod, prompts: Sequence[list[int]], rows: int, sampling: SamplingSettings) -> list[Answer]:
+    groups = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
+    return [answer for group in groups for answer in method.answer(group, sampling)]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GraftError as error:
+        sys.exit(f"error: {error}")

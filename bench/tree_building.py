@@ -39,7 +39,7 @@ from graft.spec_decode.policies import make_policy
 from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
 from graft.spec_decode.proposers import NgramTables, SuffixLookup
 from graft.spec_decode.proposers.base import TargetTopK
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
 from graft.spec_decode.tree import ROOT, DraftTree
 from graft.stats import Clock
 
@@ -66,7 +66,7 @@ class Phrases:
         return tokens[:length]
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(LevelByLevel):
     """A drafter whose levels were made beforehand."""
 
     hidden_layers: tuple[int, ...] = ()

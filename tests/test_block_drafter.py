@@ -40,9 +40,9 @@ def model():
     return tiny_model(num_hidden_layers=6)
 
 
-def make_head(model, seed=0, **changes) -> BlockHead:
+def make_head(model, seed=0, size=5, **changes) -> BlockHead:
     torch.manual_seed(seed)
-    head = BlockHead(BlockConfig.for_target(model.config, 2, block_size=5, mask_token_id=4, **changes))
+    head = BlockHead(BlockConfig.for_target(model.config, 2, block_size=size, mask_token_id=4, **changes))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)

@@ -72,7 +72,7 @@ def test_drafts_are_those_of_the_eager_drafter(plain, model, kind, shuffled):
         cache, state = text.open(PROMPT, [5, 6], PROMPT * 14, [7], shuffled=shuffled)
         roots = [11, 6, 11, 7]
         levels = text.levels(state, roots)
-        for keep in (5, 5, None):
+        for keep in (5, 5, 1, None):
             roots = text.round(cache, state, roots)
             levels += text.levels(state, roots, keep)
         assert isinstance(state, CapturedState) == isinstance(text.drafter, CapturedDrafter)

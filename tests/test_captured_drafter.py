@@ -207,7 +207,7 @@ def both(model, **options):
     return Text(model, SmallDrafter, **options), Text(model, Eagle3Drafter, **options)
 
 
-@pytest.mark.parametrize("keep", [None, 5])
+@pytest.mark.parametrize("keep", [None, 5, 1])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_drafts_are_those_of_the_eager_drafter(plain, model, keep, shuffled):
     """Of ragged rows, over contexts of several pages, round after round, wherever the pages lie."""

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft.cli.generate import ANSWERS
-from graft.cli.options import SAMPLING
+from graft.cli.options import LOADING, SAMPLING
+from graft.spec_decode.policies import POLICIES
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
+from tiny import BYTE_VOCAB, tiny_model
 
 Run = Callable[..., Finished]
 HI = [{"role": "user", "content": "hi"}]
@@ -32,6 +36,11 @@ def test_every_sampling_setting_has_an_option_that_tells_its_default() -> None:
         if field.type in ("int", "float"):
             _, option = get_args(options[field.name])
             assert option.help.endswith(rf"[dim]\[default: {field.default:g}][/]")
+
+
+def test_help_names_every_policy() -> None:
+    (option,) = get_args(LOADING["policy"])[1:]
+    assert option.help.split(".")[0].split(", ") == list(POLICIES)
 
 
 def test_answer_is_that_of_the_library(graft_tiny: Run, engine: library.Engine) -> None:
@@ -152,6 +161,8 @@ def test_color_by_origin_colours_a_terminal(graft_tiny: Run, monkeypatch: pytest
         (["--color-by-origin", "--n", "2"], "take no --json and no --n"),
         (["--raw", "--system", "be kind"], "--raw has no chat template"),
         (["--policy", "grapt"], "did you mean 'graft'?"),
+        (["--policy", "block"], "policy 'block' drafts with a head: name one with draft="),
+        (["--policy", "block-paper", "--draft", "none"], "policy 'block-paper' drafts with a head"),
         (["--device", "nonsense"], "device"),
         (["--dtype", "fp64"], "unknown dtype 'fp64'"),
         (["--max-new-tokens", "2000"], "exceed the model's context of 1024"),
@@ -181,3 +192,77 @@ def test_stdin_that_is_not_utf8_is_refused(graft_tiny: Run) -> None:
 def test_empty_prompt_is_refused(words: list[str], graft_tiny: Run) -> None:
     result = graft_tiny("generate", *words, stdin=b"\n")
     assert (result.status, result.err) == (2, "error: the prompt is empty\n")
+
+
+# Block heads
+
+
+@pytest.fixture
+def block_head(tmp_path: Path) -> Callable[..., str]:
+    """The folder of a random block head for the tiny model, whose config.json says something else in some places.
+
+    wrong: by key, the value that replaces its own at the top and in dflash_config; "dflash_config.KEY" there only.
+    """
+
+    def write(wrong: dict[str, object], **changes: object) -> str:
+        target = tiny_model(vocab_size=BYTE_VOCAB).config
+        torch.manual_seed(0)
+        shape = {"block_size": 5, "mask_token_id": 4, "shifted": True, **changes}
+        save_head(BlockHead(BlockConfig.for_target(target, 1, **shape)), tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        for name, value in wrong.items():
+            place, _, key = name.rpartition(".")
+            for part in (config["dflash_config"], *([] if place else [config])):
+                if key in part:
+                    part[key] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+MARKOV = {"markov": "vanilla", "markov_rank": 3}
+
+
+@pytest.mark.parametrize("policy", ["dense", "block", "block-paper", "graft"])
+def test_block_head_drafts_the_same_text(policy: str, block_head: Callable[..., str], graft_tiny: Run) -> None:
+    plain = graft_tiny("generate", "aaaa", "--policy", "off")
+    drafted = graft_tiny("generate", "aaaa", "--draft", block_head({}), "--policy", policy)
+    assert (drafted.status, drafted.out) == (0, plain.out), drafted.err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shape", "message"),
+    [
+        ({"dflash_config.block_size": 9}, {}, "dflash_config.block_size is 9 but block_size is 5: delete the one that"),
+        ({"block_size": 1}, {}, "a block of one slot has the root only: block_size must be at least 2"),
+        ({"num_target_layers": 36}, {}, "is for a target with 36 layers, not 3: another model's"),
+        (
+            {"target_layer_ids": [7], "eagle_aux_hidden_state_layer_ids": [8]},
+            {},
+            "reads the target's layers 8, but the target has only 3: another model's",
+        ),
+        ({"mask_token_id": BYTE_VOCAB}, {}, "mask_token_id 259 is not one of the target's 259 tokens"),
+        ({"mask_token_id": 7}, {"own_mask": True}, "mask_embedding.pt is for mask token 4, but config.json has 7"),
+        ({"markov_rank": 8}, MARKOV, "markov_w1.weight is torch.float32 [259, 3], expected floats [259, 8]"),
+        ({"markov_rank": 0}, MARKOV, "has a tensor markov_head.markov_w1.weight, for which its config.json has no"),
+        (
+            {"vocab_size": 300, "draft_vocab_size": 300},
+            {},
+            "is for a target with a vocabulary of 300, not 259: another model's",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_block_head_that_does_not_fit_is_one_line_and_status_2(
+    wrong: dict[str, object],
+    shape: dict[str, object],
+    message: str,
+    block_head: Callable[..., str],
+    graft_tiny: Run,
+) -> None:
+    folder = block_head(wrong, **shape)
+    result = graft_tiny("generate", "hi", "--draft", folder, "--policy", "block")
+    assert result.status == 2
+    assert result.err.startswith("error: ") and message in result.err and folder in result.err
+    assert result.err.count("\n") == 1

@@ -63,7 +63,7 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
     batch = engine.open(engine.new_sequences(tokens, _settings(12)))
     engine._prefill(batch)
     roots = batch.roots()
-    for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5)):
+    for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5), (2, 1 + 4 * 2), (1, 1 + 4)):
         levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
         drafted = [(int(roots[0]), 0, 1.0)]
         for level in levels:

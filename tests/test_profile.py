@@ -17,7 +17,7 @@ from graft.spec_decode import profile as profiles
 from graft.spec_decode.policies.gates import PUBLISHED
 from graft.spec_decode.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.tuning import best_threshold, thresholds, tune
+from graft.spec_decode.tuning import best_threshold, chain_thresholds, thresholds, tune
 from test_drafter import SMALL_TREE, make_head
 from tiny import tiny_model
 
@@ -172,6 +172,15 @@ def test_stopping_is_regretted_when_the_round_came_deeper_by_more_than_the_passe
     """Behind the first gate the tree has one level: a round that accepted one node needed no more."""
     seen = [([0.2, 0.1, 0.0], 1)] * 20 + [([0.8, 0.1, 0.0], 4)] * 20
     assert thresholds(seen, 9)[0] == pytest.approx(0.5)
+
+
+def test_gate_of_a_chain_separates_those_accepted_beyond_it_from_the_others():
+    """However far beyond: one token counts as much as many, and passes cost nothing."""
+    short, long = [([0.4, 0.1, 0.0], 1)] * 30, [([0.3, 0.1, 0.0], 9)] * 12
+    surer = [([0.8, 0.1, 0.0], 2)] * 30
+    assert chain_thresholds(short + long + surer)[0] == pytest.approx(0.6)
+    assert thresholds(short + long + surer, 1)[0] == PUBLISHED[0]
+    assert chain_thresholds(surer)[0] == PUBLISHED[0]
 
 
 def test_gate_sees_only_the_rounds_that_came_so_far():

@@ -1,12 +1,12 @@
 """Replay: a policy does on a recorded answer what it does in live decoding, as far as the trace holds it."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from graft import Engine, GraftError
+from graft import Engine, GraftError, SamplingSettings
 from graft.bench.replay import Recorder, ReplayedDrafter, read_traces, record, replay, replayed_target, save_traces
 from graft.model import TargetRunner
 from graft.spec_decode.policies import make_policy
@@ -47,12 +47,33 @@ def test_replayed_rounds_are_those_of_life(recorded, name):
         assert (seen.rounds, seen.accepted, seen.draft_passes) == (lived.rounds, lived.accepted, lived.draft_passes)
 
 
-@pytest.mark.parametrize("name", ["off", "lookup", "recycle", "root", "tail", "paper", "graft"])
+@pytest.mark.parametrize("name", ["off", "lookup", "recycle", "root", "tail", "paper", "block", "block-paper", "graft"])
 def test_every_policy_replays_to_the_end_of_the_answer(recorded, name):
     traces, about = read_traces(recorded[2])
     policy = make_policy(name, replayed_target(about), ReplayedDrafter(TREE), 20, pass_cost=0.03)
     for trace in traces:
         assert replay(policy, trace).tokens == len(trace.answer)
+
+
+def test_a_replayed_chain_is_that_of_life_as_far_as_the_trace_knows_it(recorded):
+    model, drafter, path = recorded
+    whole = 0
+    for trace in read_traces(path)[0]:
+        for place in range(len(trace.answer)):
+            text = [*trace.prompt.tolist(), *trace.answer[:place].tolist()]
+            engine = Engine(model, policy="block", drafter=drafter)
+            batch = engine.open(engine.new_sequences(text, SamplingSettings(max_new_tokens=9)))
+            engine._prefill(batch)
+            lived = islice(drafter.levels(batch.draft, batch.roots(), keep=1), TREE.depth + 1)
+            replayed = ReplayedDrafter(TREE).levels(SimpleNamespace(trace=trace, place=place), batch.roots(), keep=1)
+            for one, other in zip(lived, replayed, strict=True):
+                if bool((other.probabilities == 0).any()):  # fell out of the recorded beams
+                    break
+                assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
+                torch.testing.assert_close(one.path_probabilities, other.path_probabilities, rtol=1e-2, atol=1e-6)
+            else:
+                whole += 1
+    assert whole > 10
 
 
 def test_a_prompt_that_is_asked_twice_is_recorded_twice():

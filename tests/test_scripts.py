@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from graft.spec_decode.proposers import block, eagle3
+from graft.spec_decode.proposers.block import BlockConfig, BlockHead
+from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
+from tiny import BYTE_VOCAB, tiny_model
 
 SCRIPTS = Path(__file__).parent.parent / "bench"
 
@@ -43,3 +49,28 @@ def test_host_time_plays_rounds_with_trees():
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert result.returncode == 0, result.stderr
     assert "   2 rows" in result.stdout and "5.0 passes" in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_head_acceptance_prints_every_policy_and_that_no_text_differs(kind, model_folder, tmp_path):
+    target = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024).config
+    if kind == "block":
+        head = BlockHead(BlockConfig.for_target(target, 1, block_size=5, mask_token_id=4, shifted=True))
+        block.save_head(head, tmp_path / "head")
+    else:
+        eagle3.save_head(Eagle3Head(Eagle3Config.for_target(target)), tmp_path / "head")
+    (tmp_path / "letters.jsonl").write_text('{"prompt": "aaaa"}\n{"prompt": "abab"}\n')
+    words = ["--model", model_folder, "--draft", str(tmp_path / "head"), "--data", str(tmp_path / "letters.jsonl")]
+    words += ["--policy", "dense,block,block-paper,graft", "--max-new-tokens", "12", "--compare"]
+    command = [sys.executable, str(SCRIPTS / "head_acceptance.py"), *words, "--out", str(tmp_path / "found.json")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("0 of 2 texts differ") == 4
+    found = json.loads((tmp_path / "found.json").read_text())["policies"]
+    assert list(found) == ["dense", "block", "block-paper", "graft"]
+    nodes = {name: own["tasks"]["letters"]["nodes"] for name, own in found.items()}
+    assert nodes["block"] <= (5 if kind == "block" else 9) < nodes["dense"]
+    for own in found.values():
+        task = own["tasks"]["letters"]
+        assert 1 + sum(task["reached_depth"]) == pytest.approx(task["mean_accepted"])
+        assert task["passes"] <= (1 if kind == "block" else 9)

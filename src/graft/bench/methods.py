@@ -18,9 +18,9 @@ from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import Policy, PolicySettings, policy_with
-from graft.spec_decode.policies.gates import THRESHOLDS
+from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, THRESHOLDS
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tuning import thresholds, watch_gates
+from graft.spec_decode.tuning import chain_thresholds, thresholds, watch_gates
 from graft.stats import Stats
 
 PLAIN = "off"  # what speeds and texts are compared with
@@ -108,6 +108,10 @@ class PolicyMethod(Method):
             assert drafter is not None
             seen = watch_gates(model, drafter, groups, settings)
             state[THRESHOLDS] = torch.tensor(thresholds(seen, drafter.max_passes))
+        if CHAIN_THRESHOLDS in state:
+            assert drafter is not None
+            seen = watch_gates(model, drafter, groups, settings, chain=True)
+            state[CHAIN_THRESHOLDS] = torch.tensor(chain_thresholds(seen))
         return state
 
     def state(self) -> dict[str, Tensor]:

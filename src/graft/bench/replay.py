@@ -210,12 +210,37 @@ class ReplayedDrafter(LevelByLevel):
         parents, q = trace.parents[place], trace.q[place]
         start, first_parent, paths = 0, 0, torch.ones(1)
         topk = self.settings.topk
+        beams, first_beam = torch.zeros(1, dtype=torch.int64), 0  # where fewer are asked for than were recorded
         for depth in range(self.settings.depth + 1):
             end = start + (topk if depth == 0 else min(KEPT_OF_A_LEVEL, topk * topk))
             own, at = q[start:end], parents[start:end]
             path = paths[at - first_parent] * own
-            yield Level(trace.drafted[place, start:end][None], at[None], own[None], path[None])
+            level = Level(trace.drafted[place, start:end][None], at[None], own[None], path[None])
+            if keep is not None and keep < topk:
+                narrow, places = _narrowed(level, beams, first_beam, keep)
+                first_beam += len(beams)
+                beams = (1 + start + places).where(narrow.probabilities[0] > 0, -1)
+                level = narrow
+            yield level
             paths, first_parent, start = path, 1 + start, end
+
+
+def _narrowed(level: Level, beams: Tensor, first: int, keep: int) -> tuple[Level, Tensor]:
+    """A recorded level's likeliest nodes below a few beams, `keep` of them, and their places in it.
+
+    beams: numbers in the recorded tree of what are nodes `first`, `first` + 1 ... of the narrower one. Where fewer
+    nodes were recorded below them, the rest is padding.
+    """
+    is_below = level.parents[..., None] == beams  # [1, n, beams]
+    known = is_below.any(dim=-1)
+    below = Level(
+        level.tokens,
+        first + is_below.int().argmax(dim=-1),
+        level.probabilities.where(known, 0.0),
+        level.path_probabilities.where(known, 0.0),
+    )
+    best = below.path_probabilities.topk(keep).indices
+    return below.at(best), best[0]
 
 
 def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> Stats:

@@ -35,7 +35,9 @@ DECODING: Group = {
     ),
 }
 HEADS: Group = {
-    "draft": _model(str, "--draft", "An EAGLE-3 head, or none.", "the packaged one of the model", metavar="HEAD"),
+    "draft": _model(
+        str, "--draft", "An EAGLE-3 or block head, or none.", "the packaged one of the model", metavar="HEAD"
+    ),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
     "exact": LOADING["exact"],

@@ -40,9 +40,15 @@ MODEL: Group = {
 }
 LOADING: Group = MODEL | {
     "draft": _model(
-        str, "--draft", "An EAGLE-3 head: a folder, hub id or packaged name; or none.", "auto", metavar="HEAD"
+        str,
+        "--draft",
+        "An EAGLE-3 or block head: a folder, hub id or packaged name; or none.",
+        "auto",
+        metavar="HEAD",
     ),
-    "policy": _model(str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, graft.", "graft"),
+    "policy": _model(
+        str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft.", "graft"
+    ),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
     "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),

@@ -65,10 +65,13 @@ def tune(
 
 
 class GateWatch(Dense):
-    """dense, which records each round's confidences at the gates and how many nodes were accepted."""
+    """dense, or block, which records each round's confidences at the gates and how many nodes were accepted."""
 
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+    def __init__(
+        self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings, chain: bool = False
+    ) -> None:
         super().__init__(target, drafter, settings)
+        self.kept_of_a_level = 1 if chain else None
         self.seen: Seen = []
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
@@ -88,11 +91,26 @@ def thresholds(seen: Seen, max_passes: int) -> list[float]:
     max_passes: of the drafter. One that makes a single pass saves none: its thresholds stay the published ones.
     """
     cost = USUAL_PASS_COST * (1 + sum(depth for _, depth in seen) / max(len(seen), 1))  # of a pass, in tokens
+    return _with_least_regret(seen, lambda left, depth: max(depth - left, 0) - cost * max(max_passes - left, 0))
+
+
+def chain_thresholds(seen: Seen) -> list[float]:
+    """For each gate, the confidence that best separates chains accepted beyond its depth from those that were not.
+
+    As it was published: how much a stopped chain loses, and what it gets instead, does not count.
+    """
+    return _with_least_regret(seen, lambda left, depth: 1.0 if depth > left else -1.0)
+
+
+def _with_least_regret(seen: Seen, regret: Callable[[int, int], float]) -> list[float]:
+    """The gates' best thresholds.
+
+    regret: of stopping a round, from the passes made so far, which is the depth that is left, and its accepted nodes.
+    """
     chosen = []
     for gate, number in enumerate(GATES):
         confidences = np.array([own[gate] for own, _ in seen])
-        left = number + 1  # passes made so far, and depth of the tree that is left
-        regrets = np.array([max(depth - left, 0) - cost * max(max_passes - left, 0) for _, depth in seen])
+        regrets = np.array([regret(number + 1, depth) for _, depth in seen])
         found = best_threshold(confidences, regrets)
         chosen.append(PUBLISHED[gate] if found is None else found)
         seen = [(own, depth) for own, depth in seen if own[gate] > chosen[-1]]
@@ -122,12 +140,16 @@ def watch_gates(
     groups: Sequence[Sequence[Sequence[int]]],
     settings: SamplingSettings,
     progress: Progress = lambda report: None,
+    chain: bool = False,
 ) -> Seen:
-    """Confidences at the gates and accepted nodes of every round while `dense` answers the prompts, group by group."""
-    watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET))
-    dense = Engine(model, policy=watch, drafter=drafter)
+    """Confidences at the gates and accepted nodes of every round while `dense` answers the prompts, group by group.
+
+    chain: `block` does.
+    """
+    watch = GateWatch(target_for(model, drafter.hidden_layers), drafter, PolicySettings(USUAL_BUDGET), chain)
+    engine = Engine(model, policy=watch, drafter=drafter)
     for number, prompts in enumerate(groups, start=1):
-        dense.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
+        engine.generate_batch([list(prompt) for prompt in prompts], **vars(settings))
         progress(Report("gates", number, len(groups), f"{len(watch.seen)} rounds"))
     return watch.seen
 

@@ -9,6 +9,7 @@ from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
 from graft.spec_decode.policies.base import MAX_BUDGET, DraftResult, Policy, PolicySettings
+from graft.spec_decode.policies.block import Block, BlockPaper
 from graft.spec_decode.policies.dense import Dense, Prune
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.lookup import Lookup
@@ -25,6 +26,8 @@ POLICIES: dict[str, type[Policy]] = {
     "root": Root,
     "tail": Tail,
     "paper": Paper,
+    "block": Block,
+    "block-paper": BlockPaper,
     "graft": Graft,
 }
 DEFAULT_POLICY = "graft"

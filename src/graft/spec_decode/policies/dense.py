@@ -29,7 +29,9 @@ class Dense(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
-        self.drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock)
+        self.drafted = draft_through_gates(
+            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level
+        )
         with clock("graft"):
             candidates.merge()
             return DraftResult(candidates.best(self._budget, max(self.drafted.depths))[0], self.drafted.passes)

@@ -27,7 +27,7 @@ _WIDTHS = (
     (6, 7, 5, 4, 4, 3, 3, 2, 2),
     (4, 3, 3, 2, 2, 2, 2, 1, 1),
 )  # retrieved, by depth
-_ADJACENCY = DRAFTED + 1
+ADJACENCY = DRAFTED + 1
 
 
 class Recycle(Policy):
@@ -76,7 +76,7 @@ class Paper(Policy):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         assert self.drafter is not None
         candidates = self.new_candidates(batch, roots)
-        drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock)
+        drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level)
         with clock("graft"):
             stops = self._stops(drafted)
             candidates.keep_best([self._kept[stop] for stop in stops])
@@ -93,7 +93,7 @@ class Paper(Policy):
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         templates = [self._templates[stop] for stop in stops]
-        candidates.fill(self._matrix.tables.structs, templates, LIKELY, _ADJACENCY, max_depth)
+        candidates.fill(self._matrix.tables.structs, templates, LIKELY, ADJACENCY, max_depth)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | self.gates.state()
@@ -118,4 +118,4 @@ class Tail(Root):
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         count = (self._budget - self._kept[NEVER - 1]) // 2
-        candidates.extend_leaves(self._matrix.tables.structs, count, 2, LIKELY, _ADJACENCY, max_depth)
+        candidates.extend_leaves(self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)

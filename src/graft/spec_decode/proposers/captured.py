@@ -232,7 +232,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                     row.following.extend(new)
                 if num_ahead:
                     self._enter_waiting(state)
-            self._make_passes(state, state.kept, num_ahead)
+            self._make_passes(state, num_ahead)
         return None
 
     def num_prefetched(self, state: Any) -> int:
@@ -259,7 +259,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                 return
             self._follow(state, verified, chosen, rooms)
             state.num_drafted_ahead = self.max_ahead
-            self._make_passes(state, state.kept, self._num_ahead(state))
+            self._make_passes(state, self._num_ahead(state))
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         cache = target.open(1, num_slots=PAGE)
@@ -276,11 +276,13 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
 
     def _begin(self, state: CapturedState, keep: int | None, count: int) -> None:
         """Starts the first `count` passes, as far as they were not made ahead."""
-        if self._num_made(state) == 0 or state.kept != keep:
+        if keep != state.kept:
+            state.kept, state.shape, state.num_prefetched = keep, None, 0
+        if self._num_made(state) == 0:
             state.num_prefetched = 0
             self._make_room(state, [len(row.following) for row in state.rows])
             self._enter_waiting(state)
-        self._make_passes(state, keep, count)
+        self._make_passes(state, count)
 
     def _num_made(self, state: CapturedState) -> int:
         """Passes of the coming round that are made: none if others have used the buffers since."""
@@ -304,10 +306,8 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             return False
         return True
 
-    def _make_passes(self, state: CapturedState, keep: int | None, count: int) -> None:
+    def _make_passes(self, state: CapturedState, count: int) -> None:
         """Launches the first `count` passes that are not launched yet; entries must be up to date."""
-        if keep != state.kept:
-            state.kept, state.shape = keep, None
         if state.num_prefetched >= count:
             return
         buffers, shape, context = self._buffers_of(state.pool), self._shape(state), self._context(state)

@@ -112,7 +112,8 @@ class Drafter(Protocol):
         """Levels of the trees below `roots` [B], on the host; each `next` is one draft pass and its levels, each one
         depth further down.
 
-        keep: only so many nodes of each level, the likeliest first; all of them in any order if None.
+        keep: only so many nodes of each level, the likeliest first (at least the beams, which then are no more than
+        that); all of them in any order if None. 1 is a chain: each node the likeliest child of the one before.
         stops: the passes after which the caller may stop, so that the device can run on to the next of them by itself;
         any if None.
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,17 @@ from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.block.tree import Ranking, Table, levels_of
+from graft.spec_decode.proposers.block.tree import Ranking, Table
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.eager import DraftRow
+
+
+class Shape(NamedTuple):
+    """What the tables of a round look like."""
+
+    rows: int  # with padding
+    is_chain: bool  # else they are for trees
 
 
 class BlockBuffers(DraftBuffers):
@@ -44,7 +51,7 @@ class BlockBuffers(DraftBuffers):
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
         self._two_ways = two_way_columns(self.width, self.max_rows, fast.tile, pool.device)
         self._fits_tile = self.width <= fast.tile
-        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sent: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def layout(self, rows: int, context: int) -> Layout:
         """Slots of so many rows behind their entries, each of which sees those before it."""
@@ -68,13 +75,13 @@ class BlockBuffers(DraftBuffers):
         places, depths, paths = (part[: len(layout.rows)] for part in self._two_ways)
         return replace(layout, places=places, depths=depths, paths=paths, only_chains=self._fits_tile)
 
-    def sent(self, rows: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Room for the tables of so many rows, [3, rows, *size] int32: on the device, and on the host."""
-        if rows not in self._sent:
-            shape, device = (3, rows, *size), self._places.device
-            there = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._sent[rows] = there, on_host(shape, torch.int32, device)
-        return self._sent[rows]
+    def sent(self, shape: Shape, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Room for tables, [3, rows, *size] int32: on the device, and on the host."""
+        if shape not in self._sent:
+            sizes, device = (3, shape.rows, *size), self._places.device
+            there = torch.zeros(sizes, dtype=torch.int32, device=device)
+            self._sent[shape] = there, on_host(sizes, torch.int32, device)
+        return self._sent[shape]
 
 
 class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter):
@@ -85,7 +92,7 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
         super().__init__(head, settings)
         self.fast = FastBlock(head)
         self.max_ahead = max(self.max_ahead, self.max_depth + 1)
-        self._table_size: tuple[int, int] | None = None
+        self._table_sizes: dict[bool, tuple[int, int]] = {}  # of those for trees, and for chains
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -99,54 +106,53 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
                     row.root, state.num_prefetched = root, 0
             self._begin(state, keep, 1)
             state.num_taken = 1
-            levels = levels_of(self._received(state), self.max_depth, self.settings.nodes)
+            levels = self._levels(self._received(state), keep == 1)
         yield levels
 
     def _received(self, state: CapturedState) -> Table:
         """The tables of a state's rows, on the host; the next pass writes over them."""
         buffers = self._buffers[state.pool]
-        _, here = buffers.sent(self._shape(state), self._size_of_table())
+        _, here = self._room_of(buffers, self._shape(state))
         buffers.was_sent[0].wait()
         return Table(*(part[: len(state.rows)] for part in _as_table(here)))
 
-    def _size_of_table(self) -> tuple[int, int]:
-        """Entries of a row's table, and tokens of an entry; found by making one, of nothing."""
-        if self._table_size is None:
+    def _room_of(self, buffers: BlockBuffers, shape: Shape) -> tuple[Tensor, Tensor]:
+        if shape.is_chain not in self._table_sizes:  # found by making a table, of nothing
             config, weight = self.head.config, self.head.fc.weight
-            hidden = weight.new_zeros(1, config.num_drafts, config.hidden_size)
+            hidden, roots = weight.new_zeros(1, config.num_drafts, config.hidden_size), self.head.d2t.new_zeros(1)
             with torch.no_grad():
-                table = table_of(self.head, hidden, self.head.d2t.new_zeros(1), self.settings)
-            self._table_size = table.tokens.shape[1], table.tokens.shape[2]
-        return self._table_size
+                tokens = table_of(self.head, hidden, roots, self.settings, shape.is_chain).tokens
+            self._table_sizes[shape.is_chain] = tokens.shape[1], tokens.shape[2]
+        return buffers.sent(shape, self._table_sizes[shape.is_chain])
 
     def _new_buffers(self, pool: PagePool, store: KVStore, number: int) -> BlockBuffers:
         return BlockBuffers(self.fast, self.max_ahead, pool, store, number)
 
-    def _shape_of(self, num_rows: int, keep: int | None) -> int:
-        """The number of rows with padding."""
-        return padded(num_rows, ROWS)
+    def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
+        return Shape(padded(num_rows, ROWS), keep == 1)
 
-    def _num_slots(self, shape: int) -> int:
+    def _num_slots(self, shape: Shape) -> int:
         return self.num_slots
 
     def _num_ahead(self, state: CapturedState) -> int:
         return 1
 
-    def _send(self, buffers: BlockBuffers, shape: int, number: int) -> None:
-        there, here = buffers.sent(shape, self._size_of_table())
+    def _send(self, buffers: BlockBuffers, shape: Shape, number: int) -> None:
+        there, here = self._room_of(buffers, shape)
         here.copy_(there, non_blocking=True)
 
     # Graphs
 
-    def _replay_pass(self, buffers: BlockBuffers, shape: int, number: int, context: int) -> None:
-        there, _ = buffers.sent(shape, self._size_of_table())
+    def _replay_pass(self, buffers: BlockBuffers, shape: Shape, number: int, context: int) -> None:
+        there, _ = self._room_of(buffers, shape)
         self._replay(buffers, ("block", shape, context), partial(self._run_block, buffers, shape, context, there))
 
     def _enter(self, buffers: BlockBuffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
         self.fast.enter(features, layout, buffers.keys, buffers.values, buffers.rotary)
 
     @torch.no_grad()
-    def _run_block(self, buffers: BlockBuffers, rows: int, context: int, there: Tensor) -> None:
+    def _run_block(self, buffers: BlockBuffers, shape: Shape, context: int, there: Tensor) -> None:
+        rows = shape.rows
         roots = buffers.round.by_row(rows).roots[:rows]
         layout = buffers.layout(rows, context)
         causal, two_ways = KernelStep(layout), KernelStep(buffers.two_ways(layout))
@@ -158,7 +164,8 @@ class CapturedBlockDrafter(CapturedDrafter[DraftRow, BlockBuffers], BlockDrafter
             block_kernels.children(logits, candidates, k, *table)
             return table
 
-        made = table_of(self.head, hidden, roots.long(), self.settings, Ranking(topk_kernels.highest, children))
+        ranking = Ranking(topk_kernels.highest, children)
+        made = table_of(self.head, hidden, roots.long(), self.settings, shape.is_chain, ranking)
         for part, own in zip(table, made, strict=True):
             part.copy_(own)  # which is nothing to do where it is there already
 

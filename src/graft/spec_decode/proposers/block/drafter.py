@@ -21,6 +21,7 @@ from graft.spec_decode.proposers.block.tree import (
     PLAIN,
     Ranking,
     Table,
+    chain_table,
     conditional_table,
     levels_of,
     marginal_table,
@@ -46,9 +47,16 @@ class BlockTreeSettings(Settings):
 
 
 def table_of(
-    head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings, ranking: Ranking = PLAIN
+    head: BlockHead,
+    hidden: Tensor,
+    roots: Tensor,
+    settings: BlockTreeSettings,
+    is_chain: bool = False,
+    ranking: Ranking = PLAIN,
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
+    if is_chain:
+        return chain_table(head, hidden, roots, ranking)
     if head.config.has_conditionals:
         return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist, ranking)
     return marginal_table(head, hidden, settings.nodes, ranking)
@@ -87,8 +95,12 @@ class BlockDrafter(EagerDrafter[DraftRow]):
     ) -> Iterator[Sequence[Level]]:
         self._refresh(state.pool, state.rows)
         roots = roots.to(self.device)
-        table = table_of(self.head, self._block(state, roots), roots, self.settings)
-        yield levels_of(table.to_host(), self.max_depth, self.settings.nodes)
+        table = table_of(self.head, self._block(state, roots), roots, self.settings, keep == 1)
+        yield self._levels(table.to_host(), keep == 1)
+
+    def _levels(self, table: Table, is_chain: bool) -> list[Level]:
+        """The levels of trees, or of chains, by a table on the host."""
+        return levels_of(table, self.max_depth, self.max_depth if is_chain else self.settings.nodes)
 
     def _new_row(self, row: Row) -> DraftRow:
         return DraftRow(row, row.length)

@@ -62,9 +62,25 @@ PLAIN = Ranking(highest, children)
 def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking = PLAIN) -> Table:
     """The `width` likeliest tokens of slots with hidden states [B, K, H], whatever comes before them: an entry each."""
     ids, best, total = _highest(head, hidden, width, ranking)
-    entries = torch.arange(1, hidden.shape[1] + 1, dtype=torch.int32, device=hidden.device)
-    entries = entries.masked_fill(entries == hidden.shape[1], -1)[:, None].expand_as(ids)
-    return Table(head.to_target(ids).int(), (best - total[..., None]).exp(), entries)
+    return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
+
+
+def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, ranking: Ranking = PLAIN) -> Table:
+    """The likeliest token of each slot with hidden states [B, K, H] after that of the slot before, the first one's
+    behind the roots [B]: an entry each.
+
+    Made slot by slot: in a table for trees many a chain would end at a token that has no children there.
+    """
+    if not head.config.has_conditionals:
+        return marginal_table(head, hidden, 1, ranking)
+    chain, probabilities = [roots], []
+    for slot in range(hidden.shape[1]):
+        first = 0 if head.config.markov == "rnn" else slot  # a recurrent head's state is made on the way
+        parents = torch.stack(chain[first:], dim=1)[..., None]
+        ids, best, total = ranking.highest(head.conditionals(hidden[:, first : slot + 1], parents)[:, -1, 0], 1)
+        chain.append(head.to_target(ids[:, 0].long()))
+        probabilities.append((best[:, 0] - total).exp())
+    return _by_slot(torch.stack(chain[1:], dim=1)[..., None], torch.stack(probabilities, dim=1)[..., None])
 
 
 def conditional_table(
@@ -98,6 +114,13 @@ def _highest(head: BlockHead, hidden: Tensor, k: int, ranking: Ranking) -> tuple
     ids, best, total = ranking.highest(logits.flatten(0, 1), min(k, logits.shape[-1]))
     shape = hidden.shape[:2]
     return ids.long().unflatten(0, shape), best.unflatten(0, shape), total.unflatten(0, shape)
+
+
+def _by_slot(tokens: Tensor, probabilities: Tensor) -> Table:
+    """A table with one entry a slot: each [B, K, m]."""
+    entries = torch.arange(1, tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
+    entries = entries.masked_fill(entries == tokens.shape[1], -1)[:, None].expand_as(tokens)
+    return Table(tokens.int(), probabilities, entries)
 
 
 def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:

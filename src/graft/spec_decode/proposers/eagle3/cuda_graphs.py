@@ -52,7 +52,7 @@ class Eagle3Buffers(DraftBuffers):
                 (torch.arange(max_rows, device=device) * beams).int(),
                 torch.full((max_rows,), beams, dtype=torch.int32, device=device),
             )
-            for _, beams in sizes
+            for beams in range(1, settings.topk + 1)
         }
         num_numbers = num_passes * 3 * max(rows * beams * beams for rows, beams in sizes)
         self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
@@ -139,7 +139,7 @@ class CapturedEagle3Drafter(CapturedDrafter[Eagle3Row, Eagle3Buffers], Eagle3Dra
 
     def _shape_of(self, num_rows: int, keep: int | None) -> Shape:
         rows = padded(num_rows, ROWS)
-        return Shape(rows, num_beams(rows, self.settings.topk), keep)
+        return Shape(rows, num_beams(rows, self.settings.topk, keep), keep)
 
     def _num_slots(self, shape: Shape) -> int:
         return self.settings.depth * shape.beams
@@ -207,8 +207,9 @@ class CapturedEagle3Drafter(CapturedDrafter[Eagle3Row, Eagle3Buffers], Eagle3Dra
         eagle3_kernels.spread(*best, self.head.d2t, beams, buffers.levels(shape).whole, shape.keep, is_first)
 
 
-def num_beams(rows: int, topk: int) -> int:
+def num_beams(rows: int, topk: int, keep: int | None = None) -> int:
     """Nodes of a row that a pass expands: where there are many rows, few of each are verified."""
+    topk = min(topk, keep or topk)
     if rows <= _FEW_ROWS:
         return topk
     each = max(_MOST_BEAMS // rows, 2)

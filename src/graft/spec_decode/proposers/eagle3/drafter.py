@@ -49,7 +49,8 @@ class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
         self, state: EagerState[Eagle3Row], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
         self._refresh(state.pool, state.rows)
-        batch, topk, device = len(roots), self.settings.topk, self.device
+        batch, device = len(roots), self.device
+        topk = min(self.settings.topk, keep or self.settings.topk)
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
         hidden = torch.stack([row.hidden for row in state.rows])[
@@ -61,7 +62,7 @@ class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
         depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
         width, depth = 1, 0
         while True:
-            level = self._children(hidden, parents, path)
+            level = self._children(hidden, parents, path, topk)
             num_beams = min(topk, level.tokens.shape[1])
             count = max(num_beams, min(keep or 0, level.tokens.shape[1]))
             path, best = level.path_probabilities.topk(count, dim=1)
@@ -123,9 +124,8 @@ class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
         attended = Visibility(keys, query.dtype).attend(query, key, value, window, None)
         return self.head.finish(attended.transpose(1, 2), flat[1])[0].unflatten(0, (batch, width))
 
-    def _children(self, hidden: Tensor, parents: Tensor, path: Tensor) -> Level:
+    def _children(self, hidden: Tensor, parents: Tensor, path: Tensor, topk: int) -> Level:
         """The `topk` likeliest tokens after each beam."""
-        topk = self.settings.topk
         q, draft_ids = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)  # [B, F, topk]
         return Level(
             tokens=self.head.to_target(draft_ids).flatten(1),

@@ -1,0 +1,235 @@
+"""block verifies the chain of likeliest drafts, whoever drafts; block-paper cuts it at a gate and walks the matrix."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from graft import Engine, SamplingSettings
+from graft.bench import methods
+from graft.bench.methods import PolicyMethod
+from graft.bench.runs import make_methods
+from graft.spec_decode.policies import make_policy
+from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, PUBLISHED
+from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.stats import Clock
+from test_block_drafter import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, prefilled
+from test_drafter import make_head as make_eagle3_head
+from test_drafter import plain_draft
+from test_learning import judged
+from tiny import VOCAB, tiny_model
+
+NO_TOKEN_BEFORE = 0
+KINDS = {
+    "marginal": HEADS["marginal"],
+    "conditional": HEADS["conditional"],
+    "markov": HEADS["markov"],
+    "recurrent": {"shifted": True, "markov": "rnn", "markov_rank": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=6)
+
+
+def make_drafter(model, kind):
+    """A drafter of small trees: tables of two tokens, which do not follow many a chain."""
+    if kind == "eagle3":
+        return Eagle3Drafter(make_eagle3_head(model), TreeSettings(depth=6, topk=2, total_token=20))
+    return BlockDrafter(make_head(model, **KINDS[kind], size=8), BlockTreeSettings(width=2, nodes=20))
+
+
+@torch.no_grad()
+def likeliest_chain(drafter, model, text):
+    """Each draft the likeliest after those before, from the whole text and without a cache."""
+    chain: list[int] = []
+    if isinstance(drafter, Eagle3Drafter):
+        for _ in range(drafter.max_depth):
+            chain.append(int(plain_draft(drafter.head, model, text, chain).argmax()))
+        return chain
+    head = drafter.head
+    hidden = hidden_without_cache(head, model, text)
+    if not head.config.has_conditionals:
+        return head.marginals(hidden)[0].argmax(dim=-1).tolist()
+    for slot in range(head.config.num_drafts):
+        before = torch.tensor([text[-1], *chain])[None, :, None]
+        chain.append(int(head.conditionals(hidden[:, : slot + 1], before)[0, slot, 0].argmax()))
+    return chain
+
+
+def grown(engine, batch):
+    """The chains of a round, without their roots, and who proposed their tokens; each must be a chain."""
+    result = engine.policy.grow(batch, batch.roots(), Clock())
+    tree, names = result.tree, engine.policy.sources
+    chains, sources = [], []
+    for row in range(len(tree.tokens)):
+        count = tree.num_nodes[row]
+        assert tree.parents[row, 1 : 1 + count].tolist() == list(range(count)), "each follows the one before"
+        chains.append(tree.tokens[row, 1 : 1 + count].tolist())
+        sources.append([names[number] for number in tree.sources[row, 1 : 1 + count].tolist()])
+    return chains, sources, result.passes
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "eagle3"])
+def test_block_is_the_chain_of_the_likeliest_drafts(model, kind):
+    """All of them, in every row, before any round and after some."""
+    drafter = make_drafter(model, kind)
+    engine = Engine(model, policy="block", drafter=drafter)
+    batch = prefilled(engine, PROMPT, LONG)
+    for _ in range(3):
+        chains, sources, passes = grown(engine, batch)
+        assert chains == [likeliest_chain(drafter, model, sequence.ids) for sequence in batch.sequences]
+        assert sources == [["drafted"] * drafter.max_depth] * 2
+        assert passes == [drafter.max_passes] * 2
+        engine.run_round(batch, Clock())
+
+
+def test_a_chain_does_not_end_where_a_table_for_trees_would(model):
+    """In such a table a token has children only if it is among the slot's likeliest whatever comes before."""
+    drafter = make_drafter(model, "conditional")
+    batch = prefilled(Engine(model, policy="block", drafter=drafter), PROMPT, LONG)
+    (wide,) = drafter.passes(batch.draft, batch.roots())
+    (chain,) = drafter.passes(batch.draft, batch.roots(), keep=1)
+    assert len(wide) < len(chain) == drafter.max_depth, "no path of the trees goes all the way down"
+    assert all((level.probabilities > 0).all() for level in chain)
+
+
+def test_budget_and_the_answers_end_cut_the_chain(model):
+    drafter = make_drafter(model, "marginal")
+    engine = Engine(model, policy="block", drafter=drafter, budget=3)
+    batch = prefilled(engine, PROMPT)
+    assert grown(engine, batch)[0] == [likeliest_chain(drafter, model, PROMPT)[:3]]
+    stats = Engine(model, policy="block", drafter=drafter).generate(PROMPT, max_new_tokens=2).stats
+    assert stats.nodes <= stats.rounds, "with two tokens to come, only one of them can be drafted"
+
+
+# block-paper
+
+
+def paper_engine(model, kind, thresholds=PUBLISHED, **options):
+    drafter = make_drafter(model, kind)
+    engine = Engine(model, policy="block-paper", drafter=drafter, **options)
+    engine.policy.restore({CHAIN_THRESHOLDS: torch.tensor(thresholds)})
+    return engine
+
+
+def teach(engine, successor):
+    """Every token's likeliest successor, by the target."""
+    ngrams = [(NO_TOKEN_BEFORE, NO_TOKEN_BEFORE, token) for token in range(VOCAB)]
+    engine.policy.learn_top_k(judged(ngrams, [successor(token) for token in range(VOCAB)]))
+
+
+def walk(token, successor, count):
+    path = []
+    for _ in range(count):
+        token = successor(token)
+        path.append(token)
+    return path
+
+
+def seven_on(token):
+    return (token + 7) % VOCAB
+
+
+@pytest.mark.parametrize("kind", ["marginal", "conditional", "eagle3"])
+@pytest.mark.parametrize(
+    ("thresholds", "kept"),
+    [((1.0, 1.0, 1.0), 1), ((0.0, 1.0, 1.0), 2), ((0.0, 0.0, 1.0), 6), ((0.0, 0.0, 0.0), None)],
+)
+def test_the_gate_that_stops_a_chain_says_how_much_is_kept_and_the_matrix_gives_the_rest(model, kind, thresholds, kept):
+    engine = paper_engine(model, kind, thresholds)
+    batch = prefilled(engine, PROMPT, LONG)
+    teach(engine, seven_on)
+    length = engine.drafter.max_depth
+    kept = kept or length
+    chains, sources, _ = grown(engine, batch)
+    for chain, sequence in zip(chains, batch.sequences, strict=True):
+        prefix = likeliest_chain(engine.drafter, model, sequence.ids)[:kept]
+        assert chain == prefix + walk(prefix[-1], seven_on, length - kept)
+    assert sources == [["drafted"] * kept + ["adjacency"] * (length - kept)] * 2
+
+
+@pytest.mark.parametrize("kind", ["marginal", "conditional", "eagle3"])
+def test_a_gate_compares_the_chains_own_path_probability_and_each_row_has_its_own_cut(model, kind):
+    engine = paper_engine(model, kind)
+    batch = prefilled(engine, PROMPT, LONG)
+    passes = islice(engine.drafter.passes(batch.draft, batch.roots(), keep=1), engine.drafter.max_passes)
+    levels = [level for levels in passes for level in levels]
+    reached = levels[1].path_probabilities[:, 0].tolist()
+    torch.testing.assert_close(
+        levels[1].path_probabilities, levels[0].probabilities * levels[1].probabilities, rtol=1e-4, atol=0
+    )
+    assert reached[0] != pytest.approx(reached[1], rel=1e-3)
+    engine.policy.restore({CHAIN_THRESHOLDS: torch.tensor([0.0, sum(reached) / 2, 0.0])})
+    teach(engine, seven_on)
+    drafted = [own.count("drafted") for own in grown(engine, batch)[1]]
+    stopped = reached.index(min(reached))
+    assert drafted[stopped] == 2 and drafted[1 - stopped] == engine.drafter.max_depth
+
+
+def test_the_walk_ends_where_the_matrix_knows_nothing(model):
+    engine = paper_engine(model, "marginal", (1.0, 1.0, 1.0))
+    batch = prefilled(engine, PROMPT)
+    first = likeliest_chain(engine.drafter, model, PROMPT)[0]
+    engine.policy.restore({CHAIN_THRESHOLDS: torch.ones(3)})  # without what the prompt taught
+    assert grown(engine, batch)[0] == [[first]]
+    engine.policy.learn_top_k(judged([(NO_TOKEN_BEFORE, NO_TOKEN_BEFORE, token) for token in (first, 60)], [60, 59]))
+    chains, sources, _ = grown(engine, batch)
+    assert chains == [[first, 60, 59]] and sources == [["drafted", "adjacency", "adjacency"]]
+
+
+def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come(model):
+    engine = paper_engine(model, "conditional", (1.0, 1.0, 1.0), budget=4)
+    batch = prefilled(engine, PROMPT)
+    teach(engine, seven_on)
+    assert len(grown(engine, batch)[0][0]) == 4
+    plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=2).ids
+    answer = engine.generate(PROMPT, max_new_tokens=2)
+    assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
+
+
+@pytest.mark.parametrize("policy", ["block", "block-paper"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
+    engine, prompts = make_engine(model, policy, make_drafter(model, kind)), [PROMPT, [5], LONG]
+    for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
+        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=12, **options)
+        drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
+        assert [g.ids for g in drafted] == [g.ids for g in plain]
+        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0].ids
+        proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
+        assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
+
+
+@pytest.mark.parametrize("kind", ["marginal", "eagle3"])
+def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, kind, monkeypatch):
+    drafter, seen = make_drafter(model, kind), []
+    monkeypatch.setattr(methods, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
+    (method,) = make_methods(["block-paper"], model, drafter)
+    settings = SamplingSettings(max_new_tokens=20)
+    state = method.warm_up([[PROMPT], [LONG]], settings)
+    assert state[CHAIN_THRESHOLDS].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
+    method.restore(state)
+    assert method.state()[CHAIN_THRESHOLDS].tolist() == state[CHAIN_THRESHOLDS].tolist()
+    rounds = [PolicyMethod("block", model, drafter).answer([prompt], settings)[0].stats for prompt in (PROMPT, LONG)]
+    assert 0 < len(seen) <= sum(stats.rounds for stats in rounds)
+    assert sum(accepted for _, accepted in seen) <= sum(stats.accepted for stats in rounds)
+    for confidences, _ in seen:
+        assert 0 < confidences[2] < confidences[1] < confidences[0] <= 1, "of one path, further and further down"
+
+
+def test_thresholds_of_chains_are_not_those_of_trees(model):
+    """A profile's, which were found with the whole tree, are left alone."""
+    drafter = make_drafter(model, "marginal")
+    target = Engine(model, policy="off").target
+    chain, tree = (make_policy(name, target, drafter) for name in ("block-paper", "paper"))
+    state = tree.state() | {"gates/thresholds": torch.tensor([0.3, 0.4, 0.5])}
+    chain.restore(state)
+    assert chain.gates.thresholds.tolist() == torch.tensor(PUBLISHED).tolist()
+    chain.restore({CHAIN_THRESHOLDS: torch.tensor([0.1, 0.2, 0.3])})
+    assert chain.state()[CHAIN_THRESHOLDS].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
