@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024  # what one warp ranks without waiting for others
+_UNROLLED = tl.constexpr(16)  # ranks up to which a loop over them is unrolled: more code than that is slow to fetch
 
 # The constants of `hashing.mix64`.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -95,13 +96,37 @@ def _chunk_topk_kernel(
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     tl.store(maxima + place, greatest)
     tl.store(totals + place, tl.sum(tl.exp(x - base), axis=0))
-    for rank in tl.static_range(K):
-        value = tl.max(x, axis=0)
-        token = tl.min(tl.where(x == value, tokens, CHUNK * tl.num_programs(1)), axis=0)
-        token = tl.minimum(token, vocab_size - 1)  # where all are NaN, which equals nothing
-        tl.store(found + place * K + rank, token)
-        tl.store(values + place * K + rank, value)
-        x = tl.where(tokens == token, float("-inf"), x)
+    found += place * K
+    values += place * K
+    if K <= _UNROLLED:
+        for rank in tl.static_range(K):
+            x = _take_token(x, tokens, found + rank, values + rank, vocab_size)
+    else:
+        for rank in range(K):
+            x = _take_token(x, tokens, found + rank, values + rank, vocab_size)
+
+
+@triton.jit
+def _take_token(x: tl.tensor, tokens: tl.tensor, found: tl.tensor, values: tl.tensor, vocab_size: int) -> tl.tensor:
+    """Stores the highest of a chunk, and returns the others."""
+    value = tl.max(x, axis=0)
+    token = tl.min(tl.where(x == value, tokens, vocab_size - 1), axis=0)  # of NaN, which equals nothing, the last
+    tl.store(found, token)
+    tl.store(values, value)
+    return tl.where(tokens == token, float("-inf"), x)
+
+
+@triton.jit
+def _take_place(
+    x: tl.tensor, place: tl.tensor, found: tl.tensor, tokens: tl.tensor, best: tl.tensor, num_found: int
+) -> tl.tensor:
+    """Stores the highest of all chunks' highest, and returns the others."""
+    value = tl.max(x, axis=0)
+    # Chunks stand in order, and within a chunk equal ones do: the first place is the first token.
+    at = tl.min(tl.where(x == value, place, num_found - 1), axis=0)
+    tl.store(tokens, tl.load(found + at))
+    tl.store(best, value)
+    return tl.where(place == at, float("-inf"), x)
 
 
 @triton.jit
@@ -123,13 +148,15 @@ def _rank_kernel(
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K
     x = tl.load(values + row * num_chunks * K + place, mask=real, other=float("-inf"))
-    for rank in tl.static_range(K):
-        value = tl.max(x, axis=0)
-        # Chunks stand in order, and within a chunk equal ones do: the first place is the first token.
-        at = tl.minimum(tl.min(tl.where(x == value, place, NUM_FOUND), axis=0), num_chunks * K - 1)
-        tl.store(tokens + row * K + rank, tl.load(found + row * num_chunks * K + at))
-        tl.store(best + row * K + rank, value)
-        x = tl.where(place == at, float("-inf"), x)
+    found += row * num_chunks * K
+    tokens += row * K
+    best += row * K
+    if K <= _UNROLLED:
+        for rank in tl.static_range(K):
+            x = _take_place(x, place, found, tokens + rank, best + rank, num_chunks * K)
+    else:
+        for rank in range(K):
+            x = _take_place(x, place, found, tokens + rank, best + rank, num_chunks * K)
     chunk = tl.arange(0, NUM_CHUNKS)
     maximum = tl.load(maxima + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
     greatest = tl.max(maximum, axis=0)
