@@ -18,6 +18,7 @@ from graft.cli.bench import _widened
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
 from graft.spec_decode.proposers.block import BlockHead
+from graft.spec_decode.proposers.block import save_head as save_block_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -176,6 +177,16 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
         hidden, parents = torch.randn(1, 5, TINY.hidden), torch.randint(61, (1, 5, 3))
         padded = torch.nn.functional.pad(hidden, (0, WIDE.hidden - TINY.hidden))
         torch.testing.assert_close(wide_head.confidence(padded, parents), head.confidence(hidden, parents))
+
+
+def test_a_widened_block_head_is_saved_as_one_for_the_widened_model(model, tmp_path):
+    widened = widen(model, WIDE)
+    wide_head = widen_head(make_block_head(model, **BLOCK_HEADS["gated"]), WIDE, widened)
+    save_block_head(wide_head, tmp_path)
+    drafter = load_drafter(str(tmp_path), widened)
+    assert isinstance(drafter, BlockDrafter)
+    for name, parameter in wide_head.named_parameters():
+        assert torch.equal(drafter.head.get_parameter(name), parameter)
 
 
 def test_the_command_widens_block_heads_too(model):

@@ -146,7 +146,11 @@ def widen_head(head: Eagle3Head | BlockHead, shape: Shape, model: LlamaForCausal
     sizes = shape.attention_and_mlp | {"target_hidden_size": shape.hidden}
     sizes["rms_norm_eps"] = config.rms_norm_eps * small.hidden / shape.hidden
     widener = _Widener(small, shape, like=head.fc.weight)
-    wide = _wide_block(head, sizes, widener) if isinstance(head, BlockHead) else _wide_eagle3(head, sizes, widener)
+    wide: Eagle3Head | BlockHead
+    if isinstance(head, BlockHead):
+        wide = _wide_block(head, sizes | {"num_target_layers": shape.layers}, widener)
+    else:
+        wide = _wide_eagle3(head, sizes, widener)
 
     channels = widener.channels
     widener.fill(wide.fc, head.fc, channels, widener.side_by_side(len(config.target_layers)), noise=False)
@@ -273,7 +277,9 @@ class _Widener:
             weight[places] = own
             share = len(own) / len(weight)
             if isinstance(wide, nn.RMSNorm) and isinstance(small, nn.RMSNorm) and small.eps is not None:
-                wide.eps = small.eps * share  # that of a head, or a fixed one, is not scaled as the config's is
+                # That of queries and keys, or a fixed one, is not scaled as the config's is. Files do not say it: a head
+                # that is saved has the config's again, which matters where vectors are short.
+                wide.eps = small.eps * share
         weight *= scale * math.sqrt(share)
         wide.weight = nn.Parameter(weight.to(self._like), requires_grad=False)
 
