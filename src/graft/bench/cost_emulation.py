@@ -277,7 +277,7 @@ class _Widener:
             weight[places] = own
             share = len(own) / len(weight)
             if isinstance(wide, nn.RMSNorm) and isinstance(small, nn.RMSNorm) and small.eps is not None:
-                # That of queries and keys, or a fixed one, is not scaled as the config's is. Files do not say it: a head
+                # That of queries and keys, or a fixed one, is not scaled as the config's is. Files do not say it: one
                 # that is saved has the config's again, which matters where vectors are short.
                 wide.eps = small.eps * share
         weight *= scale * math.sqrt(share)
