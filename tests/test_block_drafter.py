@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -217,9 +216,14 @@ def test_several_answers_share_the_prefill_of_the_head_too(model):
 def test_a_saved_block_head_loads_as_a_drafter(model, tmp_path):
     head = make_head(model, **HEADS["conditional"])
     save_head(head, tmp_path)
-    drafter = load_drafter(str(tmp_path), model, TreeSettings(topk=VOCAB, total_token=30))
-    assert isinstance(drafter, BlockDrafter) and drafter.settings == BlockTreeSettings(width=VOCAB, nodes=30)
-    engine = Engine(model, policy="dense", drafter=drafter)
-    batch = prefilled(engine, PROMPT)
-    (levels,) = islice(drafter.passes(batch.draft, batch.roots()), 1)
-    assert_levels_are_those_of_whole_texts(head, model, batch, levels, 30)
+    drafter = load_drafter(str(tmp_path), model, TreeSettings(topk=5, total_token=30))
+    assert isinstance(drafter, BlockDrafter)
+    assert drafter.settings == BlockTreeSettings(width=8, shortlist=32, nodes=30), "as wide as such trees of EAGLE-3"
+    assert load_drafter(str(tmp_path), model, TreeSettings()).settings == BlockTreeSettings()
+    drafted = []
+    for each in (drafter, BlockDrafter(head, drafter.settings)):
+        batch = prefilled(Engine(model, policy="dense", drafter=each), PROMPT)
+        drafted.append(next(each.passes(batch.draft, batch.roots())))
+    for loaded, level in zip(*drafted, strict=True):
+        assert loaded.tokens.tolist() == level.tokens.tolist()
+        torch.testing.assert_close(loaded.path_probabilities, level.path_probabilities)

@@ -12,7 +12,7 @@ from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
-from graft.model.cpu_linear import speed_up
+from graft.model.cpu_linear import quick_linear, speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import equip
@@ -102,8 +102,9 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
     if kind_of(folder) == "block":
         lm_head = model.get_output_embeddings().weight
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
-        speed_up(block_head)
-        settings = BlockTreeSettings(width=tree.topk, nodes=tree.total_token) if tree is not None else None
+        if speed_up(block_head):
+            block_head.product = quick_linear
+        settings = BlockTreeSettings.like(tree) if tree is not None else None
         return drafter_for(block_head, settings)
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)

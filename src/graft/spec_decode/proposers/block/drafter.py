@@ -26,6 +26,7 @@ from graft.spec_decode.proposers.block.tree import (
     levels_of,
     marginal_table,
 )
+from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
 
 
@@ -44,6 +45,12 @@ class BlockTreeSettings(Settings):
             require(
                 isinstance(value, int) and value >= 1, f"{name} must be a whole number of at least 1, not {value!r}"
             )
+
+    @classmethod
+    def like(cls, tree: TreeSettings) -> BlockTreeSettings:
+        """About as wide as EAGLE-3's tree: its usual size is the usual one here too."""
+        width = tree.topk * cls.width // TreeSettings.topk or 1
+        return cls(width=width, shortlist=4 * width, nodes=tree.total_token)
 
 
 def table_of(

@@ -23,6 +23,7 @@ KeyValue = tuple[Tensor, Tensor]  # each [layers, B, kv_heads, W, D]
 # Of a layer, by its number: from queries [B, heads, W, D] and the slots' own keys and values [B, kv_heads, W, D] to
 # what they attend to, [B, heads, W, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]  # as `torch.nn.functional.linear`
 
 _GATHERED = 2**27  # numbers of an output weight's rows that are gathered at once
 
@@ -33,10 +34,12 @@ def within_reach(distance: Tensor, causal: bool, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance.abs() < window)
 
 
-def logits_of(weight: Tensor, states: Tensor, shortlist: Tensor | None) -> Tensor:
+def logits_of(
+    weight: Tensor, states: Tensor, shortlist: Tensor | None, product: Product = nn.functional.linear
+) -> Tensor:
     """Logits [..., m, vocab] of states [..., m, H] by an output weight [vocab, H], or of a shortlist [..., S] alone."""
     if shortlist is None:
-        return nn.functional.linear(states, weight)
+        return product(states, weight)
     most = max(1, _GATHERED // (shortlist[0].numel() * weight.shape[1]))
     parts = [some @ weight[ids].mT for some, ids in zip(states.split(most), shortlist.split(most), strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -59,6 +62,7 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList(_DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         self.register_buffer("target_lm_head", None, persistent=False)  # [vocab, H], borrowed, never saved
+        self.product: Product = nn.functional.linear  # with the lm_head; a CPU has a faster one
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.own_mask:
@@ -165,7 +169,7 @@ class BlockHead(DraftHead):
         weight = self.lm_head.weight if self.config.own_lm_head else self.target_lm_head
         if weight is None:
             raise GraftError("this head has no lm_head of its own: `borrow_lm_head` gives it the target's")
-        return logits_of(weight[: self.config.draft_vocab_size], normed, shortlist)
+        return logits_of(weight[: self.config.draft_vocab_size], normed, shortlist, self.product)
 
     @property
     def _decoder_layers(self) -> list[_DecoderLayer]:
