@@ -736,10 +736,10 @@ def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
     multiply, always = Products(torch.device("cpu")), Products(torch.device("cpu"), always=True)
     large, small = torch.zeros(2048, 2048, dtype=torch.float16), torch.zeros(64, 2048, dtype=torch.float16)
     for products in (multiply, always):
-        for number in (512, 513):
+        for number in (2048, 2049):
             for weight in (large, small):
                 products(torch.zeros(number, 2048, dtype=torch.float16), weight)
-    assert made == [(512, 2048), (512, 2048), (512, 64), (513, 2048), (513, 64)]
+    assert made == [(2048, 2048), (2048, 2048), (2048, 64), (2049, 2048), (2049, 64)]
 
 
 def test_products_need_sizes_of_multiples_of_64():
