@@ -366,12 +366,12 @@ def fail_everywhere(shared, kind, part=0, of=1, every=1, counts=lambda number: {
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=3, every=20)
+    fail_everywhere(shared, CallTracer, part, of=3, every=40)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=2, every=12)
+    fail_everywhere(shared, AllocationTracer, part, of=2, every=24)
 
 
 def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared):
