@@ -364,12 +364,17 @@ def fail_everywhere(shared, kind, part=0, of=1, every=1, counts=lambda number: {
     assert sum(failed) >= 0.75 * len(failed), "runs are alike but for what is made once: most come to their points"
 
 
-@pytest.mark.parametrize("part", range(3))
+def first_of(parts):
+    """All parts; those behind the first are for the slow suite."""
+    return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, parts))]
+
+
+@pytest.mark.parametrize("part", first_of(3))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
     fail_everywhere(shared, CallTracer, part, of=3, every=40)
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", first_of(2))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
     fail_everywhere(shared, AllocationTracer, part, of=2, every=24)
 
