@@ -305,7 +305,7 @@ def _give_back(device: torch.device) -> None:
 
 
 def _layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     head_norms = None
     if getattr(attention, "q_norm", None) is not None:
@@ -315,16 +315,30 @@ def _layer(layer: Any) -> Layer:
     window = getattr(attention, "sliding_window", None)
     if "Mistral" in type(attention).__name__:
         window = attention.config.sliding_window
+    bias = together([p.bias for p in projections]) if attention.q_proj.bias is not None else None
+    return fused_layer(layer, together([p.weight for p in projections]), bias, head_norms, attention.scaling, window)
+
+
+def fused_layer(
+    layer: Any,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    head_norms: tuple[Tensor, Tensor, float] | None,
+    scale: float,
+    window: int | None,
+) -> Layer:
+    """A decoder layer's weights by the names that Llama's has, with what differs between models given."""
+    attention, mlp = layer.self_attn, layer.mlp
     return Layer(
-        qkv=together([p.weight for p in projections]),
-        qkv_bias=together([p.bias for p in projections]) if attention.q_proj.bias is not None else None,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
         o=attention.o_proj.weight.detach(),
         gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight.detach(),
         input_norm=layer.input_layernorm.weight.detach(),
         attention_norm=layer.post_attention_layernorm.weight.detach(),
         head_norms=head_norms,
-        scale=attention.scaling,
+        scale=scale,
         window=window,
     )
 

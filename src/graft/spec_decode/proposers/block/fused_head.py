@@ -16,7 +16,7 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import block as block_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
-from graft.model.llama import Layer, LayerStack, Rotary, together
+from graft.model.llama import Layer, LayerStack, Rotary, fused_layer, together
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.head import BlockHead
 
@@ -93,19 +93,8 @@ def why_not(head: BlockHead) -> str | None:
 
 
 def _layer(layer: Any, qkv: Tensor, window: int | None) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    query_norm, key_norm, head_norms = attention.q_norm, attention.k_norm, None
+    attention, head_norms = layer.self_attn, None
+    query_norm, key_norm = attention.q_norm, attention.k_norm
     if hasattr(query_norm, "weight"):
         head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.eps)
-    return Layer(
-        qkv=qkv,
-        qkv_bias=None,
-        o=attention.o_proj.weight.detach(),
-        gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight.detach(),
-        input_norm=layer.input_layernorm.weight.detach(),
-        attention_norm=layer.post_attention_layernorm.weight.detach(),
-        head_norms=head_norms,
-        scale=attention.head_dim**-0.5,
-        window=window,
-    )
+    return fused_layer(layer, qkv, None, head_norms, attention.head_dim**-0.5, window)
