@@ -443,7 +443,7 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
 
 
 def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch):
-    scheduler, sizes = schedule("off", max_batched_tokens=40), []
+    scheduler, sizes = schedule("off", max_batched_tokens=80), []
     step = scheduler.engine.target.step
 
     def note(cache, tree, chunks=()):
@@ -454,8 +454,12 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
     running = Asked(scheduler, "abc", max_new_tokens=400, ignore_eos=True)
     running.next()
     Asked(scheduler, "x" * 300, max_new_tokens=3).wait()
+    assert (1, 79) in sizes and max(sum(size) for size in sizes) == 80
+    sizes.clear()
+    monkeypatch.setattr("graft.core.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
+    Asked(scheduler, "y" * 300, max_new_tokens=1).wait()
     scheduler.cancel(running.job)
-    assert (1, 39) in sizes and max(sum(size) for size in sizes) == 40
+    assert max(sum(size) for size in sizes) in range(36, 41)
 
 
 # When the cache is full

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone
-_WORKSPACE = 2 << 30  # bytes on a GPU beside weights, cache and logits: graphs, kernels and their code
+_WORKSPACE = 2 << 30  # bytes on a GPU beside weights, cache and steps: graphs, kernels and their code
 _CONTEXT = 1 << 30  # of a CUDA context, at most: what else is in use is others'
 
 
@@ -32,9 +32,8 @@ def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_token
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading has left
             free, total = torch.cuda.mem_get_info(device)
-            logits = 2 * max_batched_tokens * engine.target.vocab_size * 4
             room = _room(share or _OF_A_GPU, free, total, torch.cuda.memory_reserved(device))
-            num_bytes: float = room - logits - _WORKSPACE
+            num_bytes: float = room - engine.target.step_bytes(max_batched_tokens) - _WORKSPACE
         else:
             num_bytes = (share or _OF_A_MACHINE) * _machine_memory()
         limits.append(int(num_bytes) // (PAGE * bytes_per_token(engine)))

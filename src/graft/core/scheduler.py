@@ -30,6 +30,7 @@ from graft.engine import Engine, Reading
 from graft.errors import GraftError
 from graft.model import NoRoomError, Row
 from graft.model.kv_cache import PAGE
+from graft.model.step import LONG_TEXT
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, Sequence, TokenLogprob
 from graft.settings import Settings, require
@@ -440,6 +441,8 @@ class Scheduler:
     def _next_chunks(self) -> list[Reading]:
         """The chunks of newcomers' texts that the coming step reads, in the order in which they came."""
         most = min(self.max_batched_tokens, self.engine.target.max_tokens or math.inf)
+        # Beside a long text a step has fewer tokens: what attention takes, time and memory, grows with both.
+        most *= min(LONG_TEXT / max(self._longest_text(), 1), 1)
         room = max(int(most) - len(self._jobs), _LEAST_CHUNK)
         reading: list[Reading] = []
         for newcomer in self._newcomers:
@@ -453,6 +456,11 @@ class Scheduler:
                 if room == 0:
                     return reading
         return reading
+
+    def _longest_text(self) -> int:
+        """Tokens of the longest text that is decoded or read."""
+        reading = (sequence for newcomer in self._newcomers for sequence in newcomer.job.sequences)
+        return max((len(sequence.ids) for sequence in itertools.chain(self._jobs, reading)), default=0)
 
     def _read(self, reading: list[Reading]) -> None:
         """A step of prompts alone: nobody is decoded."""

@@ -38,7 +38,7 @@ from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.llama import FastLayers, Rotary, touched_module, why_not
 from graft.model.runner import TargetRunner, outputs_of, side_by_side
-from graft.model.step import COLUMNS, Chunk, FlatStep
+from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
 from graft.progress import Report
 from graft.spec_decode.tree import DraftTree
@@ -344,6 +344,19 @@ class CapturedTarget(TargetRunner):
 
     def memory_report(self) -> dict[str, int]:
         return self._graphs.memory_report()
+
+    def step_bytes(self, max_tokens: int) -> int:
+        config, like = self.model.config.get_text_config(), next(self.model.parameters())
+        heads, size = config.num_attention_heads, like.element_size()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        most = max_tokens + min(LONG_TEXT, self.max_positions or LONG_TEXT)
+        splits = attention_kernels.tiles_for(head_dim, like.dtype).count_splits(most)
+        by_token = (
+            self.vocab_size * (4 + size)  # logits, as the model makes them and in float32
+            + config.num_hidden_layers * config.hidden_size * size  # inputs of all layers
+            + heads * splits * (head_dim + 2) * 4  # the attention's partial sums
+        )
+        return 2 * max_tokens * by_token  # graphs of other sizes and contexts share less than all of it
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures the graphs of all sizes up to `max_tokens`, at short contexts."""

@@ -120,6 +120,10 @@ class TargetRunner:
             found = self._store.bytes_per_token
         return found
 
+    def step_bytes(self, max_tokens: int) -> int:
+        """Bytes beside weights and KV cache that steps of up to so many tokens take, about: logits above all."""
+        return 2 * max_tokens * self.vocab_size * 4
+
     def warm_up(self, max_tokens: int) -> None:
         """Does one-time work for steps of up to so many tokens; here there is none."""
 
