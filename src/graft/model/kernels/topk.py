@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024  # what one warp ranks without waiting for others
-_UNROLLED = tl.constexpr(16)  # ranks up to which a loop over them is unrolled: more code than that is slow to fetch
+_FEW = tl.constexpr(16)  # numbers that are taken one by one, which is slower than sorting for more
 
 # The constants of `hashing.mix64`.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -26,14 +26,14 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     V must be at least k.
     """
     num_rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    num_chunks, kept = triton.cdiv(vocab_size, _CHUNK), triton.next_power_of_2(k)
     found = logits.new_empty(num_rows, num_chunks, k, dtype=torch.int32)
     values = logits.new_empty(num_rows, num_chunks, k, dtype=torch.float32)
-    sums = logits.new_empty(2, num_rows, num_chunks, dtype=torch.float32)
+    sums = values.new_empty(2, num_rows, num_chunks)
     tokens, best = found.new_empty(num_rows, k), values.new_empty(num_rows, k)
     total = values.new_empty(num_rows)
     _chunk_topk_kernel[(num_rows, num_chunks)](
-        logits, logits.stride(0), found, values, *sums, vocab_size, K=k, CHUNK=_CHUNK, num_warps=1
+        logits, logits.stride(0), found, values, *sums, vocab_size, K=k, KEPT=kept, CHUNK=_CHUNK, num_warps=1
     )
     num_found = triton.next_power_of_2(num_chunks * k)
     _rank_kernel[(num_rows,)](
@@ -45,6 +45,7 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         total,
         num_chunks,
         K=k,
+        KEPT=kept,
         NUM_FOUND=num_found,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=min(max(num_found // 1024, 4), 16),
@@ -76,6 +77,43 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor)
 
 
 @triton.jit
+def _store_highest(
+    x: tl.tensor,
+    ids: tl.tensor,
+    tokens: tl.tensor,
+    values: tl.tensor,
+    K: tl.constexpr,
+    KEPT: tl.constexpr,
+) -> None:
+    """Stores the K highest logits with their ids, best first. KEPT: K, rounded up to a power of two."""
+    # Both as one number: the higher logit is the greater, and of equal ones the first token.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    if K <= _FEW:
+        for rank in tl.static_range(K):
+            key = tl.max(keys, axis=0)
+            tl.store(tokens + rank, _token_of(key))
+            tl.store(values + rank, _logit_of(key))
+            keys = tl.where(keys == key, -0x7FFFFFFFFFFFFFFF, keys)
+    else:
+        sorted_keys, rank = tl.topk(keys, KEPT), tl.arange(0, KEPT)
+        tl.store(tokens + rank, _token_of(sorted_keys), mask=rank < K)
+        tl.store(values + rank, _logit_of(sorted_keys), mask=rank < K)
+
+
+@triton.jit
+def _token_of(key: tl.tensor) -> tl.tensor:
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _logit_of(key: tl.tensor) -> tl.tensor:
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _chunk_topk_kernel(
     logits: tl.tensor,
     row_stride: tl.int64,
@@ -85,6 +123,7 @@ def _chunk_topk_kernel(
     totals: tl.tensor,
     vocab_size: int,
     K: tl.constexpr,
+    KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Top-k of one chunk, and its sum of exponentials."""
@@ -96,37 +135,7 @@ def _chunk_topk_kernel(
     base = tl.where(greatest == float("-inf"), 0.0, greatest)
     tl.store(maxima + place, greatest)
     tl.store(totals + place, tl.sum(tl.exp(x - base), axis=0))
-    found += place * K
-    values += place * K
-    if K <= _UNROLLED:
-        for rank in tl.static_range(K):
-            x = _take_token(x, tokens, found + rank, values + rank, vocab_size)
-    else:
-        for rank in range(K):
-            x = _take_token(x, tokens, found + rank, values + rank, vocab_size)
-
-
-@triton.jit
-def _take_token(x: tl.tensor, tokens: tl.tensor, found: tl.tensor, values: tl.tensor, vocab_size: int) -> tl.tensor:
-    """Stores the highest of a chunk, and returns the others."""
-    value = tl.max(x, axis=0)
-    token = tl.min(tl.where(x == value, tokens, vocab_size - 1), axis=0)  # of NaN, which equals nothing, the last
-    tl.store(found, token)
-    tl.store(values, value)
-    return tl.where(tokens == token, float("-inf"), x)
-
-
-@triton.jit
-def _take_place(
-    x: tl.tensor, place: tl.tensor, found: tl.tensor, tokens: tl.tensor, best: tl.tensor, num_found: int
-) -> tl.tensor:
-    """Stores the highest of all chunks' highest, and returns the others."""
-    value = tl.max(x, axis=0)
-    # Chunks stand in order, and within a chunk equal ones do: the first place is the first token.
-    at = tl.min(tl.where(x == value, place, num_found - 1), axis=0)
-    tl.store(tokens, tl.load(found + at))
-    tl.store(best, value)
-    return tl.where(place == at, float("-inf"), x)
+    _store_highest(x, tokens, found + place * K, values + place * K, K, KEPT)
 
 
 @triton.jit
@@ -140,6 +149,7 @@ def _rank_kernel(
     total: tl.tensor,
     num_chunks: int,
     K: tl.constexpr,
+    KEPT: tl.constexpr,
     NUM_FOUND: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
 ) -> None:
@@ -147,16 +157,10 @@ def _rank_kernel(
     row = tl.program_id(0)
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K
-    x = tl.load(values + row * num_chunks * K + place, mask=real, other=float("-inf"))
-    found += row * num_chunks * K
-    tokens += row * K
-    best += row * K
-    if K <= _UNROLLED:
-        for rank in tl.static_range(K):
-            x = _take_place(x, place, found, tokens + rank, best + rank, num_chunks * K)
-    else:
-        for rank in range(K):
-            x = _take_place(x, place, found, tokens + rank, best + rank, num_chunks * K)
+    first = row * num_chunks * K
+    x = tl.load(values + first + place, mask=real, other=float("-inf"))
+    ids = tl.load(found + first + place, mask=real, other=0x7FFFFFFF)
+    _store_highest(x, ids, tokens + row * K, best + row * K, K, KEPT)
     chunk = tl.arange(0, NUM_CHUNKS)
     maximum = tl.load(maxima + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
     greatest = tl.max(maximum, axis=0)
