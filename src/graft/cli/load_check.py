@@ -37,7 +37,11 @@ def load_check(
     from graft.spec_decode.proposers.head_kinds import kind_of
 
     folder = folder_of(head)
-    if kind_of(folder) == "block":
+    kind = kind_of(folder)
+    require(
+        kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is, if its tokens are the same"
+    )
+    if kind == "block":
         found = block.inspect_head(folder, slots)
         _print_table(found, _block_rows(found))
         layers = block.load_head(folder, _target_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers

@@ -40,7 +40,11 @@ MODEL: Group = {
 }
 LOADING: Group = MODEL | {
     "draft": _model(
-        str, "--draft", "An EAGLE-3 head: a folder, hub id or packaged name; or none.", "auto", metavar="HEAD"
+        str,
+        "--draft",
+        "A draft head or a small model: folder, hub id or packaged name; or none.",
+        "auto",
+        metavar="HEAD",
     ),
     "policy": _model(str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, graft.", "graft"),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
