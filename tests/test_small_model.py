@@ -80,7 +80,7 @@ def assert_is_what_the_model_says(draft, text, tree):
             assert q == pytest.approx(float(plain[token]), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_every_drafted_node_has_the_probability_that_the_model_gives_it(model, name):
     """After rounds whose nodes were accepted and rejected, in all rows, with all nodes of a level and the best."""
     draft = tiny_model(name, seed=0 if name == "llama" else 2)
@@ -100,17 +100,16 @@ def test_the_text_is_that_of_plain_decoding_under_every_policy(model, other, pol
     drafter = SmallModelDrafter(other, VOCAB, TREE)
     target = TargetRunner(model)
     for options in ({}, SAMPLED):
-        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=20, **options)
+        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=14, **options)
         own = policy_with(PolicySettings(12, pass_cost=0.0), policy, target, drafter)
-        answers = Engine(model, policy=own, drafter=drafter).generate_batch(PROMPTS, max_new_tokens=20, **options)
+        answers = Engine(model, policy=own, drafter=drafter).generate_batch(PROMPTS, max_new_tokens=14, **options)
         assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
         assert sum(answer.stats.draft_passes for answer in answers) > 0
         assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_a_model_of_another_architecture_drafts_too(model, name):
-    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model(name, seed=2), VOCAB, TREE))
+def test_a_model_of_another_architecture_drafts_too(model):
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model("qwen2", seed=2), VOCAB, TREE))
     for options in ({}, SAMPLED):
         plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12, **options)
         assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain.ids
@@ -201,9 +200,8 @@ def test_only_tokens_that_both_models_have_are_drafted(model, size):
 
 
 def test_text_beyond_the_draft_models_context_is_decoded_too(model):
-    engine = Engine(
-        model, policy="dense", drafter=SmallModelDrafter(tiny_model(max_position_embeddings=16), VOCAB, TREE)
-    )
+    drafter = SmallModelDrafter(tiny_model(max_position_embeddings=16), VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
     plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=24)
     assert engine.generate(PROMPT, max_new_tokens=24).ids == plain.ids
 
@@ -324,10 +322,9 @@ def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(
 
 
 def test_a_profile_is_of_one_draft_model(model, other):
-    prints = {
-        head_fingerprint(SmallModelDrafter(each, VOCAB, tree)) for each in (model, other) for tree in (TREE, CHAIN)
-    }
-    assert len(prints) == 2
+    drafters = [SmallModelDrafter(each, VOCAB, tree) for each in (model, other) for tree in (TREE, CHAIN)]
+    first, same, second, _ = map(head_fingerprint, drafters)
+    assert first == same != second
 
 
 def test_more_beams_than_tokens_are_refused(model):
@@ -335,7 +332,7 @@ def test_more_beams_than_tokens_are_refused(model):
         SmallModelDrafter(model, VOCAB, TreeSettings(topk=62))
 
 
-def test_the_commands_take_a_draft_model(graft, folders, tmp_path):  # noqa: F811
+def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
     names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
     plain = graft("generate", "abc", "--max-new-tokens", "6", *names[:2], "--policy", "off")
     assert graft("generate", "abc", "--max-new-tokens", "6", *names, "--policy", "dense").out == plain.out
