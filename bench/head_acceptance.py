@@ -1,4 +1,4 @@
-"""Mean accepted length of a draft head, dense tree, by task; and whether its text is that of plain decoding.
+"""Mean accepted length of a draft head or small model, dense tree, by task; and whether its text is that of plain decoding.
 
     python bench/head_acceptance.py --model smollm2-135m --draft HEAD --data humaneval.jsonl --data gsm8k.jsonl
 
@@ -41,7 +41,7 @@ def main() -> None:
     plain = load(options.model, policy="off", dtype=options.dtype)
     model = plain.target.model
     tree = TreeSettings(options.depth, options.topk, options.total_token)
-    drafter = load_drafter(options.draft, model, tree)
+    drafter = load_drafter(options.draft, model, tree, plain.tokenizer)
     engine = Engine(model, plain.tokenizer, policy=options.policy, drafter=drafter, budget=options.total_token)
 
     sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": 0}

@@ -3,7 +3,9 @@ refused in one line."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -238,6 +240,17 @@ def test_its_keys_and_values_count_as_memory(model):
     stores = {store.bytes_per_token for store in engine.target.pool.stores}
     assert stores == {engine.target.bytes_per_token(), drafter.bytes_per_token}
     assert drafter.num_slots == 1 + TREE.depth * TREE.topk
+
+
+def test_a_pool_that_nobody_uses_any_more_is_freed_with_the_runner_over_it(model, other):
+    drafter = SmallModelDrafter(other, VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    engine.generate(PROMPT, max_new_tokens=2)
+    pool, stores = weakref.ref(engine.target.pool), [weakref.ref(store) for store in engine.target.pool.stores]
+    assert len(stores) == 2
+    del engine
+    gc.collect()
+    assert pool() is None and not any(store() for store in stores)
 
 
 # Loading

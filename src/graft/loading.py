@@ -105,17 +105,19 @@ def load_drafter(
     tokenizer: the target's, which a small model's must agree with.
     """
     if not isinstance(draft, str):
+        where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
+        require(draft.device == model.device, where)
         check_vocabulary("the draft model", draft, model)
         return SmallModelDrafter(draft, TargetRunner(model).vocab_size, tree)
     source: str | Path = packaged_head_for(draft, model) or draft
-    if draft in PACKAGED_MODELS and source == draft:
-        return _load_small_model(draft, model, tree, tokenizer)
-    if kind_of(folder_of(source, ("config.json",))) == "model":
+    is_packaged_model = source == draft and draft in PACKAGED_MODELS
+    kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))
+    if kind == "model":
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
-    if kind_of(folder) == "block":
+    if kind == "block":
         lm_head = model.get_output_embeddings().weight
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         speed_up(block_head)

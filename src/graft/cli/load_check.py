@@ -36,11 +36,11 @@ def load_check(
     from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of
 
-    folder = folder_of(head)
-    kind = kind_of(folder)
+    kind = kind_of(folder_of(head, ("config.json",)))  # of a model on the hub no more is fetched
     require(
         kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is, if its tokens are the same"
     )
+    folder = folder_of(head)
     if kind == "block":
         found = block.inspect_head(folder, slots)
         _print_table(found, _block_rows(found))
