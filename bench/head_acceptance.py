@@ -1,6 +1,8 @@
-"""Mean accepted length of a draft head or small model, dense tree, by task; and whether its text is that of plain decoding.
+"""Mean accepted length of a drafter, dense tree, by task; and whether its text is that of plain decoding.
 
     python bench/head_acceptance.py --model smollm2-135m --draft HEAD --data humaneval.jsonl --data gsm8k.jsonl
+
+HEAD is a draft head or a small model with the same vocabulary.
 
 All prompts of a task decode together in one batch (each gets the text it would get alone), so a GPU does in
 seconds what takes minutes one by one. Times are not measured here.
