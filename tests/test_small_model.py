@@ -353,10 +353,14 @@ def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
     data = tmp_path / "task.jsonl"
     data.write_text(json.dumps({"prompt": "abc"}) + "\n")
     out = tmp_path / "out"
-    words = ("bench", "--methods", "off,dense,graft", "--data", str(data), "--max-new-tokens", "6", "--out", str(out))
+    words = ("bench", "--methods", "dense", "--data", str(data), "--max-new-tokens", "6", "--out", str(out))
     finished = graft(*words, *names)
     assert finished.status == 0, finished.err
     assert Path(out, "results.json").is_file()
+    record = ("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"))
+    assert graft(*record, *names).status == 0
+    check = graft("check", "--data", str(data), "--max-new-tokens", "6", *names, "--policy", "dense")
+    assert check.status == 0 and "0 differ" in check.out
 
 
 # CUDA graphs

@@ -104,7 +104,7 @@ def bench(
     from graft.data import Prompt
     from graft.loading import load_drafter
     from graft.spec_decode.policies import PolicySettings
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.block.drafter import BlockDrafter
 
     # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
@@ -147,8 +147,8 @@ def bench(
     if record is not None:
         if drafter is None:
             raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
-        if not isinstance(drafter, Eagle3Drafter):
-            raise GraftError("--record writes down the drafts of EAGLE-3 heads only, and --draft names none")
+        if isinstance(drafter, BlockDrafter):
+            raise GraftError("--record writes down drafts that come level by level, and this is a block head")
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
