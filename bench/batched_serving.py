@@ -148,7 +148,7 @@ def all_methods(engine: Engine, settings: SchedulerSettings, budgets: list[int])
     methods = [Method(PLAIN, engine, scheduler, speculates=False), Method(GRAFT, engine, scheduler)]
     for budget in (budget for budget in budgets if budget > 0):  # none is plain decoding
         old = engine.drafter
-        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else None
+        drafter = drafter_for(old.head, old.settings) if isinstance(old, Eagle3Drafter | BlockDrafter) else old
         fixed = Engine(engine.target.model, engine.tokenizer, policy="graft", drafter=drafter, budget=budget)
         equip(fixed, "auto")
         methods.append(Method(f"budget {budget}", fixed, Scheduler(fixed, settings)))
@@ -161,11 +161,12 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
     plain = load(arguments.model, draft=None, policy="off", device=arguments.device, dtype=arguments.dtype)
     model = plain.target.model
     name = arguments.draft or (arguments.model if packaged_head(arguments.model) is not None else None)
-    drafter = load_drafter(name, model, tree_settings("graft", model.device)) if name not in (None, "none") else None
+    tree = tree_settings("graft", model.device)
+    drafter = load_drafter(name, model, tree, plain.tokenizer) if name not in (None, "none") else None
     if arguments.as_cost_of is not None:
         shape = Shape.named(arguments.as_cost_of)
         model = widen(model, shape)
-        if drafter is not None:
+        if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
             drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")

@@ -1,11 +1,12 @@
-"""Mean accepted length and draft passes of a draft head, by task and policy; and whether texts are plain decoding's.
+"""Mean accepted length and draft passes of a drafter, by task and policy; and whether texts are plain decoding's.
 
     python bench/head_acceptance.py --draft HEAD --policy dense,block,block-paper,graft --data gsm8k.jsonl --compare
 
-The head is EAGLE-3's or a block head. `dense` is its whole tree of 60 nodes by cumulative probability, `block` its
-chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing from each other
-(each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one. Times are not measured
-here: `graft bench` does that.
+HEAD is EAGLE-3's, a block head, or a small model with the same vocabulary. `dense` is its whole tree of 60 nodes by
+cumulative probability, `block` its chain; docs/policies.md has the others. Prompts of a task decode together in one
+batch and learn nothing from each other (each gets the text it would get alone), so a GPU does in seconds what takes
+minutes one by one; but EAGLE-3 has fewer beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times
+are not measured here: `graft bench` does that.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
     model = engine.target.model
     assert isinstance(model, PreTrainedModel)
     tree = TreeSettings(options.depth or _TREE.depth, options.topk or _TREE.topk)
-    drafter = load_drafter(options.draft, model, tree if options.depth or options.topk else None)
+    drafter = load_drafter(options.draft, model, tree if options.depth or options.topk else None, engine.tokenizer)
     settings = PolicySettings(options.total_token, options.pass_cost, isolated=True)
     sampling = SamplingSettings(
         max_new_tokens=options.max_new_tokens,

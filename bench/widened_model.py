@@ -16,7 +16,9 @@ from graft.bench.cost_emulation import Shape, widen, widen_head
 from graft.bench.tasks import questions, read_tasks
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
+from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
+from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
 
 def main() -> None:
@@ -40,6 +42,7 @@ def main() -> None:
     (options.out / "ids.json").write_text(json.dumps(ids))
     small = plain.target.model
     drafter = load_drafter(options.draft, small, tree_settings("graft", small.device))
+    require(not isinstance(drafter, SmallModelDrafter), f"{options.draft} is a whole model, not a head to widen")
     model = widen(small, shape)
     head = widen_head(drafter.head, shape, model)
     if isinstance(head, block.BlockHead):

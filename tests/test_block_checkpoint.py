@@ -735,11 +735,11 @@ def test_load_check_of_neither_kind_names_the_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published = zlab()
-    published.config["architectures"] = ["GPT2LMHeadModel"]
+    published.config["architectures"] = ["BertModel"]
     published.write(tmp_path)
     assert load_check(monkeypatch, str(tmp_path)) == 2
     err = capsys.readouterr().err
-    assert "architecture GPT2LMHeadModel is not that of a draft head; known are LlamaForCausalLM, " in err
+    assert "architecture BertModel is neither a draft head's, of which LlamaForCausalLM, " in err
     assert "DFlashDraftModel" in err
 
 

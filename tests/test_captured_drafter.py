@@ -45,8 +45,8 @@ class StaticTarget(TargetRunner):
         super().__init__(model, hidden_layers, chunk_size)
         self._hidden = torch.full((512, len(hidden_layers) * model.config.hidden_size), torch.nan, device=model.device)
 
-    def _run(self, step):
-        tree, chunks = super()._run(step)
+    def _run(self, step, num_run=0):
+        tree, chunks = super()._run(step, num_run)
         logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
         self._hidden[: len(hidden)] = hidden
         columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))

@@ -127,7 +127,7 @@ def test_draft_none_takes_no_head(graft_tiny: Run) -> None:
     assert (
         "policy 'dense' drafts with a head" in graft_tiny("generate", "hi", "--draft", "none", "--policy", "dense").err
     )
-    assert "no head at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
+    assert "no drafter at 'no such head'" in graft_tiny("generate", "hi", "--draft", "no such head").err
 
 
 def test_trees_are_drawn_on_stderr_and_the_answer_stays_alone_on_stdout(graft_tiny: Run) -> None:

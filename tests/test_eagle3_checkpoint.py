@@ -266,7 +266,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("graft.spec_decode.proposers.checkpoints.snapshot_download", download)
     with pytest.raises(
-        GraftError, match=r"no head at owner/head: there is no such folder, and as a hub id: no network$"
+        GraftError, match=r"no drafter at owner/head: there is no such folder, and as a hub id: no network$"
     ):
         inspect_head("owner/head")
 

@@ -12,18 +12,20 @@ from graft.datastore.lookup import Datastore
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import equip
 from graft.spec_decode.proposers import block
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
-from graft.spec_decode.proposers.checkpoints import folder_of
+from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said_of
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.proposers.head_kinds import kind_of
+from graft.spec_decode.proposers.small_model import SmallModelDrafter, check_vocabulary
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +35,7 @@ def load(
     model: str | PreTrainedModel = DEFAULT_MODEL,
     *,
     tokenizer: Any | None = None,
-    draft: str | None = "auto",
+    draft: str | PreTrainedModel | None = "auto",
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
     device: str = "auto",
@@ -48,8 +50,8 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
-    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; auto takes the packaged head of a
-    packaged model; None drafts with no head.
+    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model with the same
+    vocabulary, by name or in memory. auto takes the packaged head of a packaged model; None drafts with nothing.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
@@ -71,7 +73,8 @@ def load(
         tokenizer = tokenizer or own_tokenizer
     if draft == "auto":
         draft = None
-    drafter = load_drafter(draft, model, tree_settings(policy, model.device)) if draft is not None else None
+    tree = tree_settings(policy, model.device)
+    drafter = load_drafter(draft, model, tree, tokenizer) if draft is not None else None
     engine = Engine(
         model,
         tokenizer,
@@ -94,12 +97,27 @@ def tree_settings(policy: str, device: torch.device) -> TreeSettings:
     return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
 
 
-def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None = None) -> Eagle3Drafter | BlockDrafter:
-    """A drafter for this model from a head's folder, hub id or packaged name."""
+def load_drafter(
+    draft: str | PreTrainedModel, model: PreTrainedModel, tree: TreeSettings | None = None, tokenizer: Any | None = None
+) -> Eagle3Drafter | BlockDrafter | SmallModelDrafter:
+    """A drafter for this model from a head's folder, hub id or packaged name; or from a small model, likewise.
+
+    tokenizer: the target's, which a small model's must agree with.
+    """
+    if not isinstance(draft, str):
+        where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
+        require(draft.device == model.device, where)
+        check_vocabulary("the draft model", draft, model)
+        return SmallModelDrafter(draft, TargetRunner(model).vocab_size, tree)
+    source: str | Path = packaged_head_for(draft, model) or draft
+    is_packaged_model = source == draft and draft in PACKAGED_MODELS
+    kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))
+    if kind == "model":
+        return _load_small_model(draft, model, tree, tokenizer)
+    folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, torch.Tensor)
-    folder = folder_of(packaged_head(draft) or draft)
-    if kind_of(folder) == "block":
+    if kind == "block":
         lm_head = model.get_output_embeddings().weight
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         if speed_up(block_head):
@@ -109,6 +127,27 @@ def load_drafter(draft: str, model: PreTrainedModel, tree: TreeSettings | None =
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)
+
+
+def _load_small_model(
+    name: str, target: PreTrainedModel, tree: TreeSettings | None, tokenizer: Any | None
+) -> SmallModelDrafter:
+    from graft.hub.load import load_model
+
+    model, own_tokenizer = load_model(name, device=str(target.device), dtype=target.dtype)
+    check_vocabulary(name, model, target, own_tokenizer, tokenizer)
+    with said_of(name):
+        return SmallModelDrafter(model, TargetRunner(target).vocab_size, tree)
+
+
+def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:
+    """The packaged head of that name, if it is for models of this one's width: the name is also a packaged model's."""
+    folder = packaged_head(name)
+    if folder is None:
+        return None
+    config = read_config(folder)
+    width = config.get("target_hidden_size") or config["hidden_size"]
+    return folder if width == model.config.get_text_config().hidden_size else None
 
 
 def packaged_head(name: str) -> Path | None:

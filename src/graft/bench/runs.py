@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from graft.bench.ablations import ABLATIONS, POLICY_METHODS
@@ -13,8 +14,7 @@ from graft.loading import tree_settings
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.factory import drafter_for
+from graft.spec_decode.proposers.factory import with_tree
 
 OURS = tuple(POLICY_METHODS)
 
@@ -45,15 +45,16 @@ def make_methods(
         if name in PEERS:
             methods.append(make_peer(name, model, assistant))
         else:
-            methods.append(PolicyMethod(name, model, _drafter_for(name, drafter, budget), settings, exact))
+            own = _drafter_for(name, drafter, budget, model.device)
+            methods.append(PolicyMethod(name, model, own, settings, exact))
     for method in methods:
         one_by_one = f"method {method.name!r} decodes one prompt at a time: leave out --rows, or the method"
         require(rows == 1 or method.is_batched, one_by_one)
     return methods
 
 
-def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None) -> Drafter | None:
+def _drafter_for(policy: str, drafter: Drafter | None, budget: int | None, device: torch.device) -> Drafter | None:
     """The drafter of a policy: under a common budget all draft the same tree, otherwise each its default one."""
-    if budget is not None or not isinstance(drafter, Eagle3Drafter):
+    if drafter is None or budget is not None:
         return drafter
-    return drafter_for(drafter.head, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, drafter.device))
+    return with_tree(drafter, tree_settings(DEFAULT_POLICY if policy in ABLATIONS else policy, device))

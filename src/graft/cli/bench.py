@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graft.engine import Engine
     from graft.spec_decode.proposers.block.drafter import BlockDrafter
     from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -36,7 +37,7 @@ DECODING: Group = {
 }
 HEADS: Group = {
     "draft": _model(
-        str, "--draft", "An EAGLE-3 or block head, or none.", "the packaged one of the model", metavar="HEAD"
+        str, "--draft", "A draft head or small model; or none.", "the model's packaged head", metavar="HEAD"
     ),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
@@ -103,7 +104,7 @@ def bench(
     from graft.data import Prompt
     from graft.loading import load_drafter
     from graft.spec_decode.policies import PolicySettings
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.block.drafter import BlockDrafter
 
     # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
@@ -135,7 +136,7 @@ def bench(
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
     head_name = _head_name(heads.get("draft", "auto"), model_name)
-    drafter = load_drafter(head_name, engine.target.model) if head_name is not None else None
+    drafter = load_drafter(head_name, engine.target.model, None, engine.tokenizer) if head_name else None
     if shape is not None:
         engine, drafter = _widened(engine, drafter, shape)
 
@@ -146,8 +147,8 @@ def bench(
     if record is not None:
         if drafter is None:
             raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
-        if not isinstance(drafter, Eagle3Drafter):
-            raise GraftError("--record writes down the drafts of EAGLE-3 heads only, and this is a block head")
+        if isinstance(drafter, BlockDrafter):
+            raise GraftError("--record writes down drafts that come level by level, and this is a block head")
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
@@ -187,16 +188,17 @@ def _head_name(draft: str, model_name: str) -> str | None:
 
 
 def _widened(
-    engine: Engine, drafter: Eagle3Drafter | BlockDrafter | None, shape: Shape
-) -> tuple[Engine, Eagle3Drafter | BlockDrafter | None]:
-    """The engine and drafter widened to that shape: the same text and drafts at a larger model's cost."""
+    engine: Engine, drafter: Eagle3Drafter | BlockDrafter | SmallModelDrafter | None, shape: Shape
+) -> tuple[Engine, Eagle3Drafter | BlockDrafter | SmallModelDrafter | None]:
+    """The engine and its head widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
     from graft.spec_decode.proposers.factory import drafter_for
+    from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
-    if drafter is not None:
+    if drafter is not None and not isinstance(drafter, SmallModelDrafter):  # which is what it is beside a large model
         drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 

@@ -36,8 +36,12 @@ def load_check(
     from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of
 
+    kind = kind_of(folder_of(head, ("config.json",)))  # of a model on the hub no more is fetched
+    require(
+        kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is, if its tokens are the same"
+    )
     folder = folder_of(head)
-    if kind_of(folder) == "block":
+    if kind == "block":
         found = block.inspect_head(folder, slots)
         _print_table(found, _block_rows(found))
         layers = block.load_head(folder, _target_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers

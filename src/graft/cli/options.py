@@ -42,7 +42,7 @@ LOADING: Group = MODEL | {
     "draft": _model(
         str,
         "--draft",
-        "An EAGLE-3 or block head: a folder, hub id or packaged name; or none.",
+        "A draft head or a small model: folder, hub id or packaged name; or none.",
         "auto",
         metavar="HEAD",
     ),

@@ -102,13 +102,16 @@ class Visibility:
         self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
 
     @classmethod
-    def of_step(cls, step: FlatStep, device: torch.device, dtype: torch.dtype) -> Visibility:
-        """Its row's committed tokens and its ancestors in the row's part of the step."""
+    def of_step(cls, step: FlatStep, device: torch.device, dtype: torch.dtype, num_run: int = 0) -> Visibility:
+        """Its row's committed tokens and its ancestors in the row's part of the step.
+
+        num_run: the first tokens of each row that are not run again, but seen.
+        """
         rows, first = [], 0
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
             parents, depths = step.columns[1, first : first + count], step.columns[3, first : first + count]
             below = torch.from_numpy(depths.astype(np.int64))
-            rows.append(RowKeys(row, row.length, below, _ancestors(parents), device))
+            rows.append(RowKeys(row, row.length, below, _ancestors(parents)[num_run:], device))
             first += count
         return cls(rows, dtype)
 

@@ -183,7 +183,7 @@ class Graphs(Captures):
 
         Not while it decodes: the check takes milliseconds.
         """
-        if self.pool is not None and self.pool.is_in_use:
+        if self._weights and self.pool is not None and self.pool.is_in_use:
             return
         weights = (*(p.data_ptr() for p in self.model.parameters()), touched_module(self.model) is None)
         if weights == self._weights:
@@ -267,7 +267,10 @@ class Graphs(Captures):
         }
 
 
-_GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool], Graphs] = weakref.WeakValueDictionary()
+# By model, hidden layers, exactness and the pool that is shared with another model, if any.
+_GRAPHS: weakref.WeakValueDictionary[tuple[int, tuple[int, ...], bool, int | None], Graphs] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class CapturedTarget(TargetRunner):
@@ -282,16 +285,20 @@ class CapturedTarget(TargetRunner):
         hidden_layers: Sequence[int] = (),
         chunk_size: int = 256,
         exact: bool = False,
+        pool: PagePool | None = None,
     ) -> None:
-        """exact: a token's bits depend on its own text alone in large batches too."""
+        """exact: a token's bits depend on its own text alone in large batches too. pool: see `TargetRunner`."""
         super().__init__(model, hidden_layers, chunk_size)
         self.is_exact = exact
-        key = (id(model), self._hidden_layers, exact)
+        key = (id(model), self._hidden_layers, exact, id(pool) if pool is not None else None)
         self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
         _GRAPHS[key] = self._graphs
         self._store = self._graphs.store
-        if exact:
-            self._graphs.refresh()  # says now if that cannot be
+        if pool is not None and self._graphs.pool is not pool:
+            self._use_pool(pool)
+        if exact or pool is not None:
+            # Says now if exact steps cannot be. And where the pages are another's, who opens rows, nobody asks later.
+            self._graphs.refresh()
 
     @property
     def pool(self) -> PagePool:
@@ -375,11 +382,12 @@ class CapturedTarget(TargetRunner):
 
     @torch.no_grad()
     def step(
-        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = ()
+        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_run: int = 0
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         graphs, rows = self._graphs, cache.rows if cache is not None else []
         if graphs.failure is not None:
-            return super().step(cache, tree, chunks)
+            return super().step(cache, tree, chunks, num_run)
+        # A graph runs all nodes: with few tokens a step takes as long as its weights take to be read.
         self._make_room(rows, tree, chunks)
         num_tokens = tree.num_tokens if tree is not None else 0
         num_tokens += sum(len(chunk.tokens) for chunk in chunks)
@@ -395,7 +403,7 @@ class CapturedTarget(TargetRunner):
                 buffers.step.judged.record()
                 outputs = buffers.outputs_of(step)
         if run is None:
-            return super().step(cache, tree, chunks)
+            return super().step(cache, tree, chunks, num_run)
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         return outputs

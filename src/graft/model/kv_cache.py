@@ -114,6 +114,8 @@ class PagePool:
         self.device = device
         self.is_fixed = num_pages is not None
         self.stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
+        # Runners of other models over the same pages, by whose they are; they go with the pool.
+        self.guests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.num_resized = 0  # addresses are others from each time on
         self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
         self._max_positions = max_positions

@@ -29,7 +29,14 @@ _IN_USE = "the KV cache is in use already: set its size before anything is decod
 class TargetRunner:
     """Runs a target model over draft trees and chunks of prompts, on the KV caches that it opens."""
 
-    def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), chunk_size: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hidden_layers: Sequence[int] = (),
+        chunk_size: int = 256,
+        pool: PagePool | None = None,
+    ) -> None:
+        """pool: another runner's, whose pages this one's keys and values are to have too; None: one of its own."""
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
@@ -41,6 +48,8 @@ class TargetRunner:
         self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
         self._store = KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
+        if pool is not None:
+            self._use_pool(pool)
 
     @property
     def device(self) -> torch.device:
@@ -154,23 +163,28 @@ class TargetRunner:
             self.wait_for(verified)
             yield verified
 
-    def verify(self, cache: KVCache, tree: DraftTree) -> VerifyOutput:
-        """Logits after every node of every row's tree, in one forward. Nothing is committed. tree: on the host."""
-        verified, _ = self.step(cache, tree)
+    def verify(self, cache: KVCache, tree: DraftTree, num_run: int = 0) -> VerifyOutput:
+        """Logits after every node of every row's tree, in one forward. Nothing is committed. tree: on the host.
+
+        num_run: see `step`.
+        """
+        verified, _ = self.step(cache, tree, num_run=num_run)
         assert verified is not None
         return verified
 
     @torch.no_grad()
     def step(
-        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = ()
+        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_run: int = 0
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """One forward of the trees of a cache's rows, and of chunks of other rows' texts, which are committed.
 
+        num_run: the first nodes of each tree, if the last step of these rows had the same: they need not be run again,
+        and nobody asks for their output. Without chunks only.
         Rows must have pages for their tokens of the step. Returns the output for the trees, and for each chunk.
         """
         rows = cache.rows if cache is not None else []
         self._make_room(rows, tree, chunks)
-        verified = self._run(FlatStep(rows, tree, chunks))
+        verified = self._run(FlatStep(rows, tree, chunks), num_run)
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         return verified
@@ -188,14 +202,18 @@ class TargetRunner:
         for chunk in chunks:
             self.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
 
-    def _run(self, step: FlatStep) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+    def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """The step by the model's own code, eagerly."""
         device = self.device
         cache = self.cache_of(step.rows)
-        cache.write_at(torch.from_numpy(step.slots()).to(device))
-        tokens = torch.from_numpy(step.tokens.astype(np.int64))[None].to(device)
-        positions = self._clamped(torch.from_numpy(step.positions().astype(np.int64))[None].to(device))
-        seen = attention.Visibility.of_step(step, device, self.model.dtype)
+        slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
+        seen = attention.Visibility.of_step(step, device, self.model.dtype, num_run)
+        if num_run:
+            is_new = step.leave_out(num_run)
+            slots, ids, at = slots[is_new], ids[is_new], at[is_new]
+        cache.write_at(torch.from_numpy(slots).to(device))
+        tokens = torch.from_numpy(ids)[None].to(device)
+        positions = self._clamped(torch.from_numpy(at)[None].to(device))
         logits, hidden = self._run_model(cache, tokens, positions, seen)
         return outputs_of(step, logits[0].float(), hidden[0])
 

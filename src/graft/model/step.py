@@ -104,6 +104,14 @@ class FlatStep:
         self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count], [count - 1]))
         self.num_tokens = end
 
+    def leave_out(self, num_run: int) -> np.ndarray:
+        """Makes `tree` say where outputs are if the first nodes of each tree are not run. [T] bool, which are."""
+        assert self.tree is not None and not self.chunks
+        is_new = self.columns[2, : self.num_tokens] >= num_run
+        index = torch.from_numpy(np.cumsum(is_new) - 1)[self.tree.index]
+        self.tree = Part(self.tree.tokens, index, self.tree.counts, self.tree.depths)
+        return is_new
+
     @property
     def tokens(self) -> np.ndarray:
         return self.columns[0, : self.num_tokens]

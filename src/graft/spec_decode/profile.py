@@ -132,10 +132,10 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def head_fingerprint(drafter: Drafter | None) -> str | None:
-    """A hash of a draft head's shapes and a few of its weights, whatever its tree settings; None without a drafter."""
+    """A hash of a head's or draft model's shapes and a few weights, whatever its trees; None without a drafter."""
     if drafter is None:
         return None
-    head = getattr(drafter, "head", None)
+    head = getattr(drafter, "head", None) or getattr(drafter, "model", None)
     if not isinstance(head, nn.Module):
         return _digest(type(drafter).__name__.encode())
     weights = dict(sorted(head.named_parameters()))

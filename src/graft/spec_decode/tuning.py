@@ -21,8 +21,7 @@ from graft.spec_decode.policies.dense import Dense
 from graft.spec_decode.policies.gates import GATES, PUBLISHED, THRESHOLDS
 from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.factory import drafter_for
+from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.tree import DraftTree
 
 _ENOUGH = 10  # rounds worth stopping, and worth going on, below which a gate keeps its published threshold
@@ -45,7 +44,9 @@ def tune(
     portable: small and for any machine: learned at the usual budget with all draft passes, whatever pays here; without
     costs, n-gram tables and past texts.
     """
-    about, drafter = About.of(engine), _wide(engine.drafter)
+    about, drafter = About.of(engine), engine.drafter
+    if drafter is not None:  # an engine on a CPU drafts narrower trees than the default ones
+        drafter = with_tree(drafter, TreeSettings())
     if portable:
         engine = _engine(engine, drafter, PolicySettings(USUAL_BUDGET, pass_cost=0.0))
     counts = torch.zeros(engine.target.vocab_size, dtype=torch.int64)
@@ -167,11 +168,6 @@ def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
     kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
     fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
     return state | fields
-
-
-def _wide(drafter: Drafter | None) -> Drafter | None:
-    """The same head with the default tree settings: an engine on a CPU drafts a narrower tree."""
-    return drafter_for(drafter.head, TreeSettings()) if isinstance(drafter, Eagle3Drafter) else drafter
 
 
 def _engine(engine: Engine, drafter: Drafter | None, settings: PolicySettings) -> Engine:

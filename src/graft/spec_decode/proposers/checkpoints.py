@@ -30,6 +30,7 @@ Json = Mapping[str, Any]
 Place = tuple[str, ...]  # the keys that lead to a value of config.json
 
 MASK_FILE = "mask_embedding.pt"  # a block head's learned vector of masked slots
+HEAD_FILES = ("config.json", "*.safetensors", "*.bin", MASK_FILE)
 VOCABULARY = {"d2t", "t2d"}  # buffers, which a file need not have
 # Copies of the target's own weights, which some versions of speculators save for training.
 UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
@@ -122,19 +123,19 @@ class Recognised:
         return target_ids
 
 
-def folder_of(path: str | Path) -> Path:
-    """Where the files of a folder or hub id are; those of a hub id are fetched first."""
+def folder_of(path: str | Path, files: Sequence[str] = HEAD_FILES) -> Path:
+    """Where the files of a folder or hub id are; those of a hub id, of these names, are fetched first."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     require(not folder.exists(), f"{path} is a file: give the folder that holds config.json and the weights")
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors", "*.bin", MASK_FILE]))
+        return Path(snapshot_download(str(path), allow_patterns=list(files)))
     except HFValidationError as error:
-        raise GraftError(f"no head at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
+        raise GraftError(f"no drafter at {str(path)!r}: it is neither a folder nor a hub id (owner/name)") from error
     except OSError as error:  # what the hub client raises, from a missing repository to a missing network
         reason = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise GraftError(f"no head at {path}: there is no such folder, and as a hub id: {reason}") from error
+        raise GraftError(f"no drafter at {path}: there is no such folder, and as a hub id: {reason}") from error
 
 
 def read_config(folder: Path) -> Json:
@@ -143,7 +144,7 @@ def read_config(folder: Path) -> Json:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise GraftError(f"{path} is missing: give the folder of a draft head") from error
+        raise GraftError(f"{path} is missing: give the folder of a draft head or a model") from error
     except ValueError as error:
         raise GraftError(f"{path} is not valid JSON; copy it again") from error
     require(isinstance(content, dict), f"{path} does not hold settings; copy it again")
@@ -288,8 +289,8 @@ def put_at(config: dict[str, Any], place: Place, value: Any) -> None:
 
 
 @contextmanager
-def said_of(path: Path) -> Iterator[None]:
-    """Puts the file's name before the message of a GraftError."""
+def said_of(path: Path | str) -> Iterator[None]:
+    """Puts a file's or model's name before the message of a GraftError."""
     try:
         yield
     except GraftError as error:

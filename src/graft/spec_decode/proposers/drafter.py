@@ -1,4 +1,4 @@
-"""The drafter contract: a tree drafted pass by pass, each of one level or many, from the target's hidden states."""
+"""The drafter contract: a tree drafted pass by pass, each of one level or many; and the beam search of several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput
@@ -54,7 +55,7 @@ class DraftState(Protocol):
 class Drafter(Protocol):
     """A draft model that proposes trees pass by pass. `state` is what its own `open` gave."""
 
-    hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads
+    hidden_layers: tuple[int, ...]  # target layers whose inputs (hidden states) it reads; none if tokens are enough
 
     @property
     def max_passes(self) -> int:
@@ -176,6 +177,38 @@ class LevelByLevel(ABC):
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Sequence[Level]]:
         return ((level,) for level in self.levels(state, roots, keep, stops))
+
+
+class BeamSearch:
+    """The levels of trees whose likeliest nodes at each depth, the beams, are expanded by the next pass."""
+
+    def __init__(self, num_rows: int, topk: int, keep: int | None, device: torch.device) -> None:
+        """topk: beams, and children of each. keep: see `Drafter.passes`."""
+        self._topk, self._keep = topk, keep
+        self._parents = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)  # [B, F] the beams' node numbers
+        self._path = torch.ones(num_rows, 1, device=device)  # [B, F] their path probabilities
+        self._width = 1  # nodes of the trees so far
+
+    def level(self, tokens: Tensor, probabilities: Tensor) -> Level:
+        """The next level: of the beams' likeliest tokens [B, F, topk] and their q, all or the best `keep`."""
+        level = Level(
+            tokens=tokens.flatten(1),
+            parents=self._parents.repeat_interleave(self._topk, dim=1),
+            probabilities=probabilities.flatten(1),
+            path_probabilities=(self._path[:, :, None] * probabilities).flatten(1),
+        )
+        count = max(self._topk, min(self._keep or 0, level.tokens.shape[1]))
+        self._all, self._best = level, level.path_probabilities.topk(count, dim=1)
+        self._kept = level.at(self._best.indices) if self._keep is not None else level
+        return self._kept
+
+    def expand(self) -> tuple[Tensor, Tensor]:
+        """The best of the level's nodes become the beams: their tokens [B, topk], and which beam each came from."""
+        self._path, best = (part[:, : self._topk] for part in self._best)
+        order = torch.arange(self._topk, device=best.device).expand_as(best)  # kept nodes stand the best first
+        self._parents = self._width + (best if self._keep is None else order)
+        self._width += self._kept.tokens.shape[1]
+        return self._all.tokens.gather(1, best), best // self._topk
 
 
 def num_setups_of(target: TargetRunner, drafter: Drafter | None) -> int:

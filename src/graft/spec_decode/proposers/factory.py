@@ -1,4 +1,5 @@
-"""Chooses the drafter of a head: on a GPU one whose passes are CUDA graphs, else the eager one of its kind."""
+"""Chooses the drafter of a head: on a GPU one whose passes are CUDA graphs, else the eager one of its kind; and gives a
+drafter trees of another size."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any
 
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.block.head import BlockHead
-from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
 
 def drafter_for(
@@ -27,6 +29,13 @@ def drafter_for(
         kind = captured if reason is None else kind
     drafter: Eagle3Drafter | BlockDrafter = kind(head, settings)
     return drafter
+
+
+def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
+    """A drafter of the same network for trees of that size; itself if its trees are not sized so, as a block's."""
+    if isinstance(drafter, SmallModelDrafter):
+        return drafter.with_settings(settings)
+    return drafter_for(drafter.head, settings) if isinstance(drafter, Eagle3Drafter) else drafter
 
 
 def _captured(head: Eagle3Head | BlockHead) -> tuple[Any, str | None]:

@@ -1,25 +1,41 @@
-"""Which kind of draft head a folder holds, by its config.json."""
+"""Which kind of drafter a folder holds, by its config.json: a draft head of some kind, or a whole model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from graft.errors import GraftError
 from graft.spec_decode.proposers.block import layouts as block
-from graft.spec_decode.proposers.checkpoints import architecture_of, read_config, said_of
+from graft.spec_decode.proposers.checkpoints import Json, architecture_of, read_config, said_of
 from graft.spec_decode.proposers.eagle3 import layouts as eagle3
 
 
 def kind_of(folder: Path) -> str:
-    """eagle3 or block; a GraftError if it is neither."""
+    """eagle3, block or model; a GraftError if it is none of them."""
     config = read_config(folder)
     if block.is_block_head(config):
         return "block"
+    if _is_model(config):
+        return "model"
     known = [name for layout in eagle3.LAYOUTS.values() for name in layout.architectures]
     if architecture_of(config) in known:
         return "eagle3"
     known += [name for layout in block.LAYOUTS.values() for name in layout.architectures]
     with said_of(folder / "config.json"):
         raise GraftError(
-            f"architecture {architecture_of(config)} is not that of a draft head; known are {', '.join(known)}"
+            f"architecture {architecture_of(config)} is neither a draft head's, of which {', '.join(known)} are known, "
+            "nor that of a model that predicts the next token"
         )
+
+
+def _is_model(config: Json) -> bool:
+    """Whether it is a whole model, with a causal head, that transformers knows.
+
+    Heads may go by a model's architecture: what no model has, or that there is one layer, tells them.
+    """
+    if architecture_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return False
+    is_marked = any(key in config for key in ("draft_vocab_size", "eagle_config", "speculators_config"))
+    return not is_marked and config.get("num_hidden_layers") != 1

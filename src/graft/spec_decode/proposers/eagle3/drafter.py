@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from graft.model import PagePool, Row
 from graft.model.attention import RowKeys, Visibility
 from graft.settings import require
 from graft.spec_decode.candidates import Level
-from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
@@ -53,31 +54,18 @@ class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
         topk = min(self.settings.topk, keep or self.settings.topk)
         lengths = torch.tensor(state.lengths)
         itself = torch.eye(topk, dtype=torch.bool).expand(batch, -1, -1)
-        hidden = torch.stack([row.hidden for row in state.rows])[
-            :, None
-        ]  # [B, F, H] of the beams, first the root alone
-        parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, F] their places in the tree
-        path = torch.ones(batch, 1, device=device)  # [B, F]
+        hidden = torch.stack([row.hidden for row in state.rows])[:, None]  # [B, F, H] of beams, first the root alone
+        search = BeamSearch(batch, topk, keep, device)
         seen = itself[:, :1, :0]  # [B, F, U] the drafted entries on their paths
         depths = torch.zeros(0, dtype=torch.int64)  # [U] of the drafted entries
-        width, depth = 1, 0
-        while True:
-            level = self._children(hidden, parents, path, topk)
-            num_beams = min(topk, level.tokens.shape[1])
-            count = max(num_beams, min(keep or 0, level.tokens.shape[1]))
-            path, best = level.path_probabilities.topk(count, dim=1)
-            kept = level.at(best) if keep is not None else level
-            yield kept.to_host()
-            # The best of the new nodes are the beams that the next pass expands.
-            path, best = path[:, :num_beams], best[:, :num_beams]
-            tokens, origin = level.tokens.gather(1, best), best // topk
-            parents = width + (best if keep is None else torch.arange(num_beams, device=device).expand_as(best))
-            width += kept.tokens.shape[1]
+        for depth in count():
+            q, draft_ids = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)  # [B, F, topk]
+            yield search.level(self.head.to_target(draft_ids), q).to_host()
+            tokens, origin = search.expand()
             seen = torch.cat([_rows(seen, origin.cpu()), itself], dim=2)
             depths = torch.cat([depths, torch.full((topk,), depth)])
             positions = (lengths + depth)[:, None].expand(-1, topk).to(device)
             hidden = self._forward(state, tokens, _rows(hidden, origin), positions, depths, seen)
-            depth += 1
 
     def _refresh(self, pool: PagePool, rows: Sequence[Eagle3Row]) -> None:
         waiting = Waiting(rows)
@@ -123,16 +111,6 @@ class Eagle3Drafter(LevelByLevel, EagerDrafter[Eagle3Row]):
         window = self.head.config.sliding_window
         attended = Visibility(keys, query.dtype).attend(query, key, value, window, None)
         return self.head.finish(attended.transpose(1, 2), flat[1])[0].unflatten(0, (batch, width))
-
-    def _children(self, hidden: Tensor, parents: Tensor, path: Tensor, topk: int) -> Level:
-        """The `topk` likeliest tokens after each beam."""
-        q, draft_ids = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)  # [B, F, topk]
-        return Level(
-            tokens=self.head.to_target(draft_ids).flatten(1),
-            parents=parents.repeat_interleave(topk, dim=1),
-            probabilities=q.flatten(1),
-            path_probabilities=(path[:, :, None] * q).flatten(1),
-        )
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:

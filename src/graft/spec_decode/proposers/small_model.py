@@ -1,0 +1,294 @@
+"""A small model as drafter: a causal model with the target's vocabulary grows a tree by beam search, a step per depth.
+
+It reads tokens, none of the target's hidden states. A runner of its own runs it, whose keys and values lie in the
+target's pages: what rows share, copy, keep and give back is shared, copied, kept and given back for both models.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.errors import GraftError
+from graft.model import Chunk, KVCache, PagePool, Row, TargetRunner, VerifyOutput, target_for
+from graft.model.support import check_supported
+from graft.settings import require
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
+from graft.spec_decode.tree import DraftTree
+
+_MAX_WAITING = 256  # tokens of a row that wait for a draft; then they are read without one
+_MAX_STEP = 512  # tokens of a step of several rows: their logits, of the whole vocabulary, take memory
+_OTHER_TOKENS = "a draft model with another tokenizer is not supported yet"
+
+
+@dataclass(eq=False)
+class ModelRow:
+    """What the drafter keeps of one row. Its tokens read and those that wait are the target's committed ones."""
+
+    own: Row  # the target's line and pages, with the length that the draft model has read
+    target: Row  # as long as it lives, so do its pages
+    waiting: list[int] = field(default_factory=list)  # tokens behind them that it has not read yet
+    # What this round's passes have run, the root first, then beams; parents are places in the same lists.
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> ModelRow:
+        return cls(Row(row.line, row.pages, length), row, list(waiting))
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """Places of the drafted nodes below the root that spell these tokens, as far as there are such."""
+        children = {node: place for place, node in enumerate(zip(self.parents, self.tokens, strict=True))}
+        path, node = list[int](), 0
+        for token in tokens:
+            place = children.get((node, token), 0)
+            if place == 0:
+                break
+            path.append(node := place)
+        return path
+
+
+@dataclass
+class ModelState:
+    """Draft state of one batch."""
+
+    runner: TargetRunner
+    rows: list[ModelRow]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.own.length for row in self.rows]
+
+    def keeping(self, rows: Sequence[int]) -> Self:
+        return replace(self, rows=[self.rows[row] for row in rows])
+
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        known = self.rows[source]
+        self.rows[target] = ModelRow.of(row, known.own.length, known.waiting)
+
+    def joining(self, other: ModelState) -> Self:
+        return replace(self, rows=self.rows + other.rows)
+
+
+class SmallModelDrafter(LevelByLevel):
+    """Drafts with a small model, on any device that can run it as a target."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int, settings: TreeSettings | None = None) -> None:
+        """vocab_size: of the target. Where one of the two has more tokens, those that both have are drafted."""
+        check_supported(model)
+        self.model = model
+        self.settings = settings or TreeSettings()
+        self._vocab_size = vocab_size
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
+        self._num_known = len(embedding)  # tokens that it can read
+        self._num_drafted = min(vocab_size, TargetRunner(model).vocab_size, self._num_known)
+        require(
+            self.settings.topk <= self._num_drafted,
+            f"topk is {self.settings.topk}, but the draft model drafts from {self._num_drafted} tokens",
+        )
+        self._runners: weakref.WeakSet[TargetRunner] = weakref.WeakSet()
+
+    def with_settings(self, settings: TreeSettings) -> SmallModelDrafter:
+        return SmallModelDrafter(self.model, self._vocab_size, settings)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def num_slots(self) -> int:
+        return 1 + super().num_slots  # the root is run with each pass
+
+    @property
+    def bytes_per_token(self) -> int:
+        return TargetRunner(self.model).bytes_per_token()
+
+    @property
+    def num_setups(self) -> int:
+        return sum(runner.num_setups for runner in self._runners)
+
+    def open(self, cache: KVCache) -> ModelState:
+        # A row whose beginning was known to others has their keys and values of it, of both models.
+        return ModelState(self._runner(cache.pool), [ModelRow.of(row, row.length) for row in cache.rows])
+
+    def _runner(self, pool: PagePool) -> TargetRunner:
+        """The draft model's runner over a pool's pages."""
+        with pool.lock:
+            runner: TargetRunner | None = pool.guests.get(self)
+            if runner is None:
+                runner = target_for(self.model, pool=pool)
+                pool.guests[self] = runner
+                self._runners.add(runner)
+            return runner
+
+    def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
+        runner = self._runner(target.pool)
+        runner.progress = target.progress
+        widest = max(self.num_slots, runner.chunk_size)
+        runner.warm_up(max(widest, min(max_rows * self.num_slots, _MAX_STEP)))
+
+    def read(self, state: ModelState, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
+        own = state.rows[row]
+        own.waiting += verified.tokens[0].tolist()
+        self._read_waiting(state, [own])
+
+    def learn(
+        self,
+        state: ModelState,
+        verified: VerifyOutput,
+        nodes: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+    ) -> None:
+        drafted: list[tuple[ModelRow, list[int]]] = []
+        for number, (row, path) in enumerate(zip(state.rows, nodes, strict=True)):
+            committed = verified.tokens[number, [0, *path]].tolist()
+            if row.tokens:  # the root and what follows it were run: their keys and values stay
+                drafted.append((row, row.path(committed[1:])))
+                committed = committed[1 + len(drafted[-1][1]) :]
+            row.waiting += committed
+            row.tokens, row.parents = [], []
+        if drafted:
+            cache = state.runner.cache_of([row.own for row, _ in drafted])
+            state.runner.commit(cache, [path for _, path in drafted])
+        if max(len(row.waiting) for row in state.rows) > _MAX_WAITING:
+            self._read_waiting(state, state.rows)
+
+    def num_prefetched(self, state: ModelState) -> int:
+        return 0
+
+    def draft_ahead(self, state: ModelState, verified: VerifyOutput, chosen: Tensor) -> None:
+        """Does nothing: passes run one by one, on demand."""
+
+    def gather_ahead(self, state: ModelState, verified: VerifyOutput) -> None:
+        """Does nothing: it needs no more than the tokens, which `learn` has."""
+
+    @torch.no_grad()
+    def levels(
+        self, state: ModelState, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
+        topk = min(self.settings.topk, keep or self.settings.topk)
+        search = BeamSearch(len(roots), topk, keep, self.device)
+        known = self._known(roots.tolist())
+        likeliest = self._run_roots(state, known, topk)
+        tokens = torch.tensor(known)[:, None]  # [B, N] run so far
+        parents = torch.zeros_like(tokens)  # [B, N] their places
+        first = 0  # place of the beams expanded last, at first the root
+        while True:
+            yield search.level(*likeliest).to_host()
+            beams, origin = (part.cpu() for part in search.expand())
+            parents = torch.cat([parents, first + origin], dim=1)
+            first = tokens.shape[1]
+            tokens = torch.cat([tokens, beams], dim=1)
+            likeliest = self._run_beams(state, tokens, parents, first, topk)
+
+    def _run_roots(self, state: ModelState, roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+        """Reads what waits, and runs the roots in the same step. The likeliest tokens after them, [B, 1, topk]."""
+        found = []
+        counts = [len(row.waiting) + 1 for row in state.rows]
+        for group in _groups(counts):
+            rows = [state.rows[number] for number in group]
+            ends = [roots[number] for number in group]
+            chunks = [Chunk(row.own, [*self._known(row.waiting), root]) for row, root in zip(rows, ends, strict=True)]
+            _, read = state.runner.step(None, None, chunks)
+            found.append(self._likeliest(read[0].logits, torch.stack([part.index[0, -1:] for part in read]), topk))
+            for row, root in zip(rows, ends, strict=True):
+                row.own.length -= 1  # the root's keys and values are there, but it is not committed yet
+                row.waiting, row.tokens, row.parents = [], [root], [0]
+        return _joined(found)
+
+    def _run_beams(
+        self, state: ModelState, tokens: Tensor, parents: Tensor, first: int, topk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Runs drafted trees [B, N], of which nodes before `first` were run with earlier passes. The likeliest tokens
+        after the others, [B, N - first, topk]."""
+        found, runner = [], state.runner
+        for group in _groups([tokens.shape[1]] * len(tokens)):
+            own = tokens[group]
+            rest = torch.ones(own.shape), torch.zeros_like(own), torch.zeros_like(own)
+            tree = DraftTree(own.shape[1] - 1, own, parents[group], *rest)
+            cache = runner.cache_of([state.rows[number].own for number in group])
+            verified = runner.verify(cache, tree, num_run=first)
+            found.append(self._likeliest(verified.logits, verified.index[:, first:], topk))
+        for row, *run in zip(state.rows, tokens.tolist(), parents.tolist(), strict=True):
+            row.tokens, row.parents = run
+        return _joined(found)
+
+    def _read_waiting(self, state: ModelState, rows: Sequence[ModelRow]) -> None:
+        """Reads what waits, in several steps if it is much."""
+        most = state.runner.chunk_size
+        while rows := [row for row in rows if row.waiting]:
+            for group in _groups([min(len(row.waiting), most) for row in rows]):
+                some = [rows[number] for number in group]
+                state.runner.step(None, None, [Chunk(row.own, self._known(row.waiting[:most])) for row in some])
+                for row in some:
+                    del row.waiting[:most]
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as it reads them: one beyond its vocabulary is read as another, as there is none for it."""
+        return [token if token < self._num_known else 0 for token in tokens]
+
+    def _likeliest(self, logits: Tensor, index: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        """Of logits [T, V] at `index` [B, F]: the `topk` likeliest tokens [B, F, topk] and their probabilities."""
+        own = logits[index.to(logits.device), : self._num_drafted]
+        q, tokens = own.softmax(dim=-1).topk(topk, dim=-1)
+        return tokens, q
+
+
+def _groups(counts: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of rows with so many tokens each, together no more than a step is to have; a row at least."""
+    group, total = list[int](), 0
+    for number, count in enumerate(counts):
+        if group and total + count > _MAX_STEP:
+            yield group
+            group, total = [], 0
+        group.append(number)
+        total += count
+    yield group
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What several steps have given, by row."""
+    tokens, q = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(q)
+
+
+def check_vocabulary(
+    name: str,
+    model: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: Any | None = None,
+    target_tokenizer: Any | None = None,
+) -> None:
+    """A GraftError unless a token id means the same to a draft model, called `name`, and to its target.
+
+    One may have more tokens at the end. Without both tokenizers the output layers have to be of the same size.
+    """
+    if tokenizer is None or target_tokenizer is None:
+        own, its = TargetRunner(model).vocab_size, TargetRunner(target).vocab_size
+        require(
+            own == its,
+            f"{name} has {own:,} tokens and the target {its:,}, and there are no tokenizers to tell whether the first "
+            "are the same: name both models, or pass the target's tokenizer",
+        )
+        return
+    own_tokens, its_tokens = (
+        {number: token for token, number in each.get_vocab().items()} for each in (tokenizer, target_tokenizer)
+    )
+    both = sorted(own_tokens.keys() & its_tokens.keys())
+    others = [number for number in both if own_tokens[number] != its_tokens[number]]
+    if others:
+        first = others[0]
+        raise GraftError(
+            f"{name} has another vocabulary than the target: of the first {len(both):,} tokens {len(others):,} differ, "
+            f"such as {first}, which is {own_tokens[first]!r} and not {its_tokens[first]!r}; {_OTHER_TOKENS}"
+        )

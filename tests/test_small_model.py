@@ -1,0 +1,396 @@
+"""A small model as drafter: what it drafts is what it would say, the text is the target's, and what cannot draft is
+refused in one line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+import graft
+from graft import Engine, GraftError, SamplingSettings
+from graft.loading import load_drafter
+from graft.model import TargetRunner
+from graft.model.kv_cache import PAGE
+from graft.spec_decode.policies import PolicySettings, policy_with
+from graft.spec_decode.profile import head_fingerprint
+from graft.spec_decode.proposers import small_model
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.stats import Clock
+from test_scheduler import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
+PROMPTS = [PROMPT, [5], (PROMPT * 9)[:67]]  # the last is longer than a page
+TREE = TreeSettings(depth=3, topk=3, total_token=12)
+CHAIN = TreeSettings(depth=3, topk=1, total_token=4)
+SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def other():
+    """A draft model that is sometimes right: the target with other numbers added."""
+    draft, noise = tiny_model(), tiny_model(seed=1)
+    with torch.no_grad():
+        for own, more in zip(draft.parameters(), noise.parameters(), strict=True):
+            own += 0.1 * more if own.dim() > 1 else 0
+    return draft
+
+
+def settings_of(max_new_tokens):
+    return SamplingSettings(max_new_tokens=max_new_tokens)
+
+
+def prefilled(engine, *texts):
+    sequences = [s for text in texts for s in engine.new_sequences(text, settings_of(30))]
+    batch = engine.open(sequences)
+    engine._prefill(batch)
+    return batch
+
+
+def drafted(drafter, batch, keep=None, num_passes=4):
+    """By row, (token, parent, q) of every node, the root first."""
+    roots = batch.roots()
+    trees = [[(int(root), 0, 1.0)] for root in roots]
+    for level in islice(drafter.levels(batch.draft, roots, keep), num_passes):
+        for row, tree in enumerate(trees):
+            columns = (level.tokens[row], level.parents[row], level.probabilities[row])
+            tree += zip(*(column.tolist() for column in columns), strict=True)
+    return trees
+
+
+def assert_is_what_the_model_says(draft, text, tree):
+    with torch.no_grad():
+        for token, parent, q in tree[1:]:
+            above = []
+            while parent:
+                above.insert(0, tree[parent][0])
+                parent = tree[parent][1]
+            plain = draft(torch.tensor([text + above])).logits[0, -1].softmax(-1)
+            assert q == pytest.approx(float(plain[token]), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_every_drafted_node_has_the_probability_that_the_model_gives_it(model, name):
+    """After rounds whose nodes were accepted and rejected, in all rows, with all nodes of a level and the best."""
+    draft = tiny_model(name, seed=0 if name == "llama" else 2)
+    drafter = SmallModelDrafter(draft, VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, *PROMPTS)
+    for _ in range(3):
+        engine.run_round(batch, Clock())
+    for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5)):
+        for sequence, tree in zip(batch.sequences, drafted(drafter, batch, keep), strict=True):
+            assert len(tree) == width
+            assert_is_what_the_model_says(draft, sequence.ids, tree)
+
+
+@pytest.mark.parametrize("policy", ["dense", "prune", "paper", "block", "graft"])
+def test_the_text_is_that_of_plain_decoding_under_every_policy(model, other, policy):
+    drafter = SmallModelDrafter(other, VOCAB, TREE)
+    target = TargetRunner(model)
+    for options in ({}, SAMPLED):
+        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=14, **options)
+        own = policy_with(PolicySettings(12, pass_cost=0.0), policy, target, drafter)
+        answers = Engine(model, policy=own, drafter=drafter).generate_batch(PROMPTS, max_new_tokens=14, **options)
+        assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
+        assert sum(answer.stats.draft_passes for answer in answers) > 0
+        assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
+
+
+def test_a_model_of_another_architecture_drafts_too(model):
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model("qwen2", seed=2), VOCAB, TREE))
+    for options in ({}, SAMPLED):
+        plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12, **options)
+        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain.ids
+
+
+def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
+    """And it runs no token twice: of a round it reads, before the next root, the last drafted token alone."""
+    drafter = SmallModelDrafter(tiny_model(), VOCAB, CHAIN)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, *PROMPTS)
+    sizes, runner = [], batch.draft.runner
+    run = runner._run
+
+    def count_tokens(step, num_run):
+        sizes.append(step.num_tokens - num_run * len(step.rows))
+        return run(step, num_run)
+
+    runner._run = count_tokens
+    for _ in range(4):
+        engine.run_round(batch, Clock())
+    rows = len(PROMPTS)
+    assert [len(sequence.new_ids) for sequence in batch.sequences] == [4 * (CHAIN.depth + 2)] * rows
+    assert sizes == [rows] * 4 + [2 * rows, rows, rows, rows] * 3
+    assert batch.draft.lengths == [length - 1 for length in batch.cache.lengths]
+
+
+def test_the_same_model_may_be_target_and_drafter(model):
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(model, VOCAB, CHAIN))
+    answer = engine.generate(PROMPT, max_new_tokens=20)
+    assert answer.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    assert answer.stats.mean_accepted == CHAIN.depth + 2
+
+
+def test_what_plain_rounds_and_a_new_neighbour_brought_is_read_with_the_next_root(model, other):
+    drafter = SmallModelDrafter(other, VOCAB, TREE)
+    dense = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(dense, PROMPT)
+    grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
+    for _ in range(4):
+        dense.run_round(batch, Clock())
+    dense.policy.grow = grow
+    assert batch.draft.lengths == [len(PROMPT) - 1] and len(batch.draft.rows[0].waiting) == 4
+    batch.join(prefilled(dense, PROMPTS[2]))
+    for sequence, tree in zip(batch.sequences, drafted(drafter, batch), strict=True):
+        assert_is_what_the_model_says(other, sequence.ids, tree)
+    batch.keep([1])
+    dense.run_round(batch, Clock())
+    assert_is_what_the_model_says(other, batch.sequences[0].ids, drafted(drafter, batch)[0])
+
+
+def test_much_that_waits_is_read_without_a_draft(model, other, monkeypatch):
+    monkeypatch.setattr(small_model, "_MAX_WAITING", 3)
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(other, VOCAB, TREE))
+    batch = prefilled(engine, PROMPT)
+    engine.policy.grow = Engine(model, policy="off").policy.grow
+    for _ in range(5):
+        engine.run_round(batch, Clock())
+    assert batch.draft.lengths == [len(PROMPT) - 1 + 4] and len(batch.draft.rows[0].waiting) == 1
+
+
+def test_several_answers_share_what_the_draft_model_has_read(model):
+    engine = Engine(model, policy="dense", drafter=SmallModelDrafter(tiny_model(), VOCAB, TREE))
+    options = {"n": 3, "temperature": 1.0, "seed": 1, "max_new_tokens": 10}
+    plain = Engine(model, policy="off").generate(PROMPTS[2], **options)
+    assert [c.ids for c in engine.generate(PROMPTS[2], **options).choices] == [c.ids for c in plain.choices]
+
+
+def test_rows_that_are_too_many_for_a_step_are_run_in_several(model, other, monkeypatch):
+    drafter = SmallModelDrafter(other, VOCAB, TREE)
+    batch = prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS, [7, 7])
+    together = drafted(drafter, batch)
+    monkeypatch.setattr(small_model, "_MAX_STEP", 8)
+    for tree, same in zip(together, drafted(drafter, batch), strict=True):
+        assert [node[:2] for node in tree] == [node[:2] for node in same]
+
+
+@pytest.mark.parametrize("size", [VOCAB + 7, VOCAB - 11])
+def test_only_tokens_that_both_models_have_are_drafted(model, size):
+    """Padding of the output layer is never proposed; tokens that the draft model lacks are read all the same."""
+    drafter = SmallModelDrafter(tiny_model(vocab_size=size), VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    prompt = [*PROMPT, VOCAB - 1, VOCAB - 2]
+    batch = prefilled(engine, prompt)
+    tokens = [token for token, _, _ in drafted(drafter, batch)[0][1:]]
+    assert max(tokens) < min(size, VOCAB)
+    plain = Engine(model, policy="off").generate(prompt, max_new_tokens=12)
+    assert engine.generate(prompt, max_new_tokens=12).ids == plain.ids
+
+
+def test_text_beyond_the_draft_models_context_is_decoded_too(model):
+    drafter = SmallModelDrafter(tiny_model(max_position_embeddings=16), VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=24)
+    assert engine.generate(PROMPT, max_new_tokens=24).ids == plain.ids
+
+
+# Requests that join, leave, are put back, and share beginnings
+
+
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+    """The draft model is the target's equal: whatever it knew wrongly would be rejected."""
+    drafter = SmallModelDrafter(new_model(), BYTE_VOCAB, CHAIN)
+    scheduler, backs = unsettled(schedule, monkeypatch, drafter, "dense")
+    model, beginning = new_model(), "It was a dark and stormy night. " * 4
+    common = {"seed": 4, "ignore_eos": True}
+    various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
+    for _ in range(2):  # at the second time beginnings are known
+        with scheduler._changed:
+            asked = [
+                (Asked(scheduler, prompt, **own), prompt, own)
+                for prompt, own in ((f"{beginning}{number}", common | own) for number, own in enumerate(various))
+            ]
+        asked.append((Asked(scheduler, "plain", speculates=False, max_new_tokens=8), "plain", {"max_new_tokens": 8}))
+        for request, prompt, own in asked:
+            assert request.wait() == alone(model, prompt, **own)
+        rounds = [request.job.sequences[0].stats.rounds for request, _, _ in asked]
+        assert rounds[:2] == [7, 4], "five tokens a round"
+    assert asked[0][0].job.num_cached_tokens == 2 * PAGE - 1
+    assert backs
+
+
+def test_its_keys_and_values_count_as_memory(model):
+    drafter = SmallModelDrafter(tiny_model(num_hidden_layers=2), VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    engine.generate(PROMPT, max_new_tokens=2)
+    stores = {store.bytes_per_token for store in engine.target.pool.stores}
+    assert stores == {engine.target.bytes_per_token(), drafter.bytes_per_token}
+    assert drafter.num_slots == 1 + TREE.depth * TREE.topk
+
+
+def test_a_pool_that_nobody_uses_any_more_is_freed_with_the_runner_over_it(model, other):
+    drafter = SmallModelDrafter(other, VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    engine.generate(PROMPT, max_new_tokens=2)
+    pool, stores = weakref.ref(engine.target.pool), [weakref.ref(store) for store in engine.target.pool.stores]
+    assert len(stores) == 2
+    del engine
+    gc.collect()
+    assert pool() is None and not any(store() for store in stores)
+
+
+# Loading
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models in folders: a target, a draft model of another architecture, one with another tokenizer, one without a
+    causal head."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": BYTE_VOCAB, "max_position_embeddings": 512}
+    tiny_model(**sizes).save_pretrained(root / "target")
+    tiny_model("qwen2", seed=2, num_hidden_layers=2, **sizes | {"vocab_size": 320}).save_pretrained(root / "draft")
+    tiny_model("qwen2", num_hidden_layers=2, **sizes).save_pretrained(root / "foreign")
+    for name in ("target", "draft", "foreign"):
+        byte_tokenizer().save_pretrained(root / name)
+    path = root / "foreign" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(content))
+    config = AutoConfig.from_pretrained(root / "target")
+    AutoModel.from_config(config).save_pretrained(root / "headless")
+    return root
+
+
+def test_a_folder_of_a_model_is_a_drafter(folders):
+    engine = graft.load(str(folders / "target"), draft=str(folders / "draft"), policy="dense", dtype="fp32")
+    assert isinstance(engine.drafter, SmallModelDrafter)
+    plain = graft.load(str(folders / "target"), policy="off", dtype="fp32")
+    assert engine.generate("abc", max_new_tokens=12).ids == plain.generate("abc", max_new_tokens=12).ids
+
+
+def test_a_model_in_memory_is_a_drafter(model, other):
+    engine = graft.load(model, draft=other, policy="dense", profile=None)
+    assert engine.drafter.model is other and engine.drafter.settings == TreeSettings()
+
+
+def refusal(target, draft, **options):
+    with pytest.raises(GraftError) as caught:
+        graft.load(target, draft=draft, policy="dense", **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_another_vocabulary_is_refused_with_the_difference(folders):
+    message = refusal(str(folders / "target"), str(folders / "foreign"))
+    assert "of the first 259 tokens 2 differ, such as 67, which is 'b' and not 'a'" in message
+    assert "another tokenizer is not supported yet" in message
+
+
+def test_vocabularies_of_other_sizes_need_their_tokenizers(folders, model):
+    assert "61 tokens and the target 259" in refusal(tiny_model(vocab_size=BYTE_VOCAB), model)
+
+
+def test_a_model_without_a_causal_head_is_refused(folders):
+    message = refusal(str(folders / "target"), str(folders / "headless"))
+    assert "architecture LlamaModel is neither a draft head's" in message
+    assert "nor that of a model that predicts the next token" in message
+
+
+def test_what_is_neither_head_nor_model_is_refused(folders, tmp_path):
+    assert "config.json is missing: give the folder of a draft head or a model" in refusal(
+        str(folders / "target"), str(tmp_path)
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert "architecture None is neither" in refusal(str(folders / "target"), str(tmp_path))
+
+
+def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
+    stateful = tiny_model()
+    stateful._is_stateful = True
+    assert "LlamaForCausalLM keeps a recurrent state" in refusal(model, stateful)
+
+
+def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model):
+    named = []
+    monkeypatch.setattr("graft.loading._load_small_model", lambda name, *rest: named.append(name))
+    load_drafter("smollm2-135m", model)
+    assert named == ["smollm2-135m"]
+
+
+def test_a_profile_is_of_one_draft_model(model, other):
+    drafters = [SmallModelDrafter(each, VOCAB, tree) for each in (model, other) for tree in (TREE, CHAIN)]
+    first, same, second, _ = map(head_fingerprint, drafters)
+    assert first == same != second
+
+
+def test_more_beams_than_tokens_are_refused(model):
+    with pytest.raises(GraftError, match="topk is 62, but the draft model drafts from 61 tokens"):
+        SmallModelDrafter(model, VOCAB, TreeSettings(topk=62))
+
+
+def test_the_commands_take_a_draft_model(graft, folders, tmp_path):
+    names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
+    plain = graft("generate", "abc", "--max-new-tokens", "6", *names[:2], "--policy", "off")
+    assert graft("generate", "abc", "--max-new-tokens", "6", *names, "--policy", "dense").out == plain.out
+    assert graft("load-check", str(folders / "draft")).err.startswith("error: ")
+    data = tmp_path / "task.jsonl"
+    data.write_text(json.dumps({"prompt": "abc"}) + "\n")
+    out = tmp_path / "out"
+    words = ("bench", "--methods", "dense", "--data", str(data), "--max-new-tokens", "6", "--out", str(out))
+    finished = graft(*words, *names)
+    assert finished.status == 0, finished.err
+    assert Path(out, "results.json").is_file()
+    record = ("bench", "--data", str(data), "--max-new-tokens", "6", "--record", str(tmp_path / "traces"))
+    assert graft(*record, *names).status == 0
+    check = graft("check", "--data", str(data), "--max-new-tokens", "6", *names, "--policy", "dense")
+    assert check.status == 0 and "0 differ" in check.out
+
+
+# CUDA graphs
+
+
+def test_captured_steps_draft_the_same(plain, monkeypatch, model):
+    """With PyTorch in place of kernels. The draft model is the target itself: its keys and values are others'."""
+    from graft.model.cuda_graphs import CapturedTarget
+
+    class Small(CapturedTarget):
+        sizes = (4, 16, 128)
+        contexts = (128,)
+
+    eager = SmallModelDrafter(model, VOCAB, TREE)
+    trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
+    expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
+    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
+    drafter = SmallModelDrafter(model, VOCAB, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    drafter.warm_up(engine.target, 3, None)
+    num_setups = drafter.num_setups
+    batch = prefilled(engine, *PROMPTS)
+    runner, graphs = batch.draft.runner, batch.draft.runner._graphs
+    for tree, same in zip(trees, drafted(drafter, batch), strict=True):
+        assert [node[:2] for node in tree] == [node[:2] for node in same]
+    batch.release()
+    answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
+    assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
+    assert sum(answer.stats.accepted for answer in answers) > 12
+    assert graphs.failure is None and graphs.layers is not None and num_setups > 0
+    assert graphs is not engine.target._graphs and runner.pool is engine.target.pool
+    assert drafter.num_setups == num_setups + 1, "only the commit's graph is made later"
