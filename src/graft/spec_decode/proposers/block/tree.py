@@ -142,11 +142,6 @@ def levels_of(table: Table, num_levels: int, num_nodes: int) -> list[Level]:
         room,
         *(part.data_ptr() for part in (widths, *whole, *real)),
     )
-    levels, start = [], 0
-    for width in widths.tolist():
-        if width == 0:
-            break
-        end = start + num_rows * width
-        levels.append(Level(*(part[start:end].view(num_rows, width) for part in (*whole, *real))))
-        start = end
-    return levels
+    counts = [num_rows * width for width in widths.tolist() if width > 0]
+    parts = (part[: sum(counts)].split(counts) for part in (*whole, *real))
+    return [Level(*(part.view(num_rows, -1) for part in level)) for level in zip(*parts, strict=True)]
