@@ -69,7 +69,8 @@ static int attach(Pool *pool, const Chances *chances) {
         failed = graft_index_begin(index) || graft_index_extend(&index, 1, &count, text, -1);
         if (r < ROWS) own[r] = index, past[r] = indices + ROWS;
     }
-    if (!failed) failed = graft_attach_copies(pool, own, past, 2, chances, 10, 9, 32, 40, &scale, &width);
+    const int64_t none[ROWS] = {0};
+    if (!failed) failed = graft_attach_copies(pool, own, past, NULL, none, none, 2, chances, 10, 9, 32, 40, &scale, &width);
     for (int64_t r = 0; r <= ROWS; r++) graft_index_free(indices + r);
     return failed;
 }

@@ -269,15 +269,20 @@ class Candidates:
 
     # Copies
 
-    def attach_copies(self, own, past, first, chances, num_places, max_depth, length, num_nodes):
-        """own: each row's text; past: texts."""
+    def attach_copies(self, own, past, beside, first, chances, num_places, max_depth, length, num_nodes):
+        """own: each row's text; past: texts; beside: by row, other texts, each with the tokens of its prompt."""
         for row, places in enumerate(self.places(num_places, max_depth)):
             for place in places:
                 node = self.rows[row][place]
                 suffix = [*own[row][-MAX_MATCH:], *node.words]
                 depth = min(length, max_depth - len(node.words))
                 start = len(self.rows[row])
-                for token, parent, source, score_bucket in copies([[own[row]], past], suffix, depth, num_nodes):
+                found = [occurrences(texts, suffix, depth) for texts in ([own[row]], past)]
+                for text, num_prompt in beside[row]:
+                    other = occurrences([text], suffix, depth, num_prompt)
+                    if max((match for match, _ in other), default=0) > max((match for match, _ in found[1]), default=0):
+                        found[1] = other
+                for token, parent, source, score_bucket in copies(found, num_nodes):
                     chance = float(chances[ALONE, first + source, score_bucket])
                     at = start + parent - 1 if parent else place
                     self._add(row, token, at, chance, first + source, score_bucket)
@@ -319,28 +324,30 @@ class Tables:
         return len(self.kinds) - 1, None
 
 
-def occurrences(texts, suffix, length):
-    """Where the suffix's last two tokens occur with something behind them: how far back it matches, and up to `length`
-    tokens behind. Of all occurrences only the last few are looked at, those at a text's end among them."""
+def occurrences(texts, suffix, length, num_prompt=0):
+    """Where the suffix's last two tokens occur with something behind them, no earlier than the texts' first
+    `num_prompt` tokens: how far back it matches, and up to `length` tokens behind. Of all occurrences only the last few
+    are looked at, those at a text's end among them."""
+    if len(suffix) < 2:
+        return []
     ends = [(t, e) for t, text in enumerate(texts) for e in range(2, len(text) + 1) if text[e - 2 : e] == suffix[-2:]]
     found = []
     for number, end in ends[-MAX_OCCURRENCES:]:
         text, match = texts[number], 0
         while match < min(end, len(suffix), MAX_MATCH) and text[end - match - 1] == suffix[-match - 1]:
             match += 1
-        if end < len(text):
+        if num_prompt <= end < len(text):
             found.append((match, text[end : end + length]))
     return found
 
 
-def copies(sources, suffix, length, num_nodes):
-    """A tree of what followed the longest matches in each of some lists of texts, breadth first.
+def copies(sources, num_nodes):
+    """A tree of what followed the longest matches in each of some lists of occurrences, breadth first.
 
     Nodes are (token, parent, source, score bucket); parents count from 1, and 0 is the place that the tree hangs at.
     """
     tree, numbers = [], {}
-    for source, texts in enumerate(sources):
-        found = occurrences(texts, suffix, length) if len(suffix) > 1 else []
+    for source, found in enumerate(sources):
         longest = max((match for match, _ in found), default=0)
         branches = deque([(0, 0, [chain for match, chain in found if 2 * match > longest])])
         left = num_nodes

@@ -9,6 +9,7 @@ import torch
 
 from graft import Engine, GraftError, load
 from graft.detokenizer import TextStream
+from graft.model.sampler import SamplingSettings
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -285,3 +286,31 @@ def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monke
     monkeypatch.setattr("graft.detokenizer.TextStream.push", broken)
     with pytest.raises(RuntimeError, match="no such token"):
         engine.generate("abc", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("policy", ["graft", "off"])
+def test_answers_of_a_group_are_those_of_its_seeds_alone(byte_model, policy):
+    engine = Engine(byte_model, byte_tokenizer(), policy=policy)
+    group = engine.generate_group("grafting", 5, max_new_tokens=24, seed=3, top_k=4)
+    alone = [answer_of(byte_model, max_new_tokens=24, seed=3 + rank, top_k=4, temperature=1.0) for rank in range(5)]
+    assert [answer.ids for answer in group] == [answer.ids for answer in alone]
+    assert len({tuple(answer.ids) for answer in group}) > 1, "temperature 1 unless one is given"
+    assert len({tuple(a.ids) for a in engine.generate_group("grafting", 2, max_new_tokens=8, temperature=0)}) == 1
+    with pytest.raises(GraftError, match="n must be"):
+        engine.generate_group("grafting", 0)
+
+
+def test_an_answer_of_a_group_goes_on_as_another_has_that_is_further(byte_model):
+    text = Engine(byte_model, policy="off").generate(PROMPT, max_new_tokens=40).ids
+
+    def accepted(is_group):
+        engine = Engine(byte_model, policy="lookup")
+        behind, ahead = engine.new_sequences(PROMPT, SamplingSettings.of({"max_new_tokens": 40, "n": 2}))
+        ahead.ids += text[:30]
+        ahead.group = behind.group if is_group else None
+        for _ in engine.rounds([behind, ahead]):
+            pass
+        assert behind.new_ids == ahead.new_ids == text
+        return behind.stats.mean_accepted
+
+    assert accepted(is_group=True) > 2 * accepted(is_group=False)

@@ -28,6 +28,9 @@ NUMBERS = itertools.count(1)
 class Words:
     """A history."""
 
+    owner = group = None
+    num_prompt_tokens = 0
+
     def __init__(self, *ids):
         self.ids = list(ids)
         self.number = next(NUMBERS)
@@ -486,6 +489,46 @@ def test_finished_texts_of_isolated_owners_are_looked_up_by_their_owner_alone():
     found = proposed(lookup, pool_for(*histories), *histories)
     assert [set(paths) for paths in found] == [{(40,)}, {(30,)}, set(), set()]
     assert lookup.common == () and lookup.state()["past/tokens"].numel() == 0, "and they are handed on to nobody"
+
+
+def grouped(group, owner, *ids):
+    text = owned(owner, *ids)
+    text.group, text.num_prompt_tokens = group, 3
+    return text
+
+
+def test_answers_to_one_prompt_are_looked_up_in_each_other_while_they_grow():
+    lookup = SuffixLookup()
+    lookup.finish(Words(8, 8, 8, 20))
+    prompt = [7, 8, 8]
+    ahead = grouped(1, None, *prompt, 1, 2, 30, 31)
+    histories = [grouped(1, None, *prompt, 1, 2), ahead, grouped(1, None, *prompt), grouped(2, None, *prompt, 1, 2)]
+    found = proposed(lookup, pool_for(*histories), *histories, max_depth=2)
+    assert [set(paths) for paths in found] == [{(30,), (30, 31)}, set(), {(1,), (1, 2)}, set()]
+    assert {lookup.names[source] for source, _ in found[0].values()} == {"past"}
+    ahead.ids += [1, 2, 40]
+    first, *_ = proposed(lookup, pool_for(*histories), *histories, max_depth=1)
+    assert set(first) == {(30,)}, "of its occurrences those that match further back"
+    alone = proposed(lookup, pool_for(*histories[:1]), *histories[:1])
+    assert alone == [{}], "those that are not decoded any more are no longer there"
+
+
+def test_a_group_is_not_looked_up_in_its_prompt_and_a_longer_match_of_finished_texts_comes_first():
+    lookup, prompt = SuffixLookup(), [5, 1, 2, 9]
+    one, two = grouped(1, None, *prompt[1:], 5, 1, 2), grouped(1, None, *prompt[1:], 6)
+    (found, _) = proposed(lookup, pool_for(one, two), one, two)
+    assert {lookup.names[source] for source, _ in found.values()} == {"suffix"}, "what both have, it has itself"
+    lookup.finish(Words(4, 5, 1, 2, 70))
+    two.ids += [1, 2, 80]
+    (found, _) = proposed(lookup, pool_for(one, two), one, two, max_depth=1)
+    assert (70,) in found and (80,) not in found
+
+
+@pytest.mark.parametrize(("owner", "is_seen"), [(None, False), (3, True)])
+def test_where_texts_are_isolated_a_group_needs_an_owner(owner, is_seen):
+    histories = [grouped(1, owner, 7, 8, 9, 1, 2), grouped(1, owner, 7, 8, 9, 1, 2, 30)]
+    lookup = SuffixLookup(isolated=True)
+    assert (set(proposed(lookup, pool_for(*histories), *histories)[0]) == {(30,)}) == is_seen
 
 
 def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):

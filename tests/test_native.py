@@ -48,9 +48,10 @@ class Text:
 
     owner = None
 
-    def __init__(self, ids):
+    def __init__(self, ids, group=None, num_prompt_tokens=0):
         self.ids = list(ids)
         self.number = next(NUMBERS)
+        self.group, self.num_prompt_tokens = group, num_prompt_tokens
 
 
 class Both:
@@ -334,11 +335,21 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=
 
 
 @settings(deadline=None)
-@given(TEXTS, TEXTS, st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, has_room):
-    """Below the root and below what was proposed, of texts that grow and of the finished ones that are left."""
+@given(
+    TEXTS,
+    TEXTS,
+    st.integers(0, 10**6),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([0, 1, 7]),
+)
+def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, has_room, num_prompt):
+    """Below the root and below what was proposed: of texts that grow, some of them a group's, and of finished ones."""
     lookup = SuffixLookup(depth=depth, num_nodes=num_nodes, num_drafted=num_drafted, max_past_tokens=50)
-    histories = [Text(text) for text in texts]
+    groups = [random.Random(seed + row).choice([None, 1, 2]) for row in range(len(texts))]
+    histories = [Text(text, group, num_prompt) for text, group in zip(texts, groups, strict=True)]
     for text in finished:
         lookup.finish(Text(text))
     while sum(map(len, finished)) > 50 and len(finished) > 1:
@@ -353,7 +364,15 @@ def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, h
                 both.add_something()
             chances = Calibration([*both.chances[0, :2], *SuffixLookup.prior]).chances
             known = [history.ids for history in histories]
-            both.pools[0].attach_copies(known, finished, 3, chances, num_drafted, 6, depth, num_nodes)
+            beside = [
+                [
+                    (other.ids, num_prompt)
+                    for other in histories
+                    if other is not own and None is not own.group == other.group
+                ]
+                for own in histories
+            ]
+            both.pools[0].attach_copies(known, finished, beside, 3, chances, num_drafted, 6, depth, num_nodes)
             lookup.propose(both.pools[1], histories, 3, chances, 6)
             both.assert_equal()
             for history in histories:
@@ -479,7 +498,8 @@ def golden_rounds():
         past, lookup = [[both.rng.randrange(3) for _ in range(60)]], SuffixLookup()
         lookup.finish(Text(past[0]))
         own = [text.ids for text in texts]
-        both.pools[0].attach_copies(own, past, 2, both.chances, num_places=10, max_depth=8, length=32, num_nodes=40)
+        limits = {"num_places": 10, "max_depth": 8, "length": 32, "num_nodes": 40}
+        both.pools[0].attach_copies(own, past, [[] for _ in own], 2, both.chances, **limits)
         lookup.propose(both.pools[1], texts, 2, both.chances, 8)
         for _ in range(5):
             both.add_level()

@@ -81,7 +81,8 @@ class Reading(NamedTuple):
 
 
 class Engine:
-    """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`, `stream`."""
+    """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`,
+    `generate_group`, `stream`."""
 
     def __init__(
         self,
@@ -127,6 +128,14 @@ class Engine:
             pass
         groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
+
+    def generate_group(self, prompt: Prompt, n: int, **options: Any) -> list[Choice]:
+        """`n` answers to one prompt, as reinforcement learning samples them: the prompt is read once, and answers learn
+        from each other while they are decoded.
+
+        Options are those of SamplingSettings, at temperature 1 unless one is given; answer i is that of seed + i.
+        """
+        return self.generate(prompt, **{"temperature": 1.0, **options, "n": n}).choices
 
     def stream(
         self,
@@ -343,6 +352,8 @@ class Engine:
         assert settings.seed is not None
         answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
         sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer) for answer in answers]
+        for sequence in sequences if settings.n > 1 else ():
+            sequence.group = sequences[0].number
         self.check_room(sequences[0])
         return sequences
 

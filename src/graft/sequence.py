@@ -43,6 +43,7 @@ class Sequence:
     ) -> None:
         self.number = next(_NUMBERS)
         self.owner: int | None = None  # where texts are isolated, one owner's learn from each other; None: nobody's
+        self.group: int | None = None  # the same for all answers that a request wants to one prompt
         self.ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.settings = settings

@@ -83,6 +83,14 @@ class Columns(NamedTuple):
     score_bucket: list[int]
 
 
+class Beside(NamedTuple):
+    """By row, the answers to the same prompt that are decoded beside it."""
+
+    indices: array[int]  # addresses, row after row
+    ends: array[int]  # [B] where each row's end among them
+    num_prompt: array[int]  # [B] tokens of the prompt
+
+
 class _Room:
     """Memory for candidates, and the C struct that points to it."""
 
@@ -250,6 +258,7 @@ class Candidates:
         self,
         own: array[int],
         past: array[int],
+        beside: Beside,
         scale: ScaleStruct,
         first: int,
         chances: Tensor,
@@ -268,6 +277,7 @@ class Candidates:
                 self._ref,
                 address_of(own),
                 address_of(past),
+                *(address_of(part) for part in beside),
                 first,
                 self._weigh_by(chances),
                 num_places,

@@ -1362,7 +1362,9 @@ typedef struct {
     int64_t spans[MAX_OCCURRENCES][3]; /* start of its text, end of the occurrence, end of its text */
 } Occurrences;
 
-static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t token, Occurrences *found) {
+/* least_start: only occurrences whose next token is there in the first text, or further on. */
+static void find_occurrences(
+    const SuffixIndex *index, int32_t before, int32_t token, int64_t least_start, Occurrences *found) {
     int64_t places[MAX_OCCURRENCES], num_places = 0;
     found->tokens = index->tokens;
     found->num_spans = 0;
@@ -1379,7 +1381,7 @@ static void find_occurrences(const SuffixIndex *index, int32_t before, int32_t t
             else high = middle;
         }
         int64_t stop = low < index->num_texts ? index->starts[low] : index->dropped + index->num_tokens;
-        if (place == stop) continue;
+        if (place == stop || place - index->dropped < least_start) continue;
         int64_t *span = found->spans[found->num_spans++];
         span[0] = index->starts[low - 1] - index->dropped;
         span[1] = place - index->dropped;
@@ -1430,6 +1432,16 @@ static int64_t match_of(
     most = least(most, least(length, span[1] - span[0]));
     while (match < most && found->tokens[span[1] - match - 1] == suffix[length - match - 1]) match++;
     return match;
+}
+
+static int64_t longest_match(
+    const Occurrences *found, const int32_t *suffix, int64_t length, int64_t most) {
+    int64_t longest = 0;
+    for (int64_t s = 0; s < found->num_spans; s++) {
+        int64_t match = match_of(found, found->spans[s], suffix, length, most);
+        if (match > longest) longest = match;
+    }
+    return longest;
 }
 
 static int grow_subtree(
@@ -1495,8 +1507,8 @@ static int grow_subtree(
 }
 
 /* Attaches at a candidate node, `place`, what followed the occurrences of the suffix that ends there: in the row's own
-   text (found[0], source `first`) and in finished texts (found[1], source first + 1); a token of both has the former's
-   source and score bucket. Nodes are numbered from `node` on; none is added if there is no room for all of them.
+   text (found[0], source `first`) and in others (found[1], source first + 1); a token of both has the former's source
+   and score bucket. Nodes are numbered from `node` on; none is added if there is no room for all of them.
    subtree: scratch memory for 2 * num_nodes of each column. */
 static int attach_copies(
     Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
@@ -1520,7 +1532,8 @@ static int attach_copies(
 }
 
 typedef struct {
-    const SuffixIndex *const *own, *const *past;
+    const SuffixIndex *const *own, *const *past, *const *beside;
+    const int64_t *beside_ends, *num_prompt;
     int64_t first;
     const Chances *chances;
     int64_t num_places, max_depth, length, num_nodes;
@@ -1538,7 +1551,7 @@ static void copy_rows(Part *part) {
     if (memory == NULL || text == NULL) part->failed = NO_MEMORY;
     int64_t *places = memory, *columns = places + given->num_places + 1;
     Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
-    Occurrences found[2];
+    Occurrences found[2], more;
     for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);
         const SuffixIndex *own = given->own[r];
@@ -1550,8 +1563,16 @@ static void copy_rows(Part *part) {
             for (int64_t d = size, at = places[i]; at > 0; at = row.fields[PARENT][at])
                 text[--d] = (int32_t)row.fields[TOKEN][at];
             if (size < 2) continue;
-            find_occurrences(own, text[size - 2], text[size - 1], found);
-            find_occurrences(given->past[r], text[size - 2], text[size - 1], found + 1);
+            find_occurrences(own, text[size - 2], text[size - 1], 0, found);
+            find_occurrences(given->past[r], text[size - 2], text[size - 1], 0, found + 1);
+            int64_t longest = longest_match(found + 1, text, size, end);
+            for (int64_t b = r ? given->beside_ends[r - 1] : 0; b < given->beside_ends[r]; b++) {
+                find_occurrences(given->beside[b], text[size - 2], text[size - 1], given->num_prompt[r], &more);
+                int64_t match = longest_match(&more, text, size, end);
+                if (match <= longest) continue;
+                longest = match;
+                found[1] = more;
+            }
             part->failed = attach_copies(
                 pool, &row, places[i], pool->width + num_added, found, text, size,
                 least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->chances,
@@ -1566,15 +1587,18 @@ static void copy_rows(Part *part) {
 }
 
 /* Attaches continuations from each row's own text, own[row], whose last token is the root, and from finished texts,
-   past[row], at up to num_places nodes of every row. width: the most nodes that a row gets; they are candidates only if
+   past[row], or from another answer to the same prompt where that has a longer match, at up to num_places nodes of every
+   row. beside: the indices of those answers, row after row, those of a row up to beside_ends[row]; of them what follows
+   the first num_prompt[row] tokens counts. width: the most nodes that a row gets; they are candidates only if
    there was room for as many, so the caller makes room and calls again. */
 int graft_attach_copies(
-    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, int64_t first, const Chances *chances,
-    int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
+    Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, const SuffixIndex *const *beside,
+    const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const Chances *chances, int64_t num_places,
+    int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t *counts = malloc((size_t)pool->num_rows * sizeof(int64_t));
     if (counts == NULL) return NO_MEMORY;
-    Copying given = {own, past, first, chances, num_places, max_depth, length, num_nodes, scale, is_drafted(pool),
-                     counts};
+    Copying given = {own, past, beside, beside_ends, num_prompt, first, chances, num_places, max_depth, length,
+                     num_nodes, scale, is_drafted(pool), counts};
     *width = 0;
     int failed = share_work(pool, copy_rows, &given, width);
     int has_room = !failed && pool->width + *width <= pool->capacity;

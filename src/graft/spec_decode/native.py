@@ -125,7 +125,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_index_free": [c_void_p],
     "graft_index_begin": [c_void_p],
     "graft_index_extend": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
-    "graft_attach_copies": [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
+    "graft_attach_copies": [*[c_void_p] * 6, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
 }
 
 

@@ -22,6 +22,8 @@ class History(Protocol):
     ids: list[int]
     number: int  # unique among all texts, ever
     owner: int | None  # where texts are isolated, one owner's still learn from each other; None: nobody's
+    group: int | None  # answers to one prompt that one request asked for are a group; None: it is the only one
+    num_prompt_tokens: int
 
     def __hash__(self) -> int: ...
 

@@ -1,7 +1,8 @@
 """SuffixLookup: proposes what followed the longest earlier occurrences of the text's end.
 
-It searches the text itself and finished texts (all of them or, where texts are isolated, the owner's), at the root and
-below the likeliest drafted nodes: with a drafted token the end may match where the text alone does not.
+It searches the text itself, finished texts (all of them or, where texts are isolated, the owner's), and the other
+answers to the same prompt that are decoded beside it; at the root and below the likeliest drafted nodes: with a drafted
+token the end may match where the text alone does not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from graft.spec_decode.candidates import Candidates, address_of
+from graft.spec_decode.candidates import Beside, Candidates, address_of
 from graft.spec_decode.native import IndexStruct, ScaleStruct, native
 from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 
@@ -81,9 +82,10 @@ def extend_all(indices: Sequence[SuffixIndex], texts: Sequence[Sequence[int]], m
 class _Rows:
     """The indices of texts that are decoded together, as long as they are the same texts."""
 
-    def __init__(self, numbers: list[int], indices: list[SuffixIndex]) -> None:
-        """numbers: of the texts, by which they are known."""
-        self.numbers, self._indices = numbers, indices
+    def __init__(self, histories: Sequence[History], indices: list[SuffixIndex], groups: Sequence[int | None]) -> None:
+        """groups: of the texts; those of one see each other."""
+        self.numbers, self._indices = [history.number for history in histories], indices
+        self.beside = _beside(histories, indices, groups)
         self.addresses = array("q", [index.address for index in indices])
         self._lengths = [len(index) for index in indices]
 
@@ -96,8 +98,21 @@ class _Rows:
             self._lengths = list(map(max, lengths, self._lengths))  # one that has ended may lose what it held back
 
 
+def _beside(histories: Sequence[History], indices: Sequence[SuffixIndex], groups: Sequence[int | None]) -> Beside:
+    members: dict[int, list[SuffixIndex]] = {}
+    for group, index in zip(groups, indices, strict=True):
+        if group is not None:
+            members.setdefault(group, []).append(index)
+    found = Beside(array("q"), array("q"), array("q", [history.num_prompt_tokens for history in histories]))
+    for group, own in zip(groups, indices, strict=True):
+        others = members[group] if group is not None else []
+        found.indices.extend(index.address for index in others if index is not own)
+        found.ends.append(len(found.indices))
+    return found
+
+
 class SuffixLookup:
-    """A retriever of what followed the longest matches, first in the text itself, then in finished texts."""
+    """A retriever of what followed the longest matches, first in the text itself, then in other texts."""
 
     names: tuple[str, ...] = ("suffix", "past")
     # Longer matches are surer, and so are tokens that all occurrences agree on.
@@ -116,7 +131,7 @@ class SuffixLookup:
     ) -> None:
         self._depth, self._num_nodes, self._num_drafted = depth, num_nodes, num_drafted
         self._own: WeakKeyDictionary[History, SuffixIndex] = WeakKeyDictionary()
-        self._last = _Rows([], [])  # of the last round
+        self._last = _Rows([], [], [])  # of the last round
         self._max_past_tokens = max_past_tokens
         self._past = SuffixIndex(max_past_tokens)  # for all
         self._pasts: OrderedDict[int, SuffixIndex] = OrderedDict()  # by owner, the least recently extended first
@@ -134,7 +149,7 @@ class SuffixLookup:
         past = array("q", [self._past.address]) * len(histories)
         if self._is_isolated:
             past = array("q", [self._past_for(history).address for history in histories])
-        candidates.attach_copies(rows.addresses, past, _SCALE, first, chances, *limits)
+        candidates.attach_copies(rows.addresses, past, rows.beside, _SCALE, first, chances, *limits)
 
     def learn(self, top_k: TargetTopK) -> None:
         """Nothing to do: texts are taken from their histories."""
@@ -180,7 +195,9 @@ class SuffixLookup:
     def _rows_of(self, histories: Sequence[History]) -> _Rows:
         numbers = [history.number for history in histories]
         if numbers != self._last.numbers:
-            self._last = _Rows(numbers, [self._index(history) for history in histories])
+            # Where texts are isolated, a group's may be nobody's: then they are kept apart as well.
+            groups = [None if self._is_isolated and each.owner is None else each.group for each in histories]
+            self._last = _Rows(histories, [self._index(history) for history in histories], groups)
         return self._last
 
     def _index(self, history: History) -> SuffixIndex:
