@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graft.datastore.lookup import Datastore
+from graft.drafters import NONE, best_draft
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
@@ -16,7 +17,7 @@ from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
-from graft.spec_decode.profile import equip
+from graft.spec_decode.profile import About, equip
 from graft.spec_decode.proposers import block
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said_of
@@ -51,7 +52,8 @@ def load(
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model with the same
-    vocabulary, by name or in memory. auto takes the packaged head of a packaged model; None drafts with nothing.
+    vocabulary, by name or in memory. auto takes the one that `graft tune` measured as the fastest for this model on
+    this machine, or none; if it was never asked, the packaged head of a packaged model. None drafts with nothing.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
@@ -63,16 +65,16 @@ def load(
     slower. See docs/exactness.md.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
+    name = None
     if isinstance(model, str):
         from graft.hub.load import load_model
 
-        chosen = pick_device(device)
-        if draft == "auto" and policy in _USE_A_HEAD and packaged_head(model) is not None:
-            draft = model
-        model, own_tokenizer = load_model(model, device=str(chosen), dtype=pick_dtype(dtype, chosen))
+        chosen, name = pick_device(device), model
+        model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
     if draft == "auto":
-        draft = None
+        usual = name if name is not None and packaged_head(name) is not None else None
+        draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
     tree = tree_settings(policy, model.device)
     drafter = load_drafter(draft, model, tree, tokenizer) if draft is not None else None
     engine = Engine(
@@ -88,6 +90,14 @@ def load(
     )
     equip(engine, profile if policy != "off" else None)
     return engine
+
+
+def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
+    """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
+    best = best_draft(About.of_model(model))
+    if best is None:
+        return usual
+    return None if best == NONE else best
 
 
 def tree_settings(policy: str, device: torch.device) -> TreeSettings:

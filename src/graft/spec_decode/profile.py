@@ -48,11 +48,14 @@ class About:
 
     @classmethod
     def of(cls, engine: Engine) -> About:
-        model = engine.target.model
+        return cls.of_model(engine.target.model, engine.drafter)
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, drafter: Drafter | None = None) -> About:
         return cls(
             model=model_fingerprint(model),
-            head=head_fingerprint(engine.drafter),
-            device=device_name(engine.target.device),
+            head=head_fingerprint(drafter),
+            device=device_name(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
         )
 
@@ -118,8 +121,13 @@ def equip(engine: Engine, profile: str | Path | None) -> None:
 
 def profile_path(about: About) -> Path:
     """The default file of a user's profile."""
-    words = (about.model, about.head or "no-head", _digest(f"{about.device} {about.dtype}".encode()))
+    words = (about.model, about.head or "no-head", machine_digest(about))
     return _folder() / f"{'-'.join(words)}.safetensors"
+
+
+def machine_digest(about: About) -> str:
+    """Of a machine and a dtype, for file names."""
+    return _digest(f"{about.device} {about.dtype}".encode())
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

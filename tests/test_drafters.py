@@ -1,0 +1,122 @@
+"""What drafters brought when they were measured, and which one `--draft auto` takes."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from graft import drafters, load
+from graft.cli import main
+from graft.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
+from graft.engine import Engine
+from graft.spec_decode.profile import About
+from graft.spec_decode.proposers.eagle3 import save_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from test_drafter import make_head
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+ABOUT = About("abc", None, "a machine", "float32")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=BYTE_VOCAB)
+
+
+def result(draft, speed):
+    return Measured(draft, speed, 10 * speed, 2.5, 3.0, 4, "2026-01-31")
+
+
+def test_results_are_kept_by_model_and_machine_the_fastest_first(tmp_path):
+    folder = tmp_path / "head"
+    folder.mkdir()
+    for one in (result(NONE, 1.2), result(str(folder), 2.0), result("owner/name", 1.1), result(NONE, 1.3)):
+        remember(ABOUT, one)
+    assert [(each.draft, each.speed) for each in known_results(ABOUT)] == [
+        (str(folder), 2.0),
+        (NONE, 1.3),
+        ("owner/name", 1.1),
+    ]
+    assert best_draft(ABOUT) == str(folder)
+    folder.rmdir()
+    assert best_draft(ABOUT) == NONE, "what is gone is passed over"
+    other = About("abc", "a head", "another machine", "float32")
+    assert known_results(other) == [] and best_draft(other) is None
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '[{"draft": "none"}]', '[{"draft": 3}]'])
+def test_a_damaged_file_is_passed_over_with_a_warning(content):
+    remember(ABOUT, result(NONE, 1.2))
+    drafters._path(ABOUT).write_text(content)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert best_draft(ABOUT) is None
+    with pytest.warns(UserWarning, match="is damaged"):
+        remember(ABOUT, result(NONE, 1.4))
+    assert best_draft(ABOUT) == NONE
+
+
+def test_names_hold_in_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "head").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert full_name("head") == str(tmp_path / "head")
+    assert [full_name(name) for name in (None, "smollm2-135m", "owner/name")] == [NONE, "smollm2-135m", "owner/name"]
+
+
+def test_a_fifth_of_the_prompts_is_measured():
+    prompts = [[number] for number in range(11)]
+    lessons, trials = split_prompts(prompts)
+    assert trials == [[4], [9]] and sorted(lessons + trials) == prompts
+    assert split_prompts(prompts[:4]) == (prompts[:4], [])
+
+
+def test_measuring_counts_what_an_engine_does(model):
+    engine = Engine(model, byte_tokenizer(), drafter=Eagle3Drafter(make_head(model)), budget=8)
+    found = measure(engine, "a head", [[3, 4, 5, 6], [7, 8, 9]], max_new_tokens=12)
+    assert (found.draft, found.prompts) == ("a head", 2)
+    assert found.speed > 0 and found.tokens_per_second > 0 and found.mean_accepted >= 1 and found.passes > 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.date)
+
+
+def test_auto_takes_the_fastest_that_was_measured(model, tmp_path):
+    head = make_head(model)
+    save_head(head, tmp_path / "head")
+    assert load(model).drafter is None, "nothing was measured, and it has no packaged head"
+    about = About.of_model(model)
+    remember(about, result(NONE, 1.1))
+    assert load(model).drafter is None
+    remember(about, result(str(tmp_path / "head"), 1.5))
+    drafter = load(model).drafter
+    assert isinstance(drafter, Eagle3Drafter) and torch.equal(drafter.head.fc.weight, head.fc.weight.to(model.dtype))
+    assert load(model, draft=None).drafter is None and load(model, policy="off").drafter is None
+    remember(about, result(NONE, 1.9))
+    assert load(model).drafter is None
+
+
+def test_tune_measures_and_drafters_lists(model, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"abc {number} abc"}) + "\n" for number in range(5)))
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["graft", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return capsys.readouterr()
+
+    listed = run("drafters", str(folder)).out
+    assert "retrieval alone" in listed and "--draft auto takes none." in listed and "1." not in listed
+    tuned = run("tune", "--model", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6")
+    assert re.search(r"Drafter none: \d+\.\d\d times plain decoding, \d\.\d\d tokens accepted", tuned.err)
+    listed = run("drafters", str(folder)).out
+    assert re.search(r"\d\.\d\d .* 0\.00 .* none .* retrieval alone", listed)
+    few = run("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
+    assert "Too few prompts" in few.err
