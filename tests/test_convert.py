@@ -13,11 +13,12 @@ from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab"]
 HIDDEN = 8
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path: Path) -> None:
-    """A one-layer Llama that names <|im_start|> as its end of sequence, as some real files do."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(path: Path, architecture: str = "llama") -> None:
+    """A one-layer Llama or Qwen2 that names <|im_start|> as its end of sequence, as some real files do."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(1)
@@ -50,6 +51,12 @@ def write_gguf(path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    if architecture == "qwen2":
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_chat_template(TEMPLATE)
+        writer.add_tensor("output.weight", rng.standard_normal(shapes["token_embd"]).astype(np.float32))
+        for name, size in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2)):
+            writer.add_tensor(f"blk.0.attn_{name}.bias", rng.standard_normal(size).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,6 +89,34 @@ def test_end_of_turn_is_the_registrys_whatever_the_gguf_says(converted: Path) ->
 def test_tokenizer_keeps_its_merges(converted: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer("abc<|im_end|>").input_ids == [6, 5, 2]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("convert")
+    write_gguf(root / "tiny.gguf", "qwen2")
+    convert_gguf(root / "tiny.gguf", root / "new", PACKAGED_MODELS["qwen2.5-coder-0.5b"])
+    return root / "new"
+
+
+def test_qwen_ends_at_the_end_of_a_turn_and_of_a_text(qwen: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen)
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == 2
+    assert model.generation_config.eos_token_id == [2, 0]
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 0
+    assert not model.generation_config.do_sample
+
+
+def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen)
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=True, return_dict=False)
+    assert chat == [1, 6, 5, 2], "and no beginning of a text in front"
+    assert tokenizer("abc").input_ids == [6, 5]
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert all(getattr(model.model.layers[0].self_attn, f"{name}_proj").bias.abs().sum() > 0 for name in "qkv")
 
 
 def test_weights_are_as_readable_as_the_other_files(converted: Path) -> None:

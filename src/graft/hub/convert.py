@@ -23,11 +23,15 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer.bos_token = model.bos_token
-        tokenizer.eos_token = tokenizer.pad_token = model.eos_token
+        tokenizer.eos_token = model.eos_tokens[0]
+        tokenizer.pad_token = model.pad_token
         tokenizer.model_max_length = network.config.max_position_embeddings
         for config in (network.config, network.generation_config):
             config.bos_token_id = tokenizer.bos_token_id
-            config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+        if len(model.eos_tokens) > 1:
+            network.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(model.eos_tokens))
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     # safetensors makes its files private to their owner; a shared GRAFT_HOME needs the umask's mode.

