@@ -2,11 +2,11 @@
 
     python bench/head_acceptance.py --draft HEAD --policy dense,block,block-paper,graft --data gsm8k.jsonl --compare
 
-HEAD is EAGLE-3's, a block head, or a small model with the same vocabulary. `dense` is its whole tree of 60 nodes by
-cumulative probability, `block` its chain; docs/policies.md has the others. Prompts of a task decode together in one
-batch and learn nothing from each other (each gets the text it would get alone), so a GPU does in seconds what takes
-minutes one by one; but EAGLE-3 has fewer beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times
-are not measured here: `graft bench` does that.
+HEAD is EAGLE-3's, a block head, or a small model. `dense` is its whole tree of 60 nodes by cumulative probability,
+`block` its chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing
+from each other (each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one; but
+EAGLE-3 has fewer beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times are not measured here:
+`graft bench` does that.
 """
 
 from __future__ import annotations

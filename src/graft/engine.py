@@ -294,7 +294,8 @@ class Engine:
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences on rows that may know the beginnings of their texts already."""
         try:
-            return Batch(list(sequences), cache, chooser or self._sampler(sequences), self.policy.open(cache))
+            draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
+            return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft)
         except Exception:
             cache.release()
             raise

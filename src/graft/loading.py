@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.proposers.head_kinds import kind_of
-from graft.spec_decode.proposers.small_model import SmallModelDrafter, check_vocabulary
+from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
+from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vocabulary
+from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,6 +40,7 @@ def load(
     *,
     tokenizer: Any | None = None,
     draft: str | PreTrainedModel | None = "auto",
+    draft_tokenizer: Any | None = None,
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
     device: str = "auto",
@@ -51,9 +55,10 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
-    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model with the same
-    vocabulary, by name or in memory. auto takes the one that `graft tune` measured as the fastest for this model on
-    this machine, or none; if it was never asked, the packaged head of a packaged model. None drafts with nothing.
+    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name or in
+    memory. auto takes the one that `graft tune` measured as the fastest for this model on this machine, or none; if it
+    was never asked, the packaged head of a packaged model. None drafts with nothing.
+    draft_tokenizer: of a small model in memory; without one its vocabulary has to be the target's.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
     profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
@@ -76,7 +81,7 @@ def load(
         usual = name if name is not None and packaged_head(name) is not None else None
         draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
     tree = tree_settings(policy, model.device)
-    drafter = load_drafter(draft, model, tree, tokenizer) if draft is not None else None
+    drafter = load_drafter(draft, model, tree, tokenizer, draft_tokenizer) if draft is not None else None
     engine = Engine(
         model,
         tokenizer,
@@ -108,17 +113,20 @@ def tree_settings(policy: str, device: torch.device) -> TreeSettings:
 
 
 def load_drafter(
-    draft: str | PreTrainedModel, model: PreTrainedModel, tree: TreeSettings | None = None, tokenizer: Any | None = None
+    draft: str | PreTrainedModel,
+    model: PreTrainedModel,
+    tree: TreeSettings | None = None,
+    tokenizer: Any | None = None,
+    draft_tokenizer: Any | None = None,
 ) -> Eagle3Drafter | BlockDrafter | SmallModelDrafter:
     """A drafter for this model from a head's folder, hub id or packaged name; or from a small model, likewise.
 
-    tokenizer: the target's, which a small model's must agree with.
+    tokenizer: the target's, with which a small model's is compared. draft_tokenizer: of a small model in memory.
     """
     if not isinstance(draft, str):
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
-        check_vocabulary("the draft model", draft, model)
-        return SmallModelDrafter(draft, TargetRunner(model).vocab_size, tree)
+        return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
     source: str | Path = packaged_head_for(draft, model) or draft
     is_packaged_model = source == draft and draft in PACKAGED_MODELS
     kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))
@@ -145,9 +153,30 @@ def _load_small_model(
     from graft.hub.load import load_model
 
     model, own_tokenizer = load_model(name, device=str(target.device), dtype=target.dtype)
-    check_vocabulary(name, model, target, own_tokenizer, tokenizer)
+    return _small_model_drafter(name, model, own_tokenizer, target, tokenizer, tree)
+
+
+def _small_model_drafter(
+    name: str,
+    draft: PreTrainedModel,
+    draft_tokenizer: Any | None,
+    target: PreTrainedModel,
+    tokenizer: Any | None,
+    tree: TreeSettings | None,
+) -> SmallModelDrafter:
+    """The drafter of a small model: by token ids if they mean the same to both models, else by text."""
+    own, its = draft.num_parameters(), target.num_parameters()
+    if own > its:
+        warnings.warn(
+            f"{name} has more parameters than the target ({own:,} and {its:,}): drafting with it will hardly pay",
+            stacklevel=2,
+        )
+    if shares_vocabulary(name, draft, target, draft_tokenizer, tokenizer):
+        with said_of(name):
+            return SmallModelDrafter(draft, TargetRunner(target).vocab_size, tree)
+    pair = VocabularyPair(Vocabulary(draft_tokenizer, name), Vocabulary(tokenizer, "the target"))
     with said_of(name):
-        return SmallModelDrafter(model, TargetRunner(target).vocab_size, tree)
+        return OtherTokenizerDrafter(draft, pair, tree)
 
 
 def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:

@@ -187,7 +187,7 @@ class ReplayedDrafter(LevelByLevel):
     def __init__(self, settings: TreeSettings) -> None:
         self.settings = settings
 
-    def open(self, cache: KVCache) -> DraftState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
         raise NotImplementedError("a replay makes its own state")
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None: ...

@@ -105,6 +105,7 @@ def bench(
     from graft.loading import load_drafter
     from graft.spec_decode.policies import PolicySettings
     from graft.spec_decode.proposers.block.drafter import BlockDrafter
+    from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 
     # What is wrong with the options is said before anybody waits for a model.
     settings = BenchSettings.of(decoding)
@@ -149,6 +150,8 @@ def bench(
             raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
         if isinstance(drafter, BlockDrafter):
             raise GraftError("--record writes down drafts that come level by level, and this is a block head")
+        if isinstance(drafter, OtherTokenizerDrafter):
+            raise GraftError("--record writes down drafts that come level by level, and this model drafts text")
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)

@@ -85,9 +85,9 @@ class Policy(ABC):
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
         """The trees to verify below `roots` [B], no deeper than the batch's `max_depth`."""
 
-    def open(self, cache: KVCache) -> DraftState | None:
-        """The drafter's state for the rows of a new batch; None without a drafter."""
-        return self.drafter.open(cache) if self.drafter is not None else None
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
+        """The drafter's state for the rows of a new batch, whose texts these are; None without a drafter."""
+        return self.drafter.open(cache, texts) if self.drafter is not None else None
 
     def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
         """Learns from a prefilled chunk of a row's prompt; `following` are the tokens after each of its tokens."""

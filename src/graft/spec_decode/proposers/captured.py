@@ -157,7 +157,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
     def num_setups(self) -> int:
         return self._captures.num_setups
 
-    def open(self, cache: KVCache) -> Any:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         captures = self._captures
         if captures.failure is not None:
             return super().open(cache)

@@ -36,7 +36,7 @@ class DraftState(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """By row, the tokens that the drafter's own KV store has; may be fewer than the target's."""
+        """By row, the tokens whose pages hold all that they are to: the target's, and those of a drafter in them."""
         ...
 
     def keeping(self, rows: Sequence[int]) -> Self:
@@ -92,8 +92,11 @@ class Drafter(Protocol):
         """One-time set-ups done so far; see `num_setups_of`."""
         ...
 
-    def open(self, cache: KVCache) -> DraftState:
-        """The state of a cache's rows, whose pages it shares: its own keys and values are in a store of its own."""
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
+        """The state of a cache's rows, whose pages it may share: its own keys and values are in a store of its own.
+
+        texts: by row, what it begins with; needed where others have read a part of it, so that nobody calls `read`.
+        """
         ...
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:

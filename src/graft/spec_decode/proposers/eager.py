@@ -87,7 +87,7 @@ class EagerDrafter(ABC, Generic[R]):
         config = self._config
         return 2 * self._num_layers * config.num_key_value_heads * config.head_dim * self._weight.element_size()
 
-    def open(self, cache: KVCache) -> Any:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         self.share(cache.pool)
         # A row whose beginning was known to others has their entries.
         return EagerState(cache.pool, [self._new_row(row) for row in cache.rows])

@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.errors import GraftError
 from graft.model import Chunk, KVCache, PagePool, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.support import check_supported
 from graft.settings import require
@@ -23,9 +22,8 @@ from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
 from graft.spec_decode.tree import DraftTree
 
-_MAX_WAITING = 256  # tokens of a row that wait for a draft; then they are read without one
+MAX_WAITING = 256  # tokens of a row that wait for a draft; then they are read without one
 _MAX_STEP = 512  # tokens of a step of several rows: their logits, of the whole vocabulary, take memory
-_OTHER_TOKENS = "a draft model with another tokenizer is not supported yet"
 
 
 @dataclass(eq=False)
@@ -40,7 +38,7 @@ class ModelRow:
     parents: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> ModelRow:
+    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> Self:
         return cls(Row(row.line, row.pages, length), row, list(waiting))
 
     def path(self, tokens: Sequence[int]) -> list[int]:
@@ -54,13 +52,19 @@ class ModelRow:
             path.append(node := place)
         return path
 
+    def drop_drafts(self) -> None:
+        self.tokens, self.parents = [], []
+
+
+R = TypeVar("R", bound=ModelRow)
+
 
 @dataclass
-class ModelState:
+class ModelState(Generic[R]):
     """Draft state of one batch."""
 
     runner: TargetRunner
-    rows: list[ModelRow]
+    rows: list[R]
 
     @property
     def lengths(self) -> list[int]:
@@ -71,9 +75,9 @@ class ModelState:
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         known = self.rows[source]
-        self.rows[target] = ModelRow.of(row, known.own.length, known.waiting)
+        self.rows[target] = type(known).of(row, known.own.length, known.waiting)
 
-    def joining(self, other: ModelState) -> Self:
+    def joining(self, other: Self) -> Self:
         return replace(self, rows=self.rows + other.rows)
 
 
@@ -91,7 +95,9 @@ class SmallModelDrafter(LevelByLevel):
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
         self._num_known = len(embedding)  # tokens that it can read
-        self._num_drafted = min(vocab_size, TargetRunner(model).vocab_size, self._num_known)
+        runner = TargetRunner(model)
+        self._max_positions = runner.max_positions
+        self._num_drafted = min(vocab_size, runner.vocab_size, self._num_known)
         require(
             self.settings.topk <= self._num_drafted,
             f"topk is {self.settings.topk}, but the draft model drafts from {self._num_drafted} tokens",
@@ -117,19 +123,23 @@ class SmallModelDrafter(LevelByLevel):
     def num_setups(self) -> int:
         return sum(runner.num_setups for runner in self._runners)
 
-    def open(self, cache: KVCache) -> ModelState:
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         # A row whose beginning was known to others has their keys and values of it, of both models.
         return ModelState(self._runner(cache.pool), [ModelRow.of(row, row.length) for row in cache.rows])
 
     def _runner(self, pool: PagePool) -> TargetRunner:
-        """The draft model's runner over a pool's pages."""
+        """The draft model's runner beside a target's pool."""
         with pool.lock:
             runner: TargetRunner | None = pool.guests.get(self)
             if runner is None:
-                runner = target_for(self.model, pool=pool)
+                runner = target_for(self.model, pool=self._pages_beside(pool))
                 pool.guests[self] = runner
                 self._runners.add(runner)
             return runner
+
+    def _pages_beside(self, pool: PagePool) -> PagePool:
+        """Where its keys and values are: in the target's pages, as its tokens are the same."""
+        return pool
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         runner = self._runner(target.pool)
@@ -137,14 +147,14 @@ class SmallModelDrafter(LevelByLevel):
         widest = max(self.num_slots, runner.chunk_size)
         runner.warm_up(max(widest, min(max_rows * self.num_slots, _MAX_STEP)))
 
-    def read(self, state: ModelState, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
+    def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         own = state.rows[row]
         own.waiting += verified.tokens[0].tolist()
         self._read_waiting(state, [own])
 
     def learn(
         self,
-        state: ModelState,
+        state: ModelState[Any],
         verified: VerifyOutput,
         nodes: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
@@ -156,25 +166,25 @@ class SmallModelDrafter(LevelByLevel):
                 drafted.append((row, row.path(committed[1:])))
                 committed = committed[1 + len(drafted[-1][1]) :]
             row.waiting += committed
-            row.tokens, row.parents = [], []
+            row.drop_drafts()
         if drafted:
             cache = state.runner.cache_of([row.own for row, _ in drafted])
             state.runner.commit(cache, [path for _, path in drafted])
-        if max(len(row.waiting) for row in state.rows) > _MAX_WAITING:
+        if max(len(row.waiting) for row in state.rows) > MAX_WAITING:
             self._read_waiting(state, state.rows)
 
     def num_prefetched(self, state: ModelState) -> int:
         return 0
 
-    def draft_ahead(self, state: ModelState, verified: VerifyOutput, chosen: Tensor) -> None:
+    def draft_ahead(self, state: ModelState[Any], verified: VerifyOutput, chosen: Tensor) -> None:
         """Does nothing: passes run one by one, on demand."""
 
-    def gather_ahead(self, state: ModelState, verified: VerifyOutput) -> None:
+    def gather_ahead(self, state: ModelState[Any], verified: VerifyOutput) -> None:
         """Does nothing: it needs no more than the tokens, which `learn` has."""
 
     @torch.no_grad()
     def levels(
-        self, state: ModelState, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+        self, state: ModelState[Any], roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
         topk = min(self.settings.topk, keep or self.settings.topk)
         search = BeamSearch(len(roots), topk, keep, self.device)
@@ -191,7 +201,7 @@ class SmallModelDrafter(LevelByLevel):
             tokens = torch.cat([tokens, beams], dim=1)
             likeliest = self._run_beams(state, tokens, parents, first, topk)
 
-    def _run_roots(self, state: ModelState, roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+    def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
         """Reads what waits, and runs the roots in the same step. The likeliest tokens after them, [B, 1, topk]."""
         found = []
         counts = [len(row.waiting) + 1 for row in state.rows]
@@ -207,7 +217,7 @@ class SmallModelDrafter(LevelByLevel):
         return _joined(found)
 
     def _run_beams(
-        self, state: ModelState, tokens: Tensor, parents: Tensor, first: int, topk: int
+        self, state: ModelState[Any], tokens: Tensor, parents: Tensor, first: int, topk: int
     ) -> tuple[Tensor, Tensor]:
         """Runs drafted trees [B, N], of which nodes before `first` were run with earlier passes. The likeliest tokens
         after the others, [B, N - first, topk]."""
@@ -223,7 +233,7 @@ class SmallModelDrafter(LevelByLevel):
             row.tokens, row.parents = run
         return _joined(found)
 
-    def _read_waiting(self, state: ModelState, rows: Sequence[ModelRow]) -> None:
+    def _read_waiting(self, state: ModelState[Any], rows: Sequence[ModelRow]) -> None:
         """Reads what waits, in several steps if it is much."""
         most = state.runner.chunk_size
         while rows := [row for row in rows if row.waiting]:
@@ -262,14 +272,14 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(q)
 
 
-def check_vocabulary(
+def shares_vocabulary(
     name: str,
     model: PreTrainedModel,
     target: PreTrainedModel,
     tokenizer: Any | None = None,
     target_tokenizer: Any | None = None,
-) -> None:
-    """A GraftError unless a token id means the same to a draft model, called `name`, and to its target.
+) -> bool:
+    """Whether a token id means the same to a draft model, called `name`, and to its target.
 
     One may have more tokens at the end. Without both tokenizers the output layers have to be of the same size.
     """
@@ -278,17 +288,10 @@ def check_vocabulary(
         require(
             own == its,
             f"{name} has {own:,} tokens and the target {its:,}, and there are no tokenizers to tell whether the first "
-            "are the same: name both models, or pass the target's tokenizer",
+            "are the same: name both models, or pass the tokenizers of those in memory",
         )
-        return
+        return True
     own_tokens, its_tokens = (
         {number: token for token, number in each.get_vocab().items()} for each in (tokenizer, target_tokenizer)
     )
-    both = sorted(own_tokens.keys() & its_tokens.keys())
-    others = [number for number in both if own_tokens[number] != its_tokens[number]]
-    if others:
-        first = others[0]
-        raise GraftError(
-            f"{name} has another vocabulary than the target: of the first {len(both):,} tokens {len(others):,} differ, "
-            f"such as {first}, which is {own_tokens[first]!r} and not {its_tokens[first]!r}; {_OTHER_TOKENS}"
-        )
+    return all(own_tokens[number] == its_tokens[number] for number in own_tokens.keys() & its_tokens.keys())

@@ -1,0 +1,264 @@
+"""A small model with another tokenizer as drafter: it reads and drafts text, which `text_alignment` turns into tokens.
+
+Its keys and values are in a page pool of its own, as its tokens are not the target's. All that it drafts in a round,
+several steps of beam search, is one pass: only then is it known which target tokens the texts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.model import KVCache, PagePool, Row, VerifyOutput
+from graft.model.kv_cache import NoRoomError
+from graft.settings import require
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.proposers import small_model
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
+from graft.spec_decode.proposers.text_alignment import (
+    DraftedTree,
+    TargetTrie,
+    TextRow,
+    VocabularyPair,
+    as_target_tokens,
+)
+
+_TOKENS_PER_DRAFT = 2  # target tokens that a drafted token becomes, at most where it matters
+_LEAST_REACH = 0.05  # P(one of the beams is what follows) below which no further step is drafted
+_LEAST_CONTEXT = 64  # tokens that a draft model must be able to read, beside what it drafts
+
+
+@dataclass(eq=False)
+class AlignedRow(ModelRow):
+    """What the drafter keeps of one row: pages of its own pool, and the text in both vocabularies."""
+
+    text: TextRow | None = None  # None: nothing is drafted for it any more
+    unseen: list[int] = field(default_factory=list)  # target tokens behind those in `text`
+
+    @property
+    def num_ids(self) -> int:
+        """Target tokens of the text that it knows, the root among them once the round before has told it."""
+        return (len(self.text.ids) if self.text is not None else 0) + len(self.unseen)
+
+    @property
+    def last(self) -> int:
+        """The draft token behind which is drafted. Of an empty text there is none, but time is measured there."""
+        return self.text.drafts[-1] if self.text is not None and self.text.drafts else 0
+
+    def keep(self, length: int) -> None:
+        """Keys and values of so many draft tokens stay; the others wait, but for the last, behind which is drafted."""
+        drafts = self.text.drafts if self.text is not None else []
+        self.own.length = max(min(length, len(drafts) - 1), 0)
+        self.waiting = drafts[self.own.length : -1]
+
+
+class AlignedState(ModelState[AlignedRow]):
+    """Draft state of one batch."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.target.length for row in self.rows]  # nothing of the drafter's is in the target's pages
+
+    def copy_row(self, source: int, target: int, row: Row) -> None:
+        known, pool = self.rows[source], self.runner.pool
+        copied = AlignedRow(pool.open_row(0), row, unseen=list(known.unseen))
+        if known.text is not None:
+            copied.text = known.text.copy()
+            # Pages are shared as far as neither will write to them again; what is not settled is read again.
+            known.drop_drafts()
+            known.keep(min(known.own.length, known.text.num_settled))
+            try:
+                pool.copy(known.own, copied.own)
+            except NoRoomError:  # it reads all by itself, when there is room
+                copied.own.length = 0
+            copied.keep(copied.own.length)
+        self.rows[target] = copied
+
+
+class OtherTokenizerDrafter(SmallModelDrafter):
+    """Drafts with a small model that has another vocabulary than the target. Its `levels` are of its own tokens."""
+
+    def __init__(self, model: PreTrainedModel, pair: VocabularyPair, settings: TreeSettings | None = None) -> None:
+        super().__init__(model, pair.draft.size, settings)
+        self._pair = pair
+        limit = self._max_length()
+        require(
+            limit is None or limit >= _LEAST_CONTEXT,
+            f"the draft model's context leaves room for {max(limit or 0, 0)} tokens of text beside {self.num_slots} "
+            "that are drafted: make the tree smaller, or take another model",
+        )
+
+    def with_settings(self, settings: TreeSettings) -> OtherTokenizerDrafter:
+        return OtherTokenizerDrafter(self.model, self._pair, settings)
+
+    @property
+    def max_passes(self) -> int:
+        return 1
+
+    @property
+    def num_beams(self) -> int:
+        return 0  # no pass expands what the first has brought
+
+    @property
+    def max_depth(self) -> int:
+        return _TOKENS_PER_DRAFT * (self.settings.depth + 1)
+
+    def _max_length(self) -> int | None:
+        """Tokens of a text that it can draft behind, within its context; None: any number."""
+        return None if self._max_positions is None else self._max_positions - self.num_slots
+
+    def _pages_beside(self, pool: PagePool) -> PagePool:
+        """As many as the target has: a text has about as many tokens in either vocabulary."""
+        there, size = (pool.num_pages, {}) if pool.is_fixed else (None, {"first_pages": pool.num_pages + 1})
+        return PagePool(self.device, self._max_positions, there, pool.num_lines - 1, **size)
+
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
+        runner = self._runner(cache.pool)
+        rows = []
+        for number, row in enumerate(cache.rows):
+            known = list(texts[number][: row.length]) if texts else []
+            rows.append(AlignedRow(runner.pool.open_row(0), row, text=TextRow(self._pair), unseen=known))
+        return AlignedState(runner, rows)
+
+    def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
+        own = state.rows[row]
+        own.unseen += verified.tokens[0].tolist()
+        self._read_unseen(state, [own])
+
+    def learn(
+        self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        for number, row in enumerate(state.rows):
+            # Committed are the root, which it knows unless this was a first round without drafts, and what follows it.
+            new = [int(verified.tokens[number, 0]), *tokens[number]]
+            known = row.num_ids - (row.target.length - len(new) + 1)
+            if row.text is not None and known in (0, 1):
+                row.unseen += new[known:]
+            else:
+                self._give_up(state, row)
+        behind = [row for row in state.rows if len(row.unseen) > small_model.MAX_WAITING]
+        if behind:
+            self._read_unseen(state, behind)
+
+    @torch.no_grad()
+    def passes(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Sequence[Level]]:
+        for row, root in zip(state.rows, roots.tolist(), strict=True):
+            if row.num_ids == row.target.length:
+                row.unseen.append(root)
+            elif row.num_ids != row.target.length + 1:  # others have read parts of its text
+                self._give_up(state, row)
+        self._align(state, state.rows)
+        rows = [number for number, row in enumerate(state.rows) if self._has_room(state, row)]
+        tries = [TargetTrie() for _ in state.rows]
+        if rows:
+            drafting = state.keeping(rows)
+            for number, row, drafted in zip(rows, drafting.rows, self._drafted(drafting, keep == 1), strict=True):
+                assert row.text is not None
+                tries[number] = as_target_tokens(self._pair, row.text, drafted)
+        yield _levels(tries, self.max_depth, keep)
+
+    def _drafted(self, state: AlignedState, is_chain: bool) -> list[DraftedTree]:
+        """By row what is drafted, in the draft model's tokens."""
+        trees = [DraftedTree() for _ in state.rows]
+        roots = torch.tensor([row.last for row in state.rows])
+        levels = self.levels(state, roots, 1 if is_chain else None)
+        topk = 1 if is_chain else self.settings.topk
+        for level in islice(levels, self.settings.depth + 1):
+            columns = (level.tokens, level.parents, level.path_probabilities)
+            for tree, *new in zip(trees, *(column.tolist() for column in columns), strict=True):
+                first = len(tree.tokens)
+                tree.looked_ahead += range(first, first + len(new[0]), topk)  # a beam's children are likeliest first
+                for known, more in zip((tree.tokens, tree.parents, tree.paths), new, strict=True):
+                    known += more
+            beams = level.path_probabilities.topk(topk, dim=1).values
+            if float(beams.sum(dim=1).max()) < _LEAST_REACH:
+                break
+        return trees
+
+    # Reading the text
+
+    def _read_unseen(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+        self._align(state, rows)
+        self._read_waiting(state, [row for row in rows if self._has_room(state, row)])
+
+    def _align(self, state: AlignedState, rows: Sequence[AlignedRow]) -> None:
+        """Takes new text in. Of the keys and values those stay whose tokens are still the text's, drafted ones too."""
+        drafted: list[tuple[AlignedRow, list[int]]] = []
+        for row in rows:
+            if row.text is None:
+                continue
+            before = len(row.text.drafts)
+            unchanged = row.text.extend(row.unseen) if row.unseen else before
+            row.unseen = []
+            if row.tokens and 0 < unchanged == before:  # the last token, from which was drafted, is still there
+                drafted.append((row, row.path(row.text.drafts[before:])))
+            row.own.length = min(row.own.length, unchanged)
+            row.drop_drafts()
+        if drafted:
+            cache = state.runner.cache_of([row.own for row, _ in drafted])
+            state.runner.commit(cache, [path for _, path in drafted])
+        for row in rows:
+            if row.text is not None:
+                row.keep(row.own.length)
+
+    def _has_room(self, state: AlignedState, row: AlignedRow) -> bool:
+        """Whether the text, and what is to be drafted behind it, has its place in the context and in the pool."""
+        if row.text is None:
+            return False
+        limit = self._max_length()
+        if limit is not None and len(row.text.drafts) > limit:
+            self._give_up(state, row)
+            return False
+        try:
+            state.runner.pool.ensure(row.own, len(row.text.drafts) + self.num_slots)
+        except NoRoomError:
+            return False
+        return True
+
+    def _give_up(self, state: AlignedState, row: AlignedRow) -> None:
+        """Drafts nothing for that row any more."""
+        row.text, row.unseen, row.waiting = None, [], []
+        row.drop_drafts()
+        row.own.length = 0
+        state.runner.pool.trim(row.own, 0)
+
+
+def _levels(tries: Sequence[TargetTrie], max_depth: int, keep: int | None) -> list[Level]:
+    """The levels of several rows' trees, the likeliest nodes of each first; at least one, if only of padding."""
+    numbers = [{0: 0} for _ in tries]  # by row, the node numbers of what is kept
+    levels: list[Level] = []
+    num_before = 1
+    for depth in range(1, max_depth + 1):
+        rows = []
+        for trie, known in zip(tries, numbers, strict=True):
+            nodes = [
+                node
+                for node, own in enumerate(trie.depths)
+                if own == depth and trie.parents[node] in known and trie.paths[node] > 0
+            ]
+            rows.append(sorted(nodes, key=lambda node: -trie.paths[node])[:keep])
+        width = max(map(len, rows))
+        if width == 0 and levels:
+            break
+        tokens, parents = (torch.zeros(len(tries), max(width, 1), dtype=torch.int64) for _ in range(2))
+        probabilities, paths = (torch.zeros(len(tries), max(width, 1)) for _ in range(2))
+        for number, (trie, nodes) in enumerate(zip(tries, rows, strict=True)):
+            known = numbers[number]
+            for place, node in enumerate(nodes):
+                parent = trie.parents[node]
+                tokens[number, place], parents[number, place] = trie.tokens[node], known[parent]
+                probabilities[number, place] = trie.paths[node] / trie.paths[parent]
+                paths[number, place] = trie.paths[node]
+                known[node] = num_before + place
+        levels.append(Level(tokens, parents, probabilities, paths))
+        num_before += max(width, 1)
+    return levels
