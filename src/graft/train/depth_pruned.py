@@ -66,7 +66,7 @@ class DepthPrunedModel(nn.Module):
             {
                 name: child
                 for name, child in owner.named_children()
-                if name == layers or not isinstance(child, nn.Embedding)
+                if name == layers or (not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()))
             }
         )
         for parameter in self.parameters():
@@ -149,7 +149,7 @@ class DepthPrunedObjective:
         for chunk in _chunks(batch):
             leaf = own.detach().flatten(0, 1)[chunk.places].requires_grad_()
             with autocast(self._device, self._settings):
-                logits = model.get_output_embeddings()(leaf)
+                logits = _output(model, leaf)
                 divergences, _ = divergence(logits, _logits(model, wanted, chunk), chunk.labels)
             part = (divergences * chunk.weights).sum() / total
             part.backward()
@@ -202,6 +202,12 @@ def _final_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, states: Tensor, chunk: _Chunk) -> Tensor:
-    """[n, vocab] of a chunk's tokens, by a model's output layer. states: [R, T, H]."""
-    logits: Tensor = model.get_output_embeddings()(states.flatten(0, 1)[chunk.places])
+    """[n, vocab] of a chunk's tokens. states: [R, T, H]."""
+    return _output(model, states.flatten(0, 1)[chunk.places])
+
+
+def _output(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [n, vocab] of states [n, H], by a model's output layer."""
+    layer: Any = model.get_output_embeddings()
+    logits: Tensor = layer(states.to(layer.weight.dtype))  # in training, the norm before it may be of another
     return logits

@@ -86,14 +86,11 @@ def check_layers(pruned: PreTrainedModel) -> None:
     Where a layer's place decides what it is, in ways that `fields_of_layers` does not know, the two differ.
     """
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(pruned.config)
-    (owner, name), (other, other_name) = find_layers(pruned), find_layers(expected)
-    own, its = (_described(getattr(module, list_name)) for module, list_name in ((owner, name), (other, other_name)))
+        expected = AutoModelForCausalLM.from_config(copy.deepcopy(pruned.config))
+    own, its = (_described(getattr(*find_layers(model))) for model in (pruned, expected))
     for key in sorted(own.keys() | its.keys()):
         if own.get(key) != its.get(key):
-            raise GraftError(
-                f"{type(pruned).__name__} cannot lose layers: what one is depends on its place ({name}.{key})"
-            )
+            raise GraftError(f"{type(pruned).__name__} cannot lose layers: what one is depends on its place ({key})")
 
 
 def _described(layers: nn.Module) -> dict[str, Any]:
@@ -135,7 +132,7 @@ def find_removal_order(
     adds now is not measured again. All of them in every round would take several times as long.
 
     path: keeps what is found, from which an interrupted search goes on, also to fewer layers. facts: what the figures
-    depend on; a search with others begins anew. At `deadline`, a time of `time.perf_counter`, it stops early.
+    depend on; a search with others begins anew. After `deadline`, a time of `time.perf_counter`, no round begins.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     order = _read_order(path, facts) or RemovalOrder(num_layers)

@@ -152,7 +152,8 @@ class DepthPrunedRecipe:
             count,
             lambda pruned: text.compare(pruned).divergence,
             run.work / "layers.json",
-            {"measured": self.settings.measured, "answers": len(run.answers), "held_back": self.settings.held_back},
+            {name: getattr(self.settings, name) for name in ("measured", "max_tokens", "held_back", "seed")}
+            | {"answers": len(run.answers)},
             lambda order: run.report(_measured(order, total - count)),
             run.deadline,
         )
