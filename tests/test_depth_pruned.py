@@ -271,11 +271,11 @@ def run(model, folder, settings=SETTINGS, deadline=math.inf, progress=lambda rec
 def test_the_layers_that_stay_make_up_for_the_others_and_the_target_stays_as_it_was(model, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     start = objective_for(model).evaluate()
-    settings = replace(SETTINGS, steps=40, evaluate_every=40, ema_decay=0.0)
+    settings = replace(SETTINGS, steps=16, evaluate_every=16, ema_decay=0.0)
     log = []
     objective, _ = run(model, tmp_path, settings, progress=log.append)
     losses = [record["loss"] for record in log if "loss" in record]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     assert objective.evaluate()["held_back_divergence"] < start["held_back_divergence"]
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name]), name
@@ -306,6 +306,15 @@ def test_without_steps_the_weights_stay(model, tmp_path):
     assert done == 0
     own, its = objective.head.model.model.layers[1].state_dict(), model.model.layers[2].state_dict()
     assert all(torch.equal(own[name], its[name]) for name in its)
+
+
+def test_a_target_in_bf16_trains_layers_in_fp32_and_stays_bf16(tmp_path):
+    model = tiny_model().bfloat16()
+    objective = objective_for(model, kept=(0, 2))
+    optimize(objective, replace(SETTINGS, steps=1), tmp_path, len(texts()))
+    assert {p.dtype for p in objective.head.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert objective.head.model.get_output_embeddings().weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("count", [0, 6, 7])
