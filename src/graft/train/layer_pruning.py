@@ -135,22 +135,21 @@ def find_removal_order(
     depend on; a search with others begins anew. After `deadline`, a time of `time.perf_counter`, no round begins.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
-    order = _read_order(path, facts) or RemovalOrder(num_layers)
+    facts = {"layers": num_layers, **facts}
+    order = _read_order(path, facts) or RemovalOrder(num_layers, costs=[-math.inf] * num_layers)
     subset = LayerSubset(model)
     check_layers(subset.keep(range(1, num_layers)))  # every layer in another place: said before hours of measuring
     while len(kept := order.kept(count)) > count:
         if time.perf_counter() >= deadline:
             break
         before = order.removed[-1][1] if order.removed else 0.0
-        without: dict[int, float] = {}
-        for layer in sorted(kept, key=lambda layer: order.costs[layer]) if order.costs else kept:
-            if order.costs and without and min(without.values()) - before <= order.costs[layer]:
+        without: dict[int, float] = {}  # what was measured in this round
+        for layer in sorted(kept, key=order.costs.__getitem__):
+            if without and min(without.values()) - before <= order.costs[layer]:
                 break
             without[layer] = measure(subset.keep([other for other in kept if other != layer]))
+            order.costs[layer] = without[layer] - before
         order.alone = order.alone or list(without.values())
-        order.costs = order.costs or list(without.values())
-        for layer, divergence in without.items():
-            order.costs[layer] = divergence - before
         order.removed.append(min(without.items(), key=lambda item: item[1]))
         _write_order(path, facts, order)
         progress(order)
