@@ -101,8 +101,8 @@ tokenizer are the target's. An ordinary checkpoint, for any engine that takes a 
 |---|{"---|" * len(columns)}
 {chr(10).join(lines)}
 
-The layers that went, in this order, with the mean KL divergence of the next-token distributions on
-{training["measured"]:,} tokens of the target's answers:
+The layers that went, in this order, with the mean KL divergence of the next-token distributions on some of the
+answers ({training["measured"]:,} tokens with their prompts):
 
 | layer | without it alone | without it and those above |
 |---|---|---|
