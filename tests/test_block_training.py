@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from graft import GraftError
-from graft.cli.train import ANSWERING, BLOCK, EAGLE3, TRAINING
+from graft.cli.train import ANSWERING, BLOCK, EAGLE3, LAYERS, PRUNED, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
 from graft.spec_decode.proposers.block import BlockHead, load_head
 from graft.train import block as block_training
@@ -31,6 +31,7 @@ from graft.train.block import (
     target_states,
     unused_token,
 )
+from graft.train.depth_pruned import DepthPrunedSettings
 from graft.train.eagle3 import Eagle3Settings
 from graft.train.generate_data import Answered, AnswerSettings, spread
 from graft.train.packing import PackedBatches
@@ -678,17 +679,21 @@ def test_target_layers_that_the_model_lacks_are_refused(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "group"),
+    ("settings", "group", "kind"),
     [
-        (AnswerSettings, ANSWERING),
-        (Eagle3Settings, TRAINING | EAGLE3),
-        (BlockSettings, TRAINING | BLOCK),
-        (BlockShape, SHAPE_OPTIONS),
+        (AnswerSettings, ANSWERING, ""),
+        (Eagle3Settings, TRAINING | EAGLE3, "eagle3"),
+        (BlockSettings, TRAINING | BLOCK, "block heads"),
+        (BlockShape, LAYERS | SHAPE_OPTIONS, "block heads"),
+        (DepthPrunedSettings, TRAINING | PRUNED, "depth-pruned"),
     ],
 )
-def test_help_tells_the_defaults_of_training(settings, group):
+def test_help_tells_the_defaults_of_training(settings, group, kind):
+    """A default, or several: the first, then those of some kinds."""
     own = {field.name: field.default for field in fields(settings)}
     for name, annotation in group.items():
-        if name in own and type(own[name]) in (int, float) and name != "ema_decay":
+        if name in own and type(own[name]) in (int, float):
             _, option = get_args(annotation)
-            assert option.help.endswith(rf"[dim]\[default: {own[name]:.6g}][/]"), name
+            first, *others = option.help.partition("[default: ")[2].removesuffix("][/]").split(", ")
+            shown = next((words.removeprefix(kind) for words in others if words.startswith(kind)), first)
+            assert float(shown) == own[name], name

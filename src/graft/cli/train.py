@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _answering = functools.partial(option, rich_help_panel="Answering")
 _training = functools.partial(option, rich_help_panel="Training")
 _eagle3 = functools.partial(option, rich_help_panel="EAGLE-3 heads")
+_layers = functools.partial(option, rich_help_panel="Block heads and depth-pruned models")
+_pruned = functools.partial(option, rich_help_panel="Depth-pruned models")
 _block = functools.partial(option, rich_help_panel="Block heads: dflash, treeflash")
 
 ANSWERING: Group = {
@@ -30,10 +32,10 @@ ANSWERING: Group = {
     "max_prompt_tokens": _answering(int, "--max-prompt-tokens", "Longer prompts are left out.", "1536"),
 }
 TRAINING: Group = {
-    "steps": _training(int, "--steps", "Optimizer steps.", "2000"),
+    "steps": _training(int, "--steps", "Optimizer steps; depth-pruned also takes 0.", "2000"),
     "batch_tokens": _training(int, "--batch-tokens", "Tokens of a step.", "32768"),
     "max_tokens": _training(int, "--max-tokens", "Prompt and answer are cut here.", "2048"),
-    "learning_rate": _training(float, "--learning-rate", "At its highest.", "0.001"),
+    "learning_rate": _training(float, "--learning-rate", "At its highest.", "0.001, depth-pruned 0.0003"),
     "warmup_steps": _training(int, "--warmup-steps", "Steps until then.", "100"),
     "weight_decay": _training(float, "--weight-decay", "Of matrices.", "0.01"),
     "ema_decay": _training(float, "--ema-decay", "Of averaged weights; 0: the last ones.", "0, block heads 0.999"),
@@ -46,8 +48,12 @@ EAGLE3: Group = {
     "unroll": _eagle3(int, "--unroll", "Drafted steps that are trained.", "5"),
     "step_weight": _eagle3(float, "--step-weight", "Weight of each further step.", "0.8"),
 }
+LAYERS: Group = {
+    "num_layers": _layers(
+        int, "--layers", "Layers of the head, or of the model that stay.", "4, depth-pruned a third of the model's"
+    ),
+}
 SHAPE: Group = {
-    "num_layers": _block(int, "--layers", "Layers of the head.", "4"),
     "num_taps": _block(int, "--taps", "Target layers it reads, evenly spread.", "5"),
     "target_layers": _block(list[int], "--target-layer", "Read what goes into this one instead; repeatable."),
     "conditional_size": _block(int, "--conditional-size", "Inner size of treeflash's MLP.", "that of the layers"),
@@ -67,39 +73,58 @@ BLOCK: Group = {
     "simulated": _block(int, "--simulated", "Held-back answers that evaluations decode.", "128"),
     "nodes": _block(int, "--nodes", "Nodes of the trees there.", "60"),
 }
+PRUNED: Group = {
+    "measured": _pruned(int, "--measured", "Tokens on which layers are left out.", "4096"),
+}
 FILES: Group = {
     "start_from": _block(Path, "--start-from", "A head whose weights it starts with.", metavar="HEAD"),
     "max_file_mib": _block(int, "--max-file-mib", "Save the backbone in files of this size.", "one file"),
 }
 
 
-@takes(loading=MODEL, answering=ANSWERING, training=TRAINING, eagle3=EAGLE3, shape=SHAPE, block=BLOCK, files=FILES)
+@takes(
+    loading=MODEL,
+    answering=ANSWERING,
+    training=TRAINING,
+    layers=LAYERS,
+    eagle3=EAGLE3,
+    shape=SHAPE,
+    block=BLOCK,
+    files=FILES,
+    pruned=PRUNED,
+)
 def train(
-    out: Annotated[Path, typer.Option(help="Folder of the new head.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new head or draft model.")],
     prompts: Annotated[
         list[Path] | None, typer.Option(help="Prompts, one JSON object a line; may be repeated.")
     ] = None,
     answers: Annotated[
         Path | None, typer.Option(help="Instead of prompts: answers made before, work/answers of another head.")
     ] = None,
-    kind: Annotated[str, typer.Option(help="eagle3, dflash or treeflash.")] = "eagle3",
+    kind: Annotated[str, typer.Option(help="eagle3, dflash, treeflash or depth-pruned.")] = "eagle3",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Stop after this long, to go on later.")] = None,
     *,
     loading: Given,
     answering: Given,
     training: Given,
+    layers: Given,
     eagle3: Given,
     shape: Given,
     block: Given,
     files: Given,
+    pruned: Given,
 ) -> None:
     """Train a draft head: the model answers the prompts, and the head learns to guess its answers.
+
+    With --kind depth-pruned, make a draft model: the model without the layers that it misses least, which learns to
+    answer as the whole one does. --steps 0 leaves its weights as they were.
 
     Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped;
     --steps may be others.
 
-    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, which other engines know.
+    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, draft models in that of transformers, which
+    other engines know.
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """
@@ -112,40 +137,63 @@ def train(
     require(not (answers is not None and (answering or limit)), "--answers are there: drop the options of answering")
     require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     answer_settings = AnswerSettings.of(answering)
-    recipe = _recipe(kind, training, eagle3, shape, block, files)
+    recipe = _recipe(
+        kind,
+        training,
+        {"eagle3": eagle3, "shape": layers | shape, "block": block, "files": files, "pruned": layers | pruned},
+    )
     texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
     with ProgressBars() as progress:
         seconds = math.inf if max_seconds is None else max_seconds
         outcome = train_head(engine, texts, out, recipe, answer_settings, progress.show, answers, seconds)
-    words = f"The head is in {out}"
+    what, done = "draft model" if kind == "depth-pruned" else "head", f"{outcome.done} of {outcome.total}"
+    words = f"The {what} is in {out}"
     if outcome.stage == "answer":
-        words = f"Time is up: {outcome.done} of {outcome.total} groups are answered. The same command goes on."
+        words = f"Time is up: {done} groups are answered. The same command goes on."
+    elif outcome.stage == "measure":
+        words = f"Time is up: {done} layers are chosen. The same command goes on."
     elif not outcome.is_finished:
-        done = f"{outcome.done} of {outcome.total} steps"
-        words = f"Time is up: {done}. The head so far is in {out}; the same command goes on."
+        words = f"Time is up: {done} steps. The {what} so far is in {out}; the same command goes on."
     notes().print(words, markup=False, soft_wrap=True)
 
 
-def _recipe(kind: str, training: Given, eagle3: Given, shape: Given, block: Given, files: Given) -> Recipe:
+_GROUPS = {  # of a kind's own options
+    "eagle3": ("eagle3",),
+    "dflash": ("shape", "block", "files"),
+    "treeflash": ("shape", "block", "files"),
+    "depth-pruned": ("pruned",),
+}
+
+
+def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
+    """groups: options that are for some kinds only; those of several kinds are in several groups."""
     from graft.settings import require_known
     from graft.train.block import BlockSettings, BlockShape
+    from graft.train.depth_pruned import DepthPrunedSettings
     from graft.train.eagle3 import Eagle3Settings
-    from graft.train.recipe import KINDS, BlockRecipe, Eagle3Recipe
+    from graft.train.recipe import KINDS, BlockRecipe, DepthPrunedRecipe, Eagle3Recipe
 
     require_known("kind", kind, KINDS)
-    foreign = [*shape, *block, *files] if kind == "eagle3" else [*eagle3]
-    for name in foreign:
+    own = {name for group in _GROUPS[kind] for name in groups[group]}
+    for name in (name for options in groups.values() for name in options if name not in own):
         raise GraftError(f"{_flag(name)} is not for --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
-        size = {name: eagle3.pop(name) for name in ("draft_vocab_size",) if name in eagle3}
-        return Eagle3Recipe(Eagle3Settings.of(training | eagle3), **size)
+        options = groups["eagle3"]
+        size = {name: options.pop(name) for name in ("draft_vocab_size",) if name in options}
+        return Eagle3Recipe(Eagle3Settings.of(training | options), **size)
+    if kind == "depth-pruned":
+        options = groups["pruned"]
+        count = options.pop("num_layers", None)
+        require(count is None or count >= 1, f"--layers must be at least 1, not {count}")
+        return DepthPrunedRecipe(DepthPrunedSettings.of(training | options), count)
+    shape, files = groups["shape"], groups["files"]
     if "target_layers" in shape:
         shape["target_layers"] = tuple(shape["target_layers"])
     mib = files.get("max_file_mib")
     require(mib is None or mib >= 1, f"--max-file-mib must be at least 1, not {mib}")
     return BlockRecipe(
-        BlockSettings.of(training | block),
+        BlockSettings.of(training | groups["block"]),
         BlockShape.of(shape),
         conditional=kind == "treeflash",
         start_from=files.get("start_from"),
@@ -155,7 +203,7 @@ def _recipe(kind: str, training: Given, eagle3: Given, shape: Given, block: Give
 
 def _flag(name: str) -> str:
     """The option of a setting, as it is typed."""
-    (given,) = (EAGLE3 | SHAPE | BLOCK | FILES)[name].__metadata__
+    (given,) = (EAGLE3 | LAYERS | SHAPE | BLOCK | FILES | PRUNED)[name].__metadata__
     # Within Annotated, typer takes what is first, here the flag, for the default until it builds the command.
     flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
     return flag.partition("/")[0]

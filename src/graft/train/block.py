@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graft.model import evaluating
 from graft.model.attention import attend
 from graft.settings import Settings, require
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
 from graft.spec_decode.proposers.block.head import Attention, within_reach
+from graft.train.divergence import divergence
 from graft.train.generate_data import Answered, spread
-from graft.train.packing import PackedBatch, PackedBatches
+from graft.train.packing import PackedBatch, PackedBatches, read_batch
 from graft.train.simulate import SimulateSettings, simulate
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
@@ -109,16 +109,9 @@ class TargetStates:
 @torch.no_grad()
 def target_states(model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch) -> TargetStates:
     """The target's states of a batch; documents do not see each other, since positions begin anew at each."""
-    states = _target_forward(model, batch)
+    states = read_batch(model, batch, output_hidden_states=True)
     features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
     return TargetStates(features, states.last_hidden_state)
-
-
-def _target_forward(model: PreTrainedModel, batch: PackedBatch) -> Any:
-    with evaluating(model):
-        return model.base_model(
-            input_ids=batch.tokens, position_ids=batch.positions, output_hidden_states=True, use_cache=False
-        )
 
 
 class BlockObjective:
@@ -179,11 +172,11 @@ def block_backward(
         for name, share in shares.items():
             with autocast(device, settings):
                 logits = _logits(head, chunk, name)
-            divergence, label_log_probs = _divergence(logits, chunk.wanted, chunk.labels)
+            divergences, label_log_probs = divergence(logits, chunk.wanted, chunk.labels)
             weights = _depth_weights(chunk.num_labels, drafts, settings)
             if settings.weighting == "pace":
                 weights = weights * _pace(chunk.num_labels, label_log_probs, settings.pace_floor)
-            loss = (divergence * weights).sum() / total
+            loss = (divergences * weights).sum() / total
             (share * loss).backward()
             losses[name] += loss.detach()
         assert leaf.grad is not None
@@ -369,42 +362,6 @@ def _pace(num_labels: Tensor, label_log_probs: Tensor, floor: float) -> Tensor:
     return reached.flip(1).cumsum(dim=1).flip(1)
 
 
-def _divergence(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(wanted || own) [n, K] of logits [n, K, vocab], and the labels' own log-probabilities, without gradient."""
-    divergence, label_log_probs = _Divergence.apply(logits, wanted, labels)
-    return divergence, label_log_probs
-
-
-class _Divergence(torch.autograd.Function):
-    """Made with its gradient, own minus wanted, which is all that backward needs of two tensors of vocabulary size."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        run = _compiled_divergence() if logits.is_cuda else _divergence_and_gradient
-        divergence, gradient, label_log_probs = run(logits, wanted, labels)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(label_log_probs)
-        return divergence, label_log_probs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0][..., None].to(gradient.dtype), None, None
-
-
-def _divergence_and_gradient(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    own, target = logits.float().log_softmax(dim=-1), wanted.float().log_softmax(dim=-1)
-    shares = target.exp()
-    divergence = (shares * (target - own)).sum(dim=-1)
-    return divergence, (own.exp() - shares).to(logits.dtype), own.gather(-1, labels[..., None]).squeeze(-1)
-
-
-@functools.cache
-def _compiled_divergence() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """A few kernels instead of a dozen passes over tensors of vocabulary size."""
-    return torch.compile(_divergence_and_gradient, dynamic=False)
-
-
 def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings: BlockSettings) -> dict[str, Tensor]:
     """Counts [K] by slot: of slots with a token to guess, and of those that have it among their likeliest."""
     counts: dict[str, Tensor] = {}
@@ -440,7 +397,7 @@ def start_from_target(head: BlockHead, model: PreTrainedModel, batch: PackedBatc
     A tap's features are scaled to a size of 1, which differ by orders of magnitude between layers; so are queries and
     keys where the head norms them, and then brought to their size in the target.
     """
-    states = _target_forward(model, batch).hidden_states
+    states = read_batch(model, batch, output_hidden_states=True).hidden_states
     width = head.config.target_hidden_size
     sizes = [float(states[layer].float().pow(2).mean(dim=-1).sqrt().median()) for layer in head.config.target_layers]
     head.fc.weight.normal_(0, 0.005)

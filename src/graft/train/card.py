@@ -1,4 +1,4 @@
-"""The model card of a trained head: README.md, training.json and curves, from the training log."""
+"""The model card of a trained head or draft model: README.md, training.json and curves, from the training log."""
 
 from __future__ import annotations
 
@@ -76,6 +76,40 @@ Share of slots with the true token among the likeliest, on held-back answers, th
 {simulated if accepted else ""}"""
 
 
+def depth_pruned_text(facts: dict[str, Any], log: Log) -> str:
+    steps, training = facts["steps"], facts["training"]
+    columns = {"before": facts["before"]} | ({"after": _evaluations(log)[-1]} if steps else {})
+    lines = [
+        f"| {words} | {' | '.join(f'{figures[name]:.3f}' for figures in columns.values())} |"
+        for words, name in (("right", "held_back_right_0"), ("KL divergence", "held_back_divergence"))
+    ]
+    removed = "\n".join(
+        f"| {removal['layer']} | {facts['divergence_without'][removal['layer']]:.4f} | {removal['divergence']:.4f} |"
+        for removal in facts["removed"]
+    )
+    kept = ", ".join(map(str, facts["kept_layers"]))
+    made = "The layers are as they were: nothing was trained." if not steps else _data(facts)
+    return f"""# A depth-pruned draft model, made with `graft train`
+
+{len(facts["kept_layers"])} of the target's {facts["num_target_layers"]} layers: {kept}. Embedding, output layer and
+tokenizer are the target's. An ordinary checkpoint, for any engine that takes a draft model. All settings are in
+`training.json`.
+
+{made} Share of right guesses (top 1) and mean KL divergence from the target, on held-back answers:
+
+| | {" | ".join(f"{name} training" for name in columns)} |
+|---|{"---|" * len(columns)}
+{chr(10).join(lines)}
+
+The layers that went, in this order, with the mean KL divergence of the next-token distributions on some of the
+answers ({training["measured"]:,} tokens with their prompts):
+
+| layer | without it alone | without it and those above |
+|---|---|---|
+{removed}
+"""
+
+
 def by_place(record: dict[str, float], name: str) -> list[float]:
     """The values `name`_0, `name`_1, ... of a log line."""
     found: list[float] = []
@@ -102,7 +136,10 @@ def _evaluations(log: Log) -> Log:
 
 
 def _plot(log: Log, path: Path) -> bool:
-    """Plots the training curves; False without matplotlib."""
+    """Plots the training curves; False where there are none, or without matplotlib."""
+    evaluations = _evaluations(log)
+    if not evaluations:
+        return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -112,7 +149,6 @@ def _plot(log: Log, path: Path) -> bool:
     steps = [record for record in log if "loss" in record]
     left.plot([r["step"] for r in steps], [r["loss"] for r in steps], linewidth=0.8)
     left.set(xlabel="step", ylabel="loss", title="loss against the target's distribution")
-    evaluations = _evaluations(log)
     known = ("held_back_right", "held_back_conditional_hit1", "held_back_marginal_hit1")
     name = next(name for name in known if f"{name}_0" in evaluations[-1])
     for place in range(len(by_place(evaluations[-1], name))):

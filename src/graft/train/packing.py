@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from graft.model import evaluating
 from graft.train.generate_data import Answered
 from graft.train.trainer import Batches, TrainSettings
 
@@ -78,3 +80,10 @@ class PackedBatches(Batches[list[list[int]], PackedBatch]):
         draws = torch.rand(shape, generator=generator, dtype=torch.float64).masked_fill_(num_labels == 0, -1.0)
         anchors = draws.topk(min(self._num_anchors, self._length)).indices.sort(dim=1).values
         return PackedBatch(tokens, starts, anchors, starts.gather(1, anchors), num_labels.gather(1, anchors))
+
+
+def read_batch(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> Any:
+    """What a model makes of a batch, before its output layer. Documents do not see each other, as positions begin anew
+    at each."""
+    with evaluating(model):
+        return model.base_model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **options)

@@ -1,7 +1,7 @@
-"""The training recipe of a draft head: generate answers, train, save, and write a model card.
+"""The training recipe of a draft head or draft model: generate answers, train, save, and write a model card.
 
 Every stage writes under the head's folder and is skipped when its output is already there. What differs between kinds
-of heads is in `Eagle3Recipe` and `BlockRecipe`.
+is in `Eagle3Recipe`, `BlockRecipe` and `DepthPrunedRecipe`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from graft.data import user_message
@@ -21,30 +22,63 @@ from graft.engine import Engine
 from graft.progress import Report
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
-from graft.spec_decode.proposers.draft_head import DraftHead
 from graft.train import block as block_training
 from graft.train import card
 from graft.train import eagle3 as eagle3_training
 from graft.train.block import BlockObjective, BlockSettings, BlockShape, unused_token
+from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, DepthPrunedSettings, measured_text
 from graft.train.eagle3 import Eagle3Objective, Eagle3Settings, draft_vocabulary
 from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
+from graft.train.layer_pruning import RemovalOrder, find_removal_order
 from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
 WORK = "work"  # answers, log and state, below the head's folder; may be deleted when the head is done
-KINDS = ("eagle3", "dflash", "treeflash")
+KINDS = ("eagle3", "dflash", "treeflash", "depth-pruned")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a call came."""
+
+    stage: str  # answer, measure or train
+    done: int
+    total: int
+
+    @property
+    def is_finished(self) -> bool:
+        return self.stage == "train" and self.done == self.total
+
+
+class TimeIsUp(Exception):
+    """Raised at the deadline of a run, where there is nothing to save yet."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.stage)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe is given to make a head from."""
+
+    engine: Engine
+    answers: Sequence[Answered]
+    work: Path  # a folder for what it finds out, to go on from
+    report: Callable[[Report], None]
+    deadline: float  # a time of `time.perf_counter`
 
 
 class Recipe(Protocol):
-    """What makes a kind of head."""
+    """What makes a kind of head, or a draft model."""
 
     @property
     def settings(self) -> TrainSettings: ...
 
-    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
+    def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
         """What to train, with a new head, and facts for its card."""
 
-    def save(self, head: DraftHead, folder: Path) -> None: ...
+    def save(self, run: Run, head: nn.Module, folder: Path) -> None: ...
 
     def describe(self, facts: dict[str, Any], log: card.Log) -> str:
         """The card's text."""
@@ -57,16 +91,17 @@ class Eagle3Recipe:
     settings: Eagle3Settings
     draft_vocab_size: int = 8192
 
-    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
-        size, most, model = self.draft_vocab_size, engine.target.vocab_size, engine.target.model
+    def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
+        answers, target = run.answers, run.engine.target
+        size, most, model = self.draft_vocab_size, target.vocab_size, target.model
         require(1 <= size <= most, f"draft_vocab_size must be between 1 and {most}, not {size}")
         vocabulary, coverage = draft_vocabulary(answers, most, size)
         head = new_eagle3_head(model, vocabulary)
         return Eagle3Objective(head, model, answers, self.settings), {"vocabulary_coverage": coverage}
 
-    def save(self, head: DraftHead, folder: Path) -> None:
+    def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, eagle3.Eagle3Head)
-        eagle3.save_head(head, folder)
+        eagle3.save_head(head.to(torch.bfloat16), folder)
 
     def describe(self, facts: dict[str, Any], log: card.Log) -> str:
         return card.eagle3_text(facts, log)
@@ -82,8 +117,8 @@ class BlockRecipe:
     start_from: Path | None = None  # a head whose weights the new one starts with
     max_file_bytes: int | None = None
 
-    def prepare(self, engine: Engine, answers: Sequence[Answered]) -> tuple[Objective, dict[str, Any]]:
-        model = engine.target.model
+    def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
+        engine, answers, model = run.engine, run.answers, run.engine.target.model
         special = [*engine.eos_token_ids, *(getattr(engine.tokenizer, "all_special_ids", None) or ())]
         mask = unused_token(answers, engine.target.vocab_size, special)
         head = new_block_head(model, self.shape, self.conditional, mask, answers, self.settings)
@@ -91,25 +126,56 @@ class BlockRecipe:
             _take_weights(head, self.start_from, model)
         return BlockObjective(head, model, answers, self.settings), {"head": asdict(head.config)}
 
-    def save(self, head: DraftHead, folder: Path) -> None:
+    def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, block.BlockHead)
-        block.save_head(head, folder, max_file_bytes=self.max_file_bytes)
+        block.save_head(head.to(torch.bfloat16), folder, max_file_bytes=self.max_file_bytes)
 
     def describe(self, facts: dict[str, Any], log: card.Log) -> str:
         return card.block_text(facts, log)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How far a call came."""
+class DepthPrunedRecipe:
+    """A draft model: the target with some of its layers."""
 
-    stage: str  # answer or train
-    done: int
-    total: int
+    settings: DepthPrunedSettings
+    num_layers: int | None = None  # that stay; None: a third
 
-    @property
-    def is_finished(self) -> bool:
-        return self.stage == "train" and self.done == self.total
+    def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
+        model = run.engine.target.model
+        total = model.config.get_text_config().num_hidden_layers
+        count = max(1, round(total / 3)) if self.num_layers is None else self.num_layers
+        require(1 <= count < total, f"layers must be from 1 to {total - 1}, of the model's {total}, not {count}")
+        text = measured_text(model, run.answers, self.settings)
+        order = find_removal_order(
+            model,
+            count,
+            lambda pruned: text.compare(pruned).divergence,
+            run.work / "layers.json",
+            {name: getattr(self.settings, name) for name in ("measured", "max_tokens", "held_back", "seed")}
+            | {"answers": len(run.answers)},
+            lambda order: run.report(_measured(order, total - count)),
+            run.deadline,
+        )
+        kept = order.kept(count)
+        if len(kept) > count:
+            raise TimeIsUp(Outcome("measure", len(order.removed), total - count))
+        objective = DepthPrunedObjective(DepthPrunedModel(model, kept), model, run.answers, self.settings)
+        gone = [{"layer": layer, "divergence": value} for layer, value in order.removed[: total - count]]
+        return objective, {
+            "num_target_layers": total,
+            "kept_layers": kept,
+            "divergence_without": order.alone,
+            "removed": gone,
+            "before": objective.evaluate(),
+        }
+
+    def save(self, run: Run, head: nn.Module, folder: Path) -> None:
+        assert isinstance(head, DepthPrunedModel)
+        head.save(folder, run.engine.tokenizer)
+
+    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
+        return card.depth_pruned_text(facts, log)
 
 
 def train_head(
@@ -122,7 +188,7 @@ def train_head(
     answers_from: Path | None = None,
     max_seconds: float = math.inf,
 ) -> Outcome:
-    """Trains a head for the engine's model on its own answers to the prompts, and saves it in `folder`.
+    """Trains a head or draft model for the engine's model on its own answers to the prompts; saves it in `folder`.
 
     answers_from: a folder of answers made before, instead of prompts. After `max_seconds` it stops, to go on in the
     next call; a head that has been trained for some of its steps is saved too.
@@ -140,11 +206,15 @@ def train_head(
     answers = list(read_answers(source))
     most = max(int(answer.tokens.max()) for answer in answers)
     require(most < engine.target.vocab_size, f"{source} holds answers of another model: it has a token {most}")
-    objective, facts = recipe.prepare(engine, answers)
+    run = Run(engine, answers, work, report, deadline)
+    try:
+        objective, facts = recipe.prepare(run)
+    except TimeIsUp as stop:
+        return stop.outcome
     steps = recipe.settings.steps
     training = work / "training"
     done = optimize(objective, recipe.settings, training, len(answers), _Training(report, steps), deadline)
-    recipe.save(objective.head.to(torch.bfloat16), folder)
+    recipe.save(run, objective.head, folder)
     facts |= {
         "prompts": len({a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers}),
         "answers": len(answers),
@@ -171,6 +241,11 @@ class _Answering:
         self.done, self.total, self._num_tokens = done, total, self._num_tokens + tokens
         rate = self._num_tokens / (time.perf_counter() - self._start)
         self._report(Report("answer", done, total, f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s"))
+
+
+def _measured(order: RemovalOrder, total: int) -> Report:
+    layer, divergence = order.removed[-1]
+    return Report("measure", len(order.removed), total, f"layer {layer} goes, KL divergence {divergence:.3f}")
 
 
 class _Training:

@@ -1,7 +1,7 @@
-"""The training loop of all draft heads: optimizer, schedule, averaged weights, log, and exact resumption.
+"""The training loop of all drafters: optimizer, schedule, averaged weights, log, and exact resumption.
 
-What a kind of head learns, and how it is evaluated, is its objective's: `eagle3`, `block`. Everything random depends on
-the seed and the step alone, so that a step number says where in the data a run is.
+What a kind learns, and how it is evaluated, is its objective's: `eagle3`, `block`, `depth_pruned`. Everything random
+depends on the seed and the step alone, so that a step number says where in the data a run is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from graft.errors import GraftError
 from graft.settings import Settings, require
-from graft.spec_decode.proposers.draft_head import DraftHead
 from graft.train.generate_data import Answered
 
 Batch = TypeVar("Batch")
@@ -33,6 +32,8 @@ _LOG_EVERY = 10  # steps; each line waits for the device
 @dataclass(frozen=True)
 class TrainSettings(Settings):
     """Settings of all trainings. Defaults suit a small head on one GPU."""
+
+    least_steps: ClassVar[int] = 1
 
     steps: int = 2000
     batch_tokens: int = 32_768  # tokens of a step, padding included
@@ -48,7 +49,8 @@ class TrainSettings(Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "max_tokens", "evaluate_every"):
+        require(self.steps >= self.least_steps, f"steps must be at least {self.least_steps}, not {self.steps}")
+        for name in ("batch_tokens", "max_tokens", "evaluate_every"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(0 < self.held_back < 1, f"held_back must be between 0 and 1, not {self.held_back}")
         require(self.learning_rate > 0, f"learning_rate must be above 0, not {self.learning_rate}")
@@ -62,7 +64,8 @@ class Objective(Protocol):
     """What a head is trained for."""
 
     @property
-    def head(self) -> DraftHead: ...
+    def head(self) -> nn.Module:
+        """What is trained, all its parameters. Its `config`, a dataclass, says which head or model it is."""
 
     def backward(self, step: int) -> Mapping[str, Tensor | float]:
         """Adds the gradients of a step's batch to the head's parameters; what to log of it, `loss` among it."""
@@ -179,7 +182,7 @@ def optimize(
 class _State:
     """Everything that changes from step to step: the head's weights, their average, the optimizer's."""
 
-    def __init__(self, path: Path, head: DraftHead, settings: TrainSettings, num_answers: int) -> None:
+    def __init__(self, path: Path, head: nn.Module, settings: TrainSettings, num_answers: int) -> None:
         self._path, self._head, self._settings = path, head, settings
         self._parameters = dict(head.named_parameters())
         matrices = [p for p in self._parameters.values() if p.dim() > 1]
@@ -193,7 +196,8 @@ class _State:
         if settings.ema_decay > 0:
             self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
         same = {name: value for name, value in asdict(settings).items() if name != "steps"}
-        facts = {"settings": same, "head": asdict(head.config), "num_answers": num_answers}
+        config: Any = head.config
+        facts = {"settings": same, "head": asdict(config), "num_answers": num_answers}
         self._run = json.dumps(facts)
 
     @torch.no_grad()
@@ -241,10 +245,11 @@ class _State:
             return 0
         state = self._read()
         folder = self._path.parent
-        if not torch.equal(state["head"]["d2t"], self._head.d2t):
+        own, its = self._head.state_dict().get("d2t"), state["head"].get("d2t")
+        if own is not None and its is not None and not torch.equal(own, its):
             raise GraftError(
-                f"{folder} holds a run with another draft vocabulary: ask for its {len(state['head']['d2t'])} tokens "
-                "again, or choose another folder"
+                f"{folder} holds a run with another draft vocabulary: ask for its {len(its)} tokens again, or choose "
+                "another folder"
             )
         require(
             state["run"] == self._run,
@@ -263,7 +268,8 @@ class _State:
 
     def _read(self) -> dict[str, Any]:
         try:
-            state: dict[str, Any] = torch.load(self._path, map_location=self._head.d2t.device, weights_only=True)
+            device = next(self._head.parameters()).device
+            state: dict[str, Any] = torch.load(self._path, map_location=device, weights_only=True)
         except Exception as error:  # a damaged pickle fails in every way there is
             raise GraftError(f"{self._path} is damaged: delete it to train anew, or copy it again") from error
         return state

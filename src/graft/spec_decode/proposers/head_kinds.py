@@ -33,9 +33,10 @@ def kind_of(folder: Path) -> str:
 def _is_model(config: Json) -> bool:
     """Whether it is a whole model, with a causal head, that transformers knows.
 
-    Heads may go by a model's architecture: what no model has, or that there is one layer, tells them.
+    Heads may go by a model's architecture: what no model has, or that there is one layer, tells them. A depth-pruned
+    model of one layer has `kept_layers`, which no head has.
     """
     if architecture_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return False
     is_marked = any(key in config for key in ("draft_vocab_size", "eagle_config", "speculators_config"))
-    return not is_marked and config.get("num_hidden_layers") != 1
+    return not is_marked and (config.get("num_hidden_layers") != 1 or "kept_layers" in config)

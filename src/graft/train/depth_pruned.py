@@ -1,0 +1,213 @@
+"""What a depth-pruned draft model learns: to give the target's distributions with some of the target's layers.
+
+It is the target without the layers that it misses least (`layer_pruning`). Those that stay and the final norm learn
+from the target's own answers; the embedding and the output layer remain the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from graft.hub.quiet import quiet_transformers
+from graft.model import evaluating
+from graft.settings import require
+from graft.train.divergence import divergence
+from graft.train.generate_data import Answered
+from graft.train.layer_pruning import LayerSubset, check_layers, find_layers
+from graft.train.packing import PackedBatch, PackedBatches, read_batch
+from graft.train.trainer import TrainSettings, autocast, split_by_prompt
+
+_CHUNK = 256  # tokens whose logits exist at once
+_EVALUATED = 4  # batches
+
+
+@dataclass(frozen=True)
+class DepthPrunedSettings(TrainSettings):
+    """Settings of the making of a depth-pruned draft model."""
+
+    least_steps: ClassVar[int] = 0  # the layers that stay remain as they are
+
+    learning_rate: float = 3e-4  # of weights that have been trained before
+    measured: int = 4096  # tokens, prompts included, on which layers are left out
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.measured >= 2, f"measured must be at least 2, not {self.measured}")
+
+
+@dataclass(frozen=True)
+class DepthPrunedConfig:
+    """The layers of the target that a draft model has."""
+
+    kept_layers: tuple[int, ...]
+
+
+class DepthPrunedModel(nn.Module):
+    """The parts that are trained, layers and final norm, of `model`: a copy of the target with some of its layers."""
+
+    config: DepthPrunedConfig
+
+    def __init__(self, target: PreTrainedModel, kept_layers: Sequence[int]) -> None:
+        super().__init__()
+        self.config = DepthPrunedConfig(tuple(kept_layers))
+        model = LayerSubset(target).keep(kept_layers)
+        check_layers(model)
+        model.config.kept_layers = list(kept_layers)  # tells a model of one layer from a draft head
+        self._model = (model,)  # in a tuple: the rest of it is neither trained nor saved with the parts
+        owner, layers = find_layers(model)
+        self.parts = nn.ModuleDict(
+            {
+                name: child
+                for name, child in owner.named_children()
+                if name == layers or (not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()))
+            }
+        )
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()  # it was the target's
+            parameter.requires_grad_()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model[0]
+
+    def save(self, folder: Path, tokenizer: Any | None) -> None:
+        """Writes a checkpoint that transformers loads, in bf16, which the parameters then have."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)  # not the buffers: rotary frequencies stay exact
+        with quiet_transformers():
+            self.model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+
+class Comparison(NamedTuple):
+    """A model against the target on some text; means over the tokens of answers."""
+
+    divergence: float
+    right: float  # share of tokens that are its likeliest
+
+
+class ReferenceText:
+    """Packed batches that the target has read, to compare models with it."""
+
+    def __init__(self, target: PreTrainedModel, batches: Sequence[PackedBatch], settings: TrainSettings) -> None:
+        self._settings, self._device = settings, target.device
+        with autocast(self._device, settings):
+            self._read = [(batch, _final_states(target, batch)) for batch in batches]
+
+    @torch.no_grad()
+    def compare(self, model: PreTrainedModel) -> Comparison:
+        """model: with the target's output layer."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)  # divergence, right guesses, tokens
+        for batch, wanted in self._read:
+            with autocast(self._device, self._settings):
+                own = _final_states(model, batch)
+            for chunk in _chunks(batch):
+                with autocast(self._device, self._settings):
+                    logits = _logits(model, own, chunk)
+                    divergences, _ = divergence(logits, _logits(model, wanted, chunk), chunk.labels)
+                figures = torch.stack([divergences, (logits.argmax(dim=-1) == chunk.labels).float()])
+                totals[:2] += (figures * chunk.weights).sum(dim=1)
+                totals[2] += chunk.weights.sum()
+        total, right, count = totals.tolist()
+        return Comparison(total / count, right / count)
+
+
+class DepthPrunedObjective:
+    """Forward KL divergence from the target at every token of its answers."""
+
+    def __init__(
+        self,
+        head: DepthPrunedModel,
+        target: PreTrainedModel,
+        answers: Sequence[Answered],
+        settings: DepthPrunedSettings,
+    ) -> None:
+        self.head, self._target, self._settings = head, target, settings
+        self._device = target.device
+        held_back, training = split_by_prompt(answers, settings.held_back)
+        self._training = PackedBatches(training, settings, settings.max_tokens)
+        others = PackedBatches(held_back, settings, settings.max_tokens)
+        batches = [others.at(step).to(self._device) for step in range(min(_EVALUATED, len(others)))]
+        self._held_back = ReferenceText(target, batches, settings)
+
+    def backward(self, step: int) -> dict[str, Tensor]:
+        batch = self._training.at(step).to(self._device)
+        model = self.head.model
+        with evaluating(self.head), autocast(self._device, self._settings):
+            wanted = _final_states(self._target, batch)
+            own: Tensor = read_batch(model, batch).last_hidden_state
+        gradient, loss = torch.zeros_like(own), torch.zeros((), device=self._device)
+        total = (batch.num_labels > 0).sum()
+        for chunk in _chunks(batch):
+            leaf = own.detach().flatten(0, 1)[chunk.places].requires_grad_()
+            with autocast(self._device, self._settings):
+                logits = _output(model, leaf)
+                divergences, _ = divergence(logits, _logits(model, wanted, chunk), chunk.labels)
+            part = (divergences * chunk.weights).sum() / total
+            part.backward()
+            assert leaf.grad is not None
+            gradient.flatten(0, 1).index_add_(0, chunk.places, leaf.grad)
+            loss += part.detach()
+        own.backward(gradient)
+        return {"loss": loss}
+
+    def evaluate(self) -> dict[str, float]:
+        """Top-1 accuracy and mean divergence on held-back answers."""
+        with evaluating(self.head):
+            found = self._held_back.compare(self.head.model)
+        return {"held_back_right_0": found.right, "held_back_divergence": found.divergence}
+
+
+def measured_text(target: PreTrainedModel, answers: Sequence[Answered], settings: DepthPrunedSettings) -> ReferenceText:
+    """A little of the answers that are trained on, as layers are measured on."""
+    _, training = split_by_prompt(answers, settings.held_back)
+    few = replace(settings, batch_tokens=settings.measured, max_tokens=min(settings.max_tokens, settings.measured))
+    batch = PackedBatches(training, few, few.max_tokens).at(0)
+    return ReferenceText(target, [batch.to(target.device)], settings)
+
+
+class _Chunk(NamedTuple):
+    """A few tokens [n] of a batch, whose next ones are answer."""
+
+    places: Tensor  # among all tokens of the batch, row by row
+    labels: Tensor  # the next tokens
+    weights: Tensor  # 1, or 0 for those that only fill up the chunk
+
+
+def _chunks(batch: PackedBatch) -> Iterator[_Chunk]:
+    """All tokens of a batch that are followed by answer, in chunks of one size: another would be compiled anew."""
+    length = batch.tokens.shape[1]
+    firsts = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
+    index = (batch.anchors + firsts)[batch.num_labels > 0]
+    tokens = batch.tokens.flatten()
+    for part in index.split(_CHUNK):
+        filled = nn.functional.pad(part, (0, _CHUNK - len(part)))
+        yield _Chunk(filled, tokens[filled + 1], (torch.arange(_CHUNK, device=index.device) < len(part)).float())
+
+
+@torch.no_grad()
+def _final_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """[R, T, H] behind the final norm: what the output layer reads."""
+    states: Tensor = read_batch(model, batch).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, states: Tensor, chunk: _Chunk) -> Tensor:
+    """[n, vocab] of a chunk's tokens. states: [R, T, H]."""
+    return _output(model, states.flatten(0, 1)[chunk.places])
+
+
+def _output(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [n, vocab] of states [n, H], by a model's output layer."""
+    layer: Any = model.get_output_embeddings()
+    logits: Tensor = layer(states.to(layer.weight.dtype))  # in training, the norm before it may be of another
+    return logits

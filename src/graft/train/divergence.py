@@ -1,0 +1,46 @@
+"""KL divergence from the target, what every distribution over the whole vocabulary is trained by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def divergence(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(wanted || own) [n, K] of logits [n, K, vocab], and the labels' own log-probabilities, without gradient."""
+    values, label_log_probs = _Divergence.apply(logits, wanted, labels)
+    return values, label_log_probs
+
+
+class _Divergence(torch.autograd.Function):
+    """Made with its gradient, own minus wanted, which is all that backward needs of two tensors of vocabulary size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        run = _compiled_divergence() if logits.is_cuda else _divergence_and_gradient
+        divergence, gradient, label_log_probs = run(logits, wanted, labels)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(label_log_probs)
+        return divergence, label_log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][..., None].to(gradient.dtype), None, None
+
+
+def _divergence_and_gradient(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    own, target = logits.float().log_softmax(dim=-1), wanted.float().log_softmax(dim=-1)
+    shares = target.exp()
+    divergence = (shares * (target - own)).sum(dim=-1)
+    return divergence, (own.exp() - shares).to(logits.dtype), own.gather(-1, labels[..., None]).squeeze(-1)
+
+
+@functools.cache
+def _compiled_divergence() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A few kernels instead of a dozen passes over tensors of vocabulary size."""
+    return torch.compile(_divergence_and_gradient, dynamic=False)

@@ -1,0 +1,397 @@
+"""Depth-pruned draft models: which layers go, what the saved checkpoint is, what is learned, and that it drafts."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
+
+import graft as package
+from graft import Engine, GraftError
+from graft.spec_decode.proposers.head_kinds import kind_of
+from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.train.depth_pruned import DepthPrunedModel, DepthPrunedObjective, DepthPrunedSettings, measured_text
+from graft.train.generate_data import Answered
+from graft.train.layer_pruning import LayerSubset, find_removal_order
+from graft.train.recipe import DepthPrunedRecipe, Run
+from graft.train.trainer import optimize
+from tiny import VOCAB, byte_tokenizer, tiny_model
+
+SETTINGS = DepthPrunedSettings(
+    steps=6,
+    batch_tokens=80,
+    max_tokens=40,
+    learning_rate=3e-3,
+    warmup_steps=2,
+    evaluate_every=3,
+    held_back=0.25,
+    ema_decay=0.9,
+    measured=80,
+)
+TOKENS = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(4))
+
+
+def texts(count=12):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Answered(torch.randint(3, VOCAB, (11 + 5 * (n % 4),), generator=generator, dtype=torch.int32), 2 + n % 5)
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model whose layer 3 does nothing."""
+    made = tiny_model(num_hidden_layers=6)
+    with torch.no_grad():
+        made.model.layers[3].self_attn.o_proj.weight.zero_()
+        made.model.layers[3].mlp.down_proj.weight.zero_()
+    return made
+
+
+# Which layers go
+
+
+def divergence_of(model, settings=SETTINGS):
+    text = measured_text(model, texts(), settings)
+    return lambda pruned: text.compare(pruned).divergence
+
+
+def test_a_layer_that_does_nothing_goes_first(model, tmp_path):
+    order = find_removal_order(model, 3, divergence_of(model), tmp_path / "layers.json", {})
+    assert order.removed[0] == (3, pytest.approx(0.0, abs=1e-6))
+    assert min(range(6), key=order.alone.__getitem__) == 3 and min(order.alone[:3] + order.alone[4:]) > 0.01
+    gone = [layer for layer, _ in order.removed]
+    assert len(set(gone)) == 3 and sorted({*gone, *order.kept(3)}) == list(range(6))
+
+
+def test_the_measure_is_the_mean_divergence_over_the_tokens_of_answers(model):
+    pruned = LayerSubset(model).keep([0, 2, 5])
+    few = texts()[:4]  # of which the first is held back
+    found = measured_text(model, few, replace(SETTINGS, max_tokens=80)).compare(pruned)
+    total, right, count = 0.0, 0, 0
+    with torch.no_grad():
+        for answer in few[1:]:
+            tokens, first = answer.tokens.long(), answer.num_prompt_tokens - 1
+            wanted, own = (each(tokens[None]).logits[0, first:-1] for each in (model, pruned))
+            total += float(kl_div(own.log_softmax(-1), wanted.softmax(-1), reduction="sum"))
+            right += int((own.argmax(-1) == tokens[first + 1 :]).sum())
+            count += len(own)
+    assert found == (pytest.approx(total / count, rel=1e-4), pytest.approx(right / count))
+
+
+def tagged(num_layers=8):
+    made = tiny_model(num_hidden_layers=num_layers)
+    for number, layer in enumerate(made.model.layers):
+        layer._tag = number
+    return made
+
+
+def test_layers_that_cost_more_than_another_are_not_measured_again(tmp_path):
+    """Costs that grow as layers go, and do not cross: the order is theirs, and few are measured twice."""
+    costs, num_measured = [9.0, 3.0, 1.0, 4.0, 1.5, 9.5, 2.0, 6.0], 0
+
+    def measure(pruned):
+        nonlocal num_measured
+        num_measured += 1
+        gone = set(range(8)) - {layer._tag for layer in pruned.model.layers}
+        return sum(costs[layer] for layer in gone) * (1 + 0.01 * len(gone))
+
+    order = find_removal_order(tagged(), 2, measure, tmp_path / "layers.json", {})
+    assert [layer for layer, _ in order.removed] == [2, 4, 6, 1, 3, 7]
+    assert order.kept(2) == (0, 5) and order.kept(5) == (0, 1, 3, 5, 7)
+    assert num_measured <= 8 + 2 * 5
+
+
+def test_what_is_known_of_a_layer_is_measured_anew_when_it_matters(tmp_path):
+    """Two layers that can stand in for each other: each is cheap to lose, not both."""
+    costs = [9.0, 1.0, 1.1, 2.0]
+
+    def measure(pruned):
+        gone = set(range(4)) - {layer._tag for layer in pruned.model.layers}
+        return sum(costs[layer] for layer in gone) + (5.0 if gone >= {1, 2} else 0.0)
+
+    order = find_removal_order(tagged(4), 1, measure, tmp_path / "layers.json", {})
+    assert order.removed == [(1, 1.0), (3, 3.0), (2, 9.1)]
+
+
+def test_a_search_goes_on_where_it_stopped_and_to_fewer_layers(model, tmp_path):
+    measure, path = divergence_of(model), tmp_path / "work" / "layers.json"
+    whole = find_removal_order(model, 2, measure, tmp_path / "whole.json", {"answers": 12})
+    late = time.perf_counter() - 1
+    assert not find_removal_order(model, 2, measure, path, {"answers": 12}, deadline=late).removed
+    find_removal_order(model, 4, measure, path, {"answers": 12})
+
+    def never(pruned):
+        raise AssertionError("measured again")
+
+    again = find_removal_order(model, 4, never, path, {"answers": 12})
+    assert again.removed == whole.removed[:2]
+    assert find_removal_order(model, 2, measure, path, {"answers": 12}) == whole
+    assert find_removal_order(model, 4, never, path, {"answers": 12}).kept(4) == again.kept(4)
+    with pytest.raises(AssertionError, match="measured again"):
+        find_removal_order(model, 4, never, path, {"answers": 13})
+    path.write_text("{")
+    with pytest.raises(GraftError, match=r"layers\.json is damaged: delete it to measure anew"):
+        find_removal_order(model, 4, measure, path, {})
+
+
+# The checkpoint
+
+
+def without_layers(model, gone, tokens):
+    """The model's logits when these layers pass on what they get."""
+    hooks = []
+    for number in gone:
+
+        def pass_on(module, args, kwargs, output):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        hooks.append(model.base_model.layers[number].register_forward_hook(pass_on, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            return model(tokens, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("llama", None),
+        ("qwen2_window", ("layer_types", ["full_attention", "sliding_attention"])),
+        ("qwen3_moe", None),
+        ("phi3", None),
+        ("gemma3_text", ("layer_types", ["sliding_attention", "sliding_attention"])),
+        ("gpt_neox", None),
+        ("olmo2", None),
+    ],
+)
+def test_the_saved_checkpoint_is_the_target_without_the_layers(name, field, tmp_path):
+    model = tiny_model(name, tie_word_embeddings=name == "llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # what the file can hold
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    config = model.config.to_dict()
+    pruned = DepthPrunedModel(model, (0, 2))
+    expected = without_layers(model, [1], TOKENS)
+    pruned.save(tmp_path, byte_tokenizer())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        assert torch.equal(whole(TOKENS).logits, pruned.model.eval()(TOKENS).logits), "in its own dtype, bit for bit"
+    assert kind_of(tmp_path) == "model"
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["num_hidden_layers"] == 2 and saved["kept_layers"] == [0, 2]
+    if field is not None:
+        assert saved[field[0]] == field[1]
+    if name == "qwen2_window":
+        assert saved["max_window_layers"] == 1
+    assert model.config.to_dict() == config
+    assert [m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")] == sorted(
+        m.layer_idx for m in model.modules() if hasattr(m, "layer_idx")
+    )
+    for key, weight in model.state_dict().items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, before[key]), key
+
+
+def test_a_tied_output_layer_stays_tied(tmp_path):
+    DepthPrunedModel(tiny_model(tie_word_embeddings=True), (1,)).save(tmp_path, None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_layers_that_are_what_they_are_by_their_place_are_refused():
+    """Every second layer has experts: the last of three would come second, where there are some."""
+    model = tiny_model("qwen3_moe", decoder_sparse_step=2)
+    with pytest.raises(GraftError, match="Qwen3MoeForCausalLM cannot lose layers: what one is depends on its place"):
+        DepthPrunedModel(model, (0, 2))
+    listed = tiny_model("qwen3_moe", mlp_only_layers=[1, 2])
+    assert DepthPrunedModel(listed, (0, 2)).model.config.mlp_only_layers == [1]
+
+
+def test_a_model_without_a_list_of_layers_is_refused(model):
+    odd = tiny_model()
+    odd.config.num_hidden_layers = 7
+    with pytest.raises(GraftError, match="LlamaForCausalLM has no list of its 7 layers"):
+        LayerSubset(odd)
+
+
+# What it learns
+
+
+def objective_for(model, kept=(0, 2, 5), settings=SETTINGS):
+    return DepthPrunedObjective(DepthPrunedModel(model, kept), model, texts(), settings)
+
+
+def test_loss_and_gradients_are_those_of_one_text_at_a_time(model):
+    objective = objective_for(model)
+    found = objective.backward(0)
+    head = objective.head
+    names = {name for name, _ in head.named_parameters()}
+    assert "parts.norm.weight" in names and sum(".o_proj." in name for name in names) == 3
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
+    head.zero_grad()
+    batch = objective._training.at(0)
+    by_text = {tuple(a.tokens.tolist()): a for a in texts()}
+    total, count = 0.0, 0
+    for tokens, starts in zip(batch.tokens, batch.starts, strict=True):
+        for document in tokens.split(starts.unique(return_counts=True)[1].tolist()):
+            if tuple(document.tolist()) not in by_text:
+                continue  # padding
+            first = by_text[tuple(document.tolist())].num_prompt_tokens - 1
+            with torch.no_grad():
+                wanted = model(document[None]).logits[0, first:-1].softmax(-1)
+            own = head.model(document[None]).logits[0, first:-1].log_softmax(-1)
+            total, count = total + kl_div(own, wanted, reduction="sum"), count + len(own)
+    (total / count).backward()
+    assert float(found["loss"]) == pytest.approx(float(total.detach()) / count, rel=1e-4)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=2e-3, atol=1e-5, msg=name)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def run(model, folder, settings=SETTINGS, deadline=math.inf, progress=lambda record: None):
+    objective = objective_for(model, settings=settings)
+    done = optimize(objective, settings, folder, len(texts()), progress, deadline)
+    return objective, done
+
+
+def test_the_layers_that_stay_make_up_for_the_others_and_the_target_stays_as_it_was(model, tmp_path):
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    start = objective_for(model).evaluate()
+    settings = replace(SETTINGS, steps=16, evaluate_every=16, ema_decay=0.0)
+    log = []
+    objective, _ = run(model, tmp_path, settings, progress=log.append)
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert losses[-1] < 0.7 * losses[0]
+    assert objective.evaluate()["held_back_divergence"] < start["held_back_divergence"]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    embedding = objective.head.model.get_input_embeddings().weight
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+
+
+def test_a_run_in_parts_ends_with_the_weights_of_an_uninterrupted_one(model, tmp_path):
+    whole, _ = run(model, tmp_path / "whole")
+    for done in range(1, 4):
+        parts, now = run(model, tmp_path / "parts", deadline=time.perf_counter() - 1)  # over at once: a step a call
+        assert now == done
+    parts, _ = run(model, tmp_path / "parts")
+    for name, weight in whole.head.state_dict().items():
+        assert torch.equal(weight, parts.head.state_dict()[name]), name
+    state = torch.load(tmp_path / "whole" / "state.pt", weights_only=True)
+    name = "parts.norm.weight"
+    assert torch.equal(state["average"][name], whole.head.state_dict()[name])
+    assert not torch.equal(state["head"][name], state["average"][name])
+    other = objective_for(model, kept=(0, 1, 5))
+    with pytest.raises(GraftError, match="other settings, answers or another head"):
+        optimize(other, SETTINGS, tmp_path / "parts", len(texts()))
+
+
+def test_without_steps_the_weights_stay(model, tmp_path):
+    settings = replace(SETTINGS, steps=0)
+    objective, done = run(model, tmp_path, settings)
+    assert done == 0
+    own, its = objective.head.model.model.layers[1].state_dict(), model.model.layers[2].state_dict()
+    assert all(torch.equal(own[name], its[name]) for name in its)
+
+
+def test_a_target_in_bf16_trains_layers_in_fp32_and_stays_bf16(tmp_path):
+    model = tiny_model().bfloat16()
+    objective = objective_for(model, kept=(0, 2))
+    optimize(objective, replace(SETTINGS, steps=1), tmp_path, len(texts()))
+    assert {p.dtype for p in objective.head.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert objective.head.model.get_output_embeddings().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("count", [0, 6, 7])
+def test_layers_that_the_model_does_not_have_are_refused(model, tmp_path, count):
+    recipe = DepthPrunedRecipe(SETTINGS, count)
+    with pytest.raises(GraftError, match=f"layers must be from 1 to 5, of the model's 6, not {count}"):
+        recipe.prepare(Run(Engine(model, policy="off"), texts(), tmp_path, lambda report: None, math.inf))
+
+
+# The command
+
+
+SMALL = ["--kind", "depth-pruned", "--batch-tokens", "128", "--max-tokens", "64", "--held-back", "0.2"]
+SMALL += ["--measured", "128"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Tell me about {n}."}) + "\n" for n in range(10)))
+    return str(path)
+
+
+def test_graft_train_makes_a_draft_model_whose_text_is_the_targets(graft_tiny, graft, model_folder, prompts, tmp_path):
+    out = tmp_path / "draft"
+    asked = [*SMALL, "--prompts", prompts, "--out", str(out)]
+    result = graft_tiny("train", *asked, "--steps", "0")
+    assert result.status == 0 and f"The draft model is in {out}" in result.err.replace("\n", "")
+    card, facts = (out / "README.md").read_text(), json.loads((out / "training.json").read_text())
+    assert len(facts["kept_layers"]) == 1, "a third of three"
+    assert [each["layer"] for each in facts["removed"]] == [n for n, _ in map(tuple, json_order(out)["removed"])]
+    assert len(facts["divergence_without"]) == 3 and 0 <= facts["before"]["held_back_right_0"] <= 1
+    assert "nothing was trained" in card and "| right | " in card and "after training" not in card
+    assert f"1 of the target's 3 layers: {facts['kept_layers'][0]}." in card
+
+    healed = graft_tiny("train", *asked, "--steps", "2")
+    assert healed.status == 0
+    assert "before training | after training" in (out / "README.md").read_text()
+    assert "for\n2 steps of 128 tokens" in (out / "README.md").read_text()
+
+    engine = package.load(model_folder, draft=str(out), policy="dense", dtype="fp32")
+    assert isinstance(engine.drafter, SmallModelDrafter) and engine.drafter.model.config.num_hidden_layers == 1
+    plain = package.load(model_folder, policy="off", dtype="fp32")
+    for options in ({}, {"temperature": 1.1, "top_p": 0.9, "seed": 3}):
+        answer = engine.generate("Tell me about 77.", max_new_tokens=24, **options)
+        assert answer.ids == plain.generate("Tell me about 77.", max_new_tokens=24, **options).ids
+        assert answer.stats.draft_passes > 0
+
+
+def json_order(out):
+    return json.loads((out / "work" / "layers.json").read_text())
+
+
+def test_a_limited_command_goes_on(graft_tiny, graft, model_folder, prompts, tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    assert graft_tiny("train", *SMALL, "--prompts", prompts, "--out", str(first), "--steps", "0").status == 0
+    asked = ["--model", model_folder, *SMALL, "--answers", str(first / "work" / "answers"), "--out", str(second)]
+    asked += ["--layers", "2", "--steps", "2"]
+    limited = graft("train", *asked, "--max-seconds", "1e-9")
+    assert limited.status == 0 and "0 of 1 layers are chosen. The same command goes on." in limited.err
+    assert graft("train", *asked).status == 0
+    assert len(json.loads((second / "config.json").read_text())["kept_layers"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "0"], "--layers must be at least 1, not 0"),
+        (["--unroll", "3"], "--unroll is not for --kind depth-pruned"),
+        (["--taps", "3"], "--taps is not for --kind depth-pruned"),
+        (["--max-file-mib", "3"], "--max-file-mib is not for --kind depth-pruned"),
+        (["--measured", "1"], "measured must be at least 2, not 1"),
+        (["--steps", "-1"], "steps must be at least 0, not -1"),
+        (["--kind", "eagle3", "--steps", "0"], "steps must be at least 1, not 0"),
+        (["--kind", "treeflash", "--measured", "9"], "--measured is not for --kind treeflash"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(graft, prompts, tmp_path, words, message):
+    result = graft("train", "--prompts", prompts, "--out", str(tmp_path), "--kind", "depth-pruned", *words)
+    assert result.status == 2 and message in result.err and result.err.count("\n") == 1
