@@ -16,7 +16,7 @@ demo: model  ## See it work: the same text, faster
 	@$(BIN)/graft demo
 
 test: lint model  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .

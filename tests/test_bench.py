@@ -179,7 +179,7 @@ def test_method_with_thresholds_that_never_change_learns_nothing():
 @pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
 def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str):
     """What a policy says it has learned must be all it has learned."""
-    model = tiny_model(num_hidden_layers=6)
+    model = tiny_model()
     drafter = Eagle3Drafter(make_head(model), SMALL_TREE)
     (method,) = make_methods([name], model, drafter, budget=12)
     cold = method.state()
@@ -196,7 +196,7 @@ def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str
 
 @pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
 def test_every_policy_answers_as_plain_decoding_does(name: str):
-    model = tiny_model(num_hidden_layers=6)
+    model = tiny_model()
     (method,) = make_methods([name], model, Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
     assert method.answer([PROMPT], SIXTEEN)[0].ids == Engine(model, policy="off").generate(PROMPT, **vars(SIXTEEN)).ids
 

@@ -116,7 +116,7 @@ def engines(plain, monkeypatch, request):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(num_hidden_layers=6).to(DEVICE)
+    return tiny_model().to(DEVICE)
 
 
 def drafter_of(kind, model, settings=SMALL_TREE):
@@ -453,7 +453,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
         )
-        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30))
+        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22))
     for captured_run, ordinary in zip(*runs, strict=True):
         assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
 
@@ -464,7 +464,7 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
     for kind in (SmallDrafter, Eagle3Drafter):
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30)
+        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22)
         runs.append([(generation.ids, generation.stats.accepted) for generation in made])
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
@@ -488,14 +488,14 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
         policy = make_policy("dense", TargetRunner(model), drafter, 9)
         engine = Engine(model, policy=policy, drafter=drafter)
         for options in ({}, {"temperature": 0.7, "seed": 3}):
-            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=30, **options)
+            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22, **options)
             runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
     assert runs[:2] == runs[2:]
     assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
 
 
 def test_levels_that_are_begun_are_taken_without_asking(engines, model):
-    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=30).ids
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=22).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
     quick = ByRows()
@@ -504,7 +504,7 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     policy.restore_costs(steps | {"pass_by_rows": quick.state()})
     asked, goes_on = [], policy.goes_on
     policy.goes_on = lambda number, *rest: (asked.append(number), goes_on(number, *rest))[1]
-    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+    generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=22)
     assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
     assert asked.count(0) > 5 and asked.count(1) < asked.count(0) / 2
 
@@ -554,7 +554,7 @@ def test_a_recorders_drafts_are_those_after_the_recorded_answer(engines, monkeyp
         monkeypatch.setattr("graft.engine.target_for", target)
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
-        traces.append(record(engine, [PROMPT, PROMPT[3:]], 30))
+        traces.append(record(engine, [PROMPT, PROMPT[3:]], 22))
     for trace, eager in zip(*traces, strict=True):
         assert torch.equal(trace.answer, eager.answer) and torch.equal(trace.drafted, eager.drafted)
 
@@ -566,7 +566,7 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
     for kind in (SmallDrafter, Eagle3Drafter):
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        settings = [SamplingSettings(max_new_tokens=count) for count in (30, 12, 24)]
+        settings = [SamplingSettings(max_new_tokens=count) for count in (24, 12, 20)]
         made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
         batch, clock = engine.open(made[:2]), Clock()
         engine._prefill(batch)
@@ -591,7 +591,7 @@ def test_draft_passes_are_captured_when_there_is_memory_again_and_are_the_same_m
 
     def decode(drafter):
         policy = make_policy("dense", TargetRunner(model), drafter, 9)
-        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=30)
+        generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=22)
         return generation.ids, generation.stats.accepted
 
     expected = decode(drafter_of(SmallDrafter, model))

@@ -205,10 +205,10 @@ def test_default_model_and_its_head_keep_text_and_accepted_lengths():
     wide = Eagle3Drafter(widen_head(drafter.head, shape, widened), drafter.settings)
     question = [{"role": "user", "content": "Count from one to ten."}]
     answers = [
-        Engine(model, plain.tokenizer, policy="dense", drafter=head).generate(question, max_new_tokens=16)
+        Engine(model, plain.tokenizer, policy="dense", drafter=head).generate(question, max_new_tokens=10)
         for model, head in ((plain.target.model, drafter), (widened, wide))
     ]
-    assert answers[0].ids == answers[1].ids == plain.generate(question, max_new_tokens=16).ids
+    assert answers[0].ids == answers[1].ids == plain.generate(question, max_new_tokens=10).ids
     assert answers[0].stats.accepted_by_depth == answers[1].stats.accepted_by_depth
     assert answers[1].stats.mean_accepted > 1.5
 

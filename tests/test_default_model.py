@@ -28,24 +28,24 @@ def engines(plain):
 
 def test_greedy_text_is_that_of_transformers_with_every_policy(plain, engines):
     ids = plain.encode(QUESTION)
-    expected = plain.target.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+    expected = plain.target.model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
     for name, engine in {"off": plain, **engines}.items():
-        result = engine.generate(QUESTION, max_new_tokens=24)
+        result = engine.generate(QUESTION, max_new_tokens=16)
         assert result.ids == expected.tolist(), name
         assert name == "off" or result.stats.mean_accepted > 1.5, "the trees took part"
 
 
 def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(plain, engines):
-    options = {"max_new_tokens": 16, "temperature": 0.8, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.3}
+    options = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.3}
     expected = plain.generate(QUESTION, **options).ids
     for name, engine in engines.items():
         assert engine.generate(QUESTION, **options).ids == expected, name
 
 
 def test_requests_decoded_together_get_what_each_gets_alone(plain):
-    prompts = ["Name three colours.", "Count to five.", "Say hello in French.", "What is rain?"]
+    prompts = ["Name three colours.", "Count to five.", "What is rain?"]
     questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    options = [{"max_new_tokens": 12, "temperature": 0.9 * (i % 2), "seed": i} for i in range(4)]
+    options = [{"max_new_tokens": 8, "temperature": 0.9 * (i % 2), "seed": i} for i in range(3)]
     expected = [plain.generate(q, **o).text for q, o in zip(questions, options, strict=True)]
     scheduler = Scheduler(load(DEFAULT_MODEL, dtype="fp32", device="cpu", budget=7))
     together = [Asked(scheduler, q, **o) for q, o in zip(questions, options, strict=True)]

@@ -239,7 +239,9 @@ class AllocationTracer(Tracer, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if not (name.endswith("_") or func.is_view):
+        # Of a point that is to fail only operations of its name matter, until it has failed.
+        matters = self._point is None or (name == self._point[0] and self.allowed is None)
+        if matters and not (name.endswith("_") or func.is_view):
             frame = sys._getframe(1)
             while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
                 frame = frame.f_back

@@ -58,10 +58,11 @@ def test_a_nodes_logits_are_those_of_its_path_alone(name):
 def test_sequences_verified_together_give_what_they_give_alone(name):
     model = tiny_model(name)
     prompts = [PROMPT, PROMPT[:3], [5], PROMPT * 3, PROMPT[2:9]]
+    expected = [transformers_answer(model, prompt, 20) for prompt in prompts]
     for policy in ("off", RandomTrees(merge=True), "graft"):
         engine = Engine(model, policy=policy, budget=12 if policy == "graft" else None)
         together = engine.generate_batch(prompts, max_new_tokens=20)
-        assert [g.ids for g in together] == [transformers_answer(model, p, 20) for p in prompts]
+        assert [g.ids for g in together] == expected
 
 
 def test_prefill_in_chunks_equals_prefill_at_once():
