@@ -86,30 +86,26 @@ def _store_highest(
     KEPT: tl.constexpr,
 ) -> None:
     """Stores the K highest logits with their ids, best first. KEPT: K, rounded up to a power of two."""
-    # Both as one number: the higher logit is the greater, and of equal ones the first token.
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it equals
+    # As integers in the order of the logits, which a warp compares at once. -0.0 becomes 0.0, which it equals.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     if K <= _FEW:
         for rank in tl.static_range(K):
-            key = tl.max(keys, axis=0)
-            tl.store(tokens + rank, _token_of(key))
-            tl.store(values + rank, _logit_of(key))
-            keys = tl.where(keys == key, -0x7FFFFFFFFFFFFFFF, keys)
+            value = tl.max(ordered, axis=0)
+            token = tl.min(tl.where(ordered == value, ids, 0x7FFFFFFF), axis=0)
+            tl.store(tokens + rank, token)
+            tl.store(values + rank, _logit_of(value))
+            ordered = tl.where(ids == token, -0x80000000, ordered)  # below all logits
     else:
+        # Logit and id as one number: of equal logits the first id is the greater.
+        keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         sorted_keys, rank = tl.topk(keys, KEPT), tl.arange(0, KEPT)
-        tl.store(tokens + rank, _token_of(sorted_keys), mask=rank < K)
-        tl.store(values + rank, _logit_of(sorted_keys), mask=rank < K)
+        tl.store(tokens + rank, 0x7FFFFFFF - (sorted_keys & 0xFFFFFFFF).to(tl.int32), mask=rank < K)
+        tl.store(values + rank, _logit_of((sorted_keys >> 32).to(tl.int32)), mask=rank < K)
 
 
 @triton.jit
-def _token_of(key: tl.tensor) -> tl.tensor:
-    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _logit_of(key: tl.tensor) -> tl.tensor:
-    ordered = (key >> 32).to(tl.int32)
+def _logit_of(ordered: tl.tensor) -> tl.tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
