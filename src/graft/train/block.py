@@ -107,9 +107,11 @@ class TargetStates:
 
 
 @torch.no_grad()
-def target_states(model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch) -> TargetStates:
+def target_states(
+    model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch, flex: bool = False
+) -> TargetStates:
     """The target's states of a batch; documents do not see each other, since positions begin anew at each."""
-    states = read_batch(model, batch, output_hidden_states=True)
+    states = read_batch(model, batch, flex, output_hidden_states=True)
     features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
     return TargetStates(features, states.last_hidden_state)
 
@@ -162,7 +164,7 @@ def block_backward(
     shares = {name: share for name, share in _shares(head, settings).items() if share > 0}
     device, drafts = batch.tokens.device, head.config.num_drafts
     with autocast(device, settings):
-        states = target_states(model, head.config.target_layers, batch)
+        states = target_states(model, head.config.target_layers, batch, settings.flex)
         hidden = block_hidden(head, states.features, batch, settings.flex)  # [R, N, K, H]
     losses = {name: torch.zeros((), device=device) for name in shares}
     total = _depth_weights(batch.num_labels, drafts, settings).sum().clamp(min=1.0)
@@ -370,7 +372,7 @@ def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings:
         counts[name] = counts.get(name, torch.zeros(which.shape[1], device=which.device)) + which.sum(dim=0)
 
     with autocast(batch.tokens.device, settings):
-        states = target_states(model, head.config.target_layers, batch)
+        states = target_states(model, head.config.target_layers, batch, settings.flex)
         hidden = block_hidden(head, states.features, batch, settings.flex)
         for chunk in _chunks(head, model, states, batch, hidden, settings):
             there = _depth_weights(chunk.num_labels, head.config.num_drafts, settings) > 0

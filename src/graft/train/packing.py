@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -82,8 +83,25 @@ class PackedBatches(Batches[list[list[int]], PackedBatch]):
         return PackedBatch(tokens, starts, anchors, starts.gather(1, anchors), num_labels.gather(1, anchors))
 
 
-def read_batch(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> Any:
+def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, **options: Any) -> Any:
     """What a model makes of a batch, before its output layer. Documents do not see each other, as positions begin anew
-    at each."""
-    with evaluating(model):
+    at each.
+
+    flex: on a GPU by FlexAttention, which computes no tile of a mask between documents.
+    """
+    attention = _flex_attention(model) if flex and batch.tokens.is_cuda else nullcontext()
+    with evaluating(model), attention:
         return model.base_model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **options)
+
+
+@contextmanager
+def _flex_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the model's own code attends by FlexAttention, if its class can."""
+    config: Any = model.config.get_text_config()
+    before = config._attn_implementation
+    if model._supports_flex_attn:
+        config._attn_implementation = "flex_attention"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
