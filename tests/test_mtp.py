@@ -19,7 +19,7 @@ from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.mtp import has_head, load_head
 from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
 from graft.stats import Clock
-from tiny import byte_tokenizer, tiny_model
+from tiny import ARCHITECTURES, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
 TREE = TreeSettings(depth=2, topk=3, total_token=9)
@@ -39,6 +39,8 @@ QWEN = {
     "fc.": "mtp.fc.",
     "norm.": "mtp.norm.",
 }
+NAMES = ("deepseek_v3", "glm4_moe")
+LITE = {"first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 HYBRID = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -66,8 +68,8 @@ class Checkpoint:
         return model.eval()
 
     def norm(self, values, name):
-        """RMS norm by hand; Qwen3-Next's weights are offsets from one."""
-        weight = self.extra[name] + ("Next" in type(self.whole).__name__)
+        """RMS norm by hand; Qwen's weights are offsets from one."""
+        weight = self.extra[name] + ("Qwen" in type(self.whole).__name__)
         return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
     @torch.no_grad()
@@ -98,11 +100,12 @@ class Checkpoint:
 def make_checkpoint(folder, name, names=NEXTN, **changes):
     """Weights of a random model whose last layer is called an MTP layer."""
     whole = tiny_model(name, num_hidden_layers=LAYERS + 1, **changes)
-    config, types = whole.config, getattr(whole.config, "layer_types", None)
+    config = whole.config
+    types = {key: value for key in ("layer_types", "mlp_layer_types") if (value := getattr(config, key, None))}
     nn.init.uniform_(whole.model.norm.weight, 0.5, 2.0)  # so that it matters whether hidden states are normed
     config.num_hidden_layers = LAYERS
-    if types is not None:
-        config.layer_types = types[:LAYERS]
+    for key, value in types.items():
+        setattr(config, key, value[:LAYERS])
     whole.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     config.num_hidden_layers = LAYERS + 1
@@ -123,10 +126,10 @@ def make_checkpoint(folder, name, names=NEXTN, **changes):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    return {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("deepseek_v3", "glm4_moe")}
+    return {name: make_checkpoint(tmp_path_factory.mktemp(name), name) for name in NAMES}
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(params=NAMES)
 def checkpoint(request, checkpoints):
     return checkpoints[request.param]
 
@@ -141,7 +144,10 @@ def drafted_nodes(drafter, state, roots, keep=None):
     return nodes[1:]
 
 
-def test_every_drafted_node_has_the_probability_that_a_plain_forward_gives_it(checkpoint):
+@pytest.mark.parametrize("name", [*NAMES, "glm4_moe_lite"])
+def test_every_drafted_node_has_the_probability_that_a_plain_forward_gives_it(name, checkpoints, tmp_path):
+    options = {**ARCHITECTURES["deepseek_v3"], **LITE}
+    checkpoint = checkpoints.get(name) or make_checkpoint(tmp_path, name, **options)
     model = checkpoint.model()
     drafter = MtpDrafter(load_head(model), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
@@ -205,7 +211,7 @@ def test_transformers_own_mtp_drafts_the_same_first_token(checkpoint):
 
 
 def test_text_with_an_mtp_head_is_that_of_plain_decoding_and_of_transformers(checkpoint):
-    prompts, count = [PROMPT, [5], PROMPT * 3], 14
+    prompts, count = [PROMPT, [5]], 12
     off = load(checkpoint.folder, draft=None, policy="off")
     model, drafted = off.target.model, 0
     for policy in ("dense", "graft"):
@@ -242,9 +248,10 @@ def test_the_target_stays_as_it_was(checkpoint):
     assert len(model.model.layers) == LAYERS == model.config.num_hidden_layers
 
 
-def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(tmp_path):
-    """Qwen3-Next itself cannot be a target yet, but its MTP layer is of full attention."""
-    checkpoint = make_checkpoint(tmp_path, "qwen3_next", QWEN, **HYBRID)
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_a_hybrid_models_head_drafts_what_a_plain_forward_gives(name, tmp_path):
+    """Such a model cannot be a target yet, but its MTP layer is of full attention."""
+    checkpoint = make_checkpoint(tmp_path, name, QWEN, **HYBRID)
     model = checkpoint.model()
     with pytest.raises(GraftError, match="linear_attention"):
         Engine(model)
