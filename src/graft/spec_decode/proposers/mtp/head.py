@@ -42,6 +42,7 @@ class MtpHead(nn.Module):
     def forward(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Outputs [1, T, H], the next step's `hidden`, of tokens [1, T] behind hidden states [1, T, H] at positions
         [1, T], which are those of the hidden states."""
+        cache.read_until(seen.end)
         with tree_attention(self.block):
             output = self.block.get_decoder()(
                 inputs_embeds=self.fuse(tokens, hidden),
