@@ -1,5 +1,6 @@
 """MTP heads: read from a model's own checkpoint, drafting what a plain forward of their layer gives, losing nothing."""
 
+import json
 from dataclasses import dataclass
 from itertools import islice
 
@@ -311,10 +312,31 @@ def test_what_is_wrong_with_the_weights_is_said_in_one_line(name, change, messag
     tensors = load_file(f"{checkpoints['glm4_moe'].folder}/model.safetensors")
     tensors.pop(name, None)
     save_file(tensors | ({name: change} if change is not None else {}), tmp_path / "model.safetensors")
-    model.config._name_or_path = model.name_or_path = str(tmp_path)
+    model.name_or_path = str(tmp_path)
     with pytest.raises(GraftError, match=message) as raised:
         load_drafter("mtp", model)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+def test_the_layer_is_found_by_the_index_of_many_files_and_later_layers_are_left(checkpoints, tmp_path):
+    whole = checkpoints["glm4_moe"]
+    tensors = load_file(f"{whole.folder}/model.safetensors")
+    tensors |= {name.replace(LAYER, "model.layers.4."): 2 * t for name, t in tensors.items() if name.startswith(LAYER)}
+    parts = {name: f"model-{'mtp' if LAYER in name else 'main'}.safetensors" for name in tensors}
+    for part in set(parts.values()):
+        some = {name: tensor for name, tensor in tensors.items() if parts[name] == part}
+        save_file(some, tmp_path / part, metadata={"format": "pt"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    model = whole.model()
+    expected = load_head(model).state_dict()
+    model.name_or_path = str(tmp_path)
+    found = load_head(model).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    index.write_text("[]")
+    assert not has_head(model)
+    with pytest.raises(GraftError, match="does not say which file a tensor is in"):
+        load_head(model)
 
 
 def test_a_model_without_mtp_weights_says_so(model_folder, tmp_path):

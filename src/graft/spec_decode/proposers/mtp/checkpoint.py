@@ -7,6 +7,7 @@ or skipped: the head is complete, or an error says in one line what is wrong.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from graft.spec_decode.proposers.mtp.head import MtpHead
 
 MTP = "mtp"  # what `--draft` calls the head of the target's own checkpoint
 
-_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_INDEX = "model.safetensors.index.json"
 _LAYER, _NORM = "model.layers.0.", "model.norm."  # the decoder layer and the norm behind it, in a model of one layer
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 # Settings by layer, as a model of one layer has them, with a plain MLP and with experts.
@@ -53,11 +54,15 @@ class Layout:
 
     def is_in(self, names: Collection[str], config: PreTrainedConfig) -> bool:
         """Whether there is a head of this layout, whole or not."""
-        prefix = self.prefix_for(config)
         # A decoder layer alone may be the target's own: then there is more in the files than config.json says.
-        return any(
-            name.startswith(prefix + part) for name in names for part, own in self.parts.items() if own != _LAYER
-        )
+        marks = [self.prefix_for(config) + part for part, own in self.parts.items() if own != _LAYER]
+        return any(name.startswith(tuple(marks)) for name in names)
+
+    def is_used(self, name: str, config: PreTrainedConfig) -> bool:
+        """Whether a tensor is the first MTP layer's; later ones, which predict further tokens, are not used."""
+        prefix = self.prefix_for(config)
+        rest = name.removeprefix(prefix)
+        return name.startswith(prefix) and not rest.startswith(self.copies) and not re.match(r"layers\.[1-9]", rest)
 
     def own_name(self, rest: str) -> str | None:
         """The name here of a tensor whose name goes on so behind the prefix; None if there is no place for it."""
@@ -105,7 +110,7 @@ def has_head(model: PreTrainedModel) -> bool:
     if not model.name_or_path:
         return False
     try:
-        return _layout_of(_names(folder_of(model.name_or_path, _FILES)), model.config) is not None
+        return _layout_of(_files_by_name(_folder(model.name_or_path)), model.config) is not None
     except GraftError:
         return False
 
@@ -114,43 +119,50 @@ def load_head(model: PreTrainedModel) -> MtpHead:
     """The MTP head in the files that a model was loaded from, on its device and in its dtype."""
     if not model.name_or_path:
         raise GraftError("an MTP head is read from the target's own files, and this model has none: load it by name")
-    folder = folder_of(model.name_or_path, _FILES)
-    names = _names(folder)
-    layout = _layout_of(names, model.config)
+    folder, config = _folder(model.name_or_path), model.config
+    files = _files_by_name(folder)
+    layout = _layout_of(files, config)
     if layout is None:
-        prefixes = " or ".join(f"{layout.prefix_for(model.config)}*" for layout in LAYOUTS)
+        prefixes = " or ".join(f"{layout.prefix_for(config)}*" for layout in LAYOUTS)
         raise GraftError(f"{folder} has no MTP weights (no such tensors as {prefixes}): choose another drafter")
+    own = {name: file for name, file in files.items() if layout.is_used(name, config)}
+    folder_of(model.name_or_path, tuple(set(own.values())))  # those of a hub id that are not here
     with said_of(folder):
-        tensors = _read(names, layout, model.config)
-        return _make(tensors, layout, model)
+        return _make(_read(folder, own, layout, config), layout, model)
 
 
-def _layout_of(names: Mapping[str, Path], config: PreTrainedConfig) -> Layout | None:
+def _folder(name: str) -> Path:
+    """Where a model's files are; of a hub id only what says which file a tensor is in is sure to be there."""
+    return folder_of(name, (_INDEX, "model.safetensors"))
+
+
+def _layout_of(names: Collection[str], config: PreTrainedConfig) -> Layout | None:
     return next((layout for layout in LAYOUTS if layout.is_in(names, config)), None)
 
 
-def _names(folder: Path) -> dict[str, Path]:
+def _files_by_name(folder: Path) -> dict[str, str]:
     """All tensors of a model's safetensors, and the file of each."""
-    names: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _opened(path) as file:
-            names |= dict.fromkeys(file.keys(), path)
-    return names
+    index = folder / _INDEX
+    if not index.is_file():
+        files: dict[str, str] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with _opened(path) as file:
+                files |= dict.fromkeys(file.keys(), path.name)
+        return files
+    try:
+        listed: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        return {name: Path(file).name for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GraftError(f"{index} does not say which file a tensor is in; copy it again") from error
 
 
-def _read(names: Mapping[str, Path], layout: Layout, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The first MTP layer's tensors by the names here; later layers, which predict further tokens, are not used."""
-    prefix = layout.prefix_for(config)
+def _read(folder: Path, files: Mapping[str, str], layout: Layout, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """These tensors, each in a file of the folder, by the names here."""
     tensors: dict[str, Tensor] = {}
-    by_file: dict[Path, list[str]] = {}
-    for name, path in names.items():
-        rest = name.removeprefix(prefix)
-        if name.startswith(prefix) and not rest.startswith(layout.copies) and not re.match(r"layers\.[1-9]", rest):
-            by_file.setdefault(path, []).append(name)
-    for path, some in by_file.items():
+    for path in sorted({folder / file for file in files.values()}):
         with _opened(path) as file:
-            for name in some:
-                own = layout.own_name(name.removeprefix(prefix))
+            for name in (name for name, its in files.items() if its == path.name):
+                own = layout.own_name(name.removeprefix(layout.prefix_for(config)))
                 if own is None:
                     raise GraftError(f"it has a tensor {name}, for which an MTP head has no place")
                 tensor: Tensor = file.get_tensor(name)
