@@ -14,11 +14,12 @@ from pathlib import Path
 
 from graft.bench.cost_emulation import Shape, widen, widen_head
 from graft.bench.tasks import questions, read_tasks
+from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
-from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
-from graft.spec_decode.proposers.small_model import SmallModelDrafter
+from graft.spec_decode.proposers.block.drafter import BlockDrafter
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
 
 def main() -> None:
@@ -42,7 +43,8 @@ def main() -> None:
     (options.out / "ids.json").write_text(json.dumps(ids))
     small = plain.target.model
     drafter = load_drafter(options.draft, small, tree_settings("graft", small.device))
-    require(not isinstance(drafter, SmallModelDrafter), f"{options.draft} is a whole model, not a head to widen")
+    if not isinstance(drafter, Eagle3Drafter | BlockDrafter):
+        raise GraftError(f"{options.draft} is neither an EAGLE-3 nor a block head: it cannot be widened")
     model = widen(small, shape)
     head = widen_head(drafter.head, shape, model)
     if isinstance(head, block.BlockHead):

@@ -25,6 +25,7 @@ _COMMON = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {},
     "qwen2": {},
@@ -36,6 +37,12 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
     "olmo2": {},
+    "deepseek_v3": {
+        **_EXPERTS,
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None},
+        **{"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8},
+    },
+    "glm4_moe": {**_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
 
 

@@ -19,6 +19,7 @@ from graft.hub.home import graft_home, model_folder
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.spec_decode.profile import About, machine_digest
+from graft.spec_decode.proposers.mtp import MTP
 from graft.stats import Stats
 
 NONE = "none"  # retrieval alone
@@ -116,9 +117,11 @@ def is_here(draft: str) -> bool:
     return draft == NONE or Path(draft).is_dir() or not Path(draft).is_absolute()
 
 
-def drafts_for(model: str, about: About) -> list[str]:
-    """Names of drafters that a model may have: none, its packaged head, packaged models, and those measured before."""
+def drafts_for(model: str, about: About, has_mtp: bool = False) -> list[str]:
+    """Names of drafters that a model may have: none, its packaged head, its MTP head, packaged models, and those
+    measured before. has_mtp: whether its checkpoint has an MTP head."""
     heads = [model] if (_HEADS / model).is_dir() else []
+    heads += [MTP] if has_mtp else []
     others = [name for name in PACKAGED_MODELS if name != model]
     measured = [each.draft for each in known_results(about)]
     return list(dict.fromkeys([NONE, *heads, *others, *measured]))
@@ -129,7 +132,7 @@ def full_name(draft: str | None) -> str:
     if draft is None:
         return NONE
     path = Path(draft).expanduser()
-    return str(path.resolve()) if draft not in PACKAGED_MODELS and path.is_dir() else draft
+    return str(path.resolve()) if draft not in (*PACKAGED_MODELS, MTP) and path.is_dir() else draft
 
 
 def _read(facts: dict[str, Any]) -> Measured:

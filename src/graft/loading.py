@@ -19,7 +19,7 @@ from graft.model.cpu_linear import quick_linear, speed_up
 from graft.settings import require
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import About, equip
-from graft.spec_decode.proposers import block
+from graft.spec_decode.proposers import block, mtp
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said_of
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -27,11 +27,13 @@ from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.proposers.head_kinds import kind_of
+from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vocabulary
 from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
 _USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
+AnyDrafter = Eagle3Drafter | BlockDrafter | MtpDrafter | SmallModelDrafter
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,8 +58,9 @@ def load(
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name or in
-    memory. auto takes the one that `graft tune` measured as the fastest for this model on this machine, or none; if it
-    was never asked, the packaged head of a packaged model. None drafts with nothing.
+    memory; or mtp, the multi-token-prediction head in the model's own checkpoint. auto takes the one that `graft tune`
+    measured as the fastest for this model on this machine, or none; if it was never asked, the packaged head of a
+    packaged model. None drafts with nothing.
     draft_tokenizer: of a small model in memory; without one its vocabulary has to be the target's.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
@@ -100,7 +103,7 @@ def load(
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
     """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
     best = best_draft(About.of_model(model))
-    if best is None:
+    if best is None or (best == mtp.MTP and not mtp.has_head(model)):  # a model in memory may be without its files
         return usual
     return None if best == NONE else best
 
@@ -118,8 +121,9 @@ def load_drafter(
     tree: TreeSettings | None = None,
     tokenizer: Any | None = None,
     draft_tokenizer: Any | None = None,
-) -> Eagle3Drafter | BlockDrafter | SmallModelDrafter:
-    """A drafter for this model from a head's folder, hub id or packaged name; or from a small model, likewise.
+) -> AnyDrafter:
+    """A drafter for this model from a head's folder, hub id or packaged name; or from a small model, likewise; or, by
+    the name mtp, from the model's own checkpoint.
 
     tokenizer: the target's, with which a small model's is compared. draft_tokenizer: of a small model in memory.
     """
@@ -127,6 +131,10 @@ def load_drafter(
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
         return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
+    if draft == mtp.MTP:
+        mtp_head = mtp.load_head(model)
+        speed_up(mtp_head)
+        return MtpDrafter(mtp_head, tree)
     source: str | Path = packaged_head_for(draft, model) or draft
     is_packaged_model = source == draft and draft in PACKAGED_MODELS
     kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from graft.bench.cost_emulation import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
-    from graft.spec_decode.proposers.block.drafter import BlockDrafter
-    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-    from graft.spec_decode.proposers.small_model import SmallModelDrafter
+    from graft.loading import AnyDrafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -37,7 +35,7 @@ DECODING: Group = {
 }
 HEADS: Group = {
     "draft": _model(
-        str, "--draft", "A draft head or small model; or none.", "the model's packaged head", metavar="HEAD"
+        str, "--draft", "A draft head or small model; mtp; or none.", "the model's packaged head", metavar="HEAD"
     ),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
@@ -190,18 +188,17 @@ def _head_name(draft: str, model_name: str) -> str | None:
     return draft if draft != "none" else None
 
 
-def _widened(
-    engine: Engine, drafter: Eagle3Drafter | BlockDrafter | SmallModelDrafter | None, shape: Shape
-) -> tuple[Engine, Eagle3Drafter | BlockDrafter | SmallModelDrafter | None]:
+def _widened(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[Engine, AnyDrafter | None]:
     """The engine and its head widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
+    from graft.spec_decode.proposers.block.drafter import BlockDrafter
+    from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
     from graft.spec_decode.proposers.factory import drafter_for
-    from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
-    if drafter is not None and not isinstance(drafter, SmallModelDrafter):  # which is what it is beside a large model
+    if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
         drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 

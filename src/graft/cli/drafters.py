@@ -32,6 +32,7 @@ def drafters(
     from graft.drafters import NONE, best_draft, drafts_for, known_results
     from graft.loading import packaged_head
     from graft.spec_decode.profile import About
+    from graft.spec_decode.proposers.mtp import has_head
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
@@ -39,7 +40,8 @@ def drafters(
     usual = model if packaged_head(model) is not None else NONE
     taken = best_draft(about) or usual
     table = Table("speed", "accepted", "passes", "measured", "--draft", "what it is")
-    order = sorted(drafts_for(model, about), key=lambda name: (name != taken, name not in results))
+    names = drafts_for(model, about, has_head(engine.target.model))
+    order = sorted(names, key=lambda name: (name != taken, name not in results))
     for name in order:
         found = results.get(name)
         numbers = (found.speed, found.mean_accepted, found.passes) if found is not None else ()
@@ -52,9 +54,12 @@ def drafters(
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
     from graft.drafters import NONE, is_here
+    from graft.spec_decode.proposers.mtp import MTP
 
     if draft == NONE:
         return "retrieval alone"
+    if draft == MTP:
+        return "the MTP head in its checkpoint"
     if draft == model:
         return "its packaged head"
     if draft in PACKAGED_MODELS:

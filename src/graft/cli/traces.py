@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from graft.bench.tasks import Question
     from graft.engine import Engine
     from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
     from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
 
 def record_traces(
     engine: Engine,
-    drafter: Eagle3Drafter | SmallModelDrafter,
+    drafter: Eagle3Drafter | MtpDrafter | SmallModelDrafter,
     tasks: dict[str, list[Question]],
     folder: Path,
     settings: BenchSettings,

@@ -115,6 +115,11 @@ class Visibility:
             first += count
         return cls(rows, dtype)
 
+    @property
+    def end(self) -> int:
+        """The first slot behind all keys that are seen."""
+        return max(row.end for row in self._rows)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
         """Attention [1, T, heads, D] of queries [1, heads, T, D] over a layer's store, [1, kv_heads, slots, D]."""
         parts, groups = [], query.shape[1] // key.shape[1]
@@ -154,6 +159,7 @@ class RowKeys:
         self.positions = torch.cat([torch.arange(length), length + depths])
         num_keys = len(self.positions)
         pages = row.pages[: -(-num_keys // PAGE)]
+        self.end = PAGE * (max(pages) + 1)
         # Pages that lie one behind the other are read in place.
         self._slice = slice(pages[0] * PAGE, pages[0] * PAGE + num_keys)
         self._slots: Tensor | None = None

@@ -420,6 +420,7 @@ class KVCache(Cache):
         super().__init__(layers=[])
         self.pool, self.store, self.rows = pool, store, rows
         self._slots: Tensor | None = None  # [T] that the current forward writes
+        self._end: int | None = None  # of the slots that it may read; None: all
 
     @property
     def num_rows(self) -> int:
@@ -471,10 +472,14 @@ class KVCache(Cache):
         """Sets the slots [T] of the next forward's tokens."""
         self._slots = slots
 
+    def read_until(self, end: int) -> None:
+        """Gives layers no slots from this one on: latent attention expands whatever it is given."""
+        self._end = end
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes one layer's new keys and values [1, heads, T, head_dim]; returns the layer's whole store, likewise."""
+        """Writes one layer's new keys and values [1, heads, T, head_dim]; returns what may be read, likewise."""
         store = self.store
         assert self._slots is not None
         if store.keys is None:
@@ -488,7 +493,8 @@ class KVCache(Cache):
                 )
             stored[layer_idx].index_copy_(0, self._slots, states[0].transpose(0, 1))
         keys, values = store.stored
-        return keys[layer_idx].transpose(0, 1)[None], values[layer_idx].transpose(0, 1)[None]
+        end = self._end
+        return keys[layer_idx, :end].transpose(0, 1)[None], values[layer_idx, :end].transpose(0, 1)[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; transformers would derive positions from it, but ours are given."""

@@ -212,6 +212,7 @@ class TargetRunner:
             is_new = step.leave_out(num_run)
             slots, ids, at = slots[is_new], ids[is_new], at[is_new]
         cache.write_at(torch.from_numpy(slots).to(device))
+        cache.read_until(seen.end)
         tokens = torch.from_numpy(ids)[None].to(device)
         positions = self._clamped(torch.from_numpy(at)[None].to(device))
         logits, hidden = self._run_model(cache, tokens, positions, seen)

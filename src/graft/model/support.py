@@ -19,6 +19,8 @@ TESTED_ARCHITECTURES = (
     "gemma3_text",
     "gpt_neox",
     "olmo2",
+    "deepseek_v3",
+    "glm4_moe",
 )
 
 

@@ -116,7 +116,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
 
     def __init__(self, head: Any, settings: Any = None) -> None:
         """head: one for which `why_not` is None."""
-        super().__init__(head, settings)
+        super().__init__(head, settings)  # type: ignore[call-arg]  # of the eager drafter, which comes next
         self._captures = Captures(self.device)
         self._buffers: weakref.WeakKeyDictionary[PagePool, B] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of buffers

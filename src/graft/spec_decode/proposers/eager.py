@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graft.model import KVCache, PagePool, Row, TargetRunner, VerifyOutput
 from graft.model.kv_cache import KVStore
-from graft.spec_decode.proposers.draft_head import DraftHead
 
 _MAX_WAITING = 256  # entries of a row that wait for a draft; then they are run without one
 
@@ -60,10 +59,19 @@ class EagerState(Generic[R]):
 class EagerDrafter(ABC, Generic[R]):
     """Base of the drafters that make passes one by one, on demand: on a CPU, or where CUDA graphs cannot be used."""
 
-    def __init__(self, head: DraftHead, num_layers: int) -> None:
-        """num_layers: of the head's KV store."""
-        self.hidden_layers = head.config.target_layers
-        self._config, self._weight, self._num_layers = head.config, head.fc.weight, num_layers
+    def __init__(
+        self,
+        hidden_layers: tuple[int, ...],
+        weight: Tensor,
+        num_layers: int,
+        key_heads: tuple[int, int],
+        value_heads: tuple[int, int] | None = None,
+    ) -> None:
+        """weight: one of the head's, with its dtype and device, and as many rows as its hidden states are wide.
+        num_layers, and (heads, head_dim) of keys and of values, if other than the keys': of the head's KV store."""
+        self.hidden_layers = hidden_layers
+        self._weight, self._num_layers = weight, num_layers
+        self._key_heads, self._value_heads = key_heads, value_heads or key_heads
         self._stores: weakref.WeakKeyDictionary[PagePool, KVStore] = weakref.WeakKeyDictionary()
 
     @abstractmethod
@@ -84,8 +92,8 @@ class EagerDrafter(ABC, Generic[R]):
 
     @property
     def bytes_per_token(self) -> int:
-        config = self._config
-        return 2 * self._num_layers * config.num_key_value_heads * config.head_dim * self._weight.element_size()
+        sizes = (heads * head_dim for heads, head_dim in (self._key_heads, self._value_heads))
+        return self._num_layers * sum(sizes) * self._weight.element_size()
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         self.share(cache.pool)
@@ -98,7 +106,7 @@ class EagerDrafter(ABC, Generic[R]):
         if store is None:
             store = KVStore(self._num_layers)
             pool.add_store(store)
-            store.shape(self._weight, (self._config.num_key_value_heads, self._config.head_dim))
+            store.shape(self._weight, self._key_heads, self._value_heads)
             self._stores[pool] = store  # last: what has failed is made again
         return store
 
@@ -156,6 +164,10 @@ class Waiting(Generic[R]):
     def features(self) -> Tensor:
         """[1, T, taps * H]"""
         return torch.cat([part for row in self.rows for part in row.waiting])[None]
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """[1, T] the token after each"""
+        return torch.tensor([[token for row in self.rows for token in row.following]], device=device)
 
     def positions(self, device: torch.device) -> Tensor:
         """[1, T]"""

@@ -11,6 +11,7 @@ from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
 
@@ -35,6 +36,8 @@ def with_tree(drafter: Drafter, settings: TreeSettings) -> Drafter:
     """A drafter of the same network for trees of that size; itself if its trees are not sized so, as a block's."""
     if isinstance(drafter, SmallModelDrafter):
         return drafter.with_settings(settings)
+    if isinstance(drafter, MtpDrafter):
+        return MtpDrafter(drafter.head, settings)
     return drafter_for(drafter.head, settings) if isinstance(drafter, Eagle3Drafter) else drafter
 
 

@@ -80,7 +80,9 @@ class BlockDrafter(EagerDrafter[DraftRow]):
     num_beams = 0  # no pass expands what the first has brought
 
     def __init__(self, head: BlockHead, settings: BlockTreeSettings | None = None) -> None:
-        super().__init__(head, head.config.num_layers)
+        config = head.config
+        key_heads = (config.num_key_value_heads, config.head_dim)
+        super().__init__(config.target_layers, head.fc.weight, config.num_layers, key_heads)
         self.head = head
         self.settings = settings or BlockTreeSettings()
 

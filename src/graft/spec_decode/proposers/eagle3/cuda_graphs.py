@@ -22,9 +22,10 @@ from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter, Eagle3Row
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
+from graft.spec_decode.proposers.recurrent import RecurrentRow
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # up to so many rows all beams are expanded; then so many in all
 _AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them
@@ -93,7 +94,7 @@ class Shape(NamedTuple):
         return most if self.keep is None else min(max(self.keep, self.beams), most)
 
 
-class CapturedEagle3Drafter(CapturedDrafter[Eagle3Row, Eagle3Buffers], Eagle3Drafter):
+class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3Drafter):
     """EAGLE-3 drafter by CUDA graphs."""
 
     def __init__(self, head: Eagle3Head, settings: TreeSettings | None = None) -> None:

@@ -1,0 +1,6 @@
+"""MTP heads: the multi-token-prediction layer that comes in a model's own checkpoint, and the drafter that uses it."""
+
+from graft.spec_decode.proposers.mtp.checkpoint import MTP, has_head, load_head
+from graft.spec_decode.proposers.mtp.head import MtpHead
+
+__all__ = ["MTP", "MtpHead", "has_head", "load_head"]

@@ -1,0 +1,56 @@
+"""The MTP drafter: grows a tree by beam search with the MTP layer, which is used at every depth.
+
+Its entry of a token is the target's last hidden state there with the embedding of the next token. What is drafted goes
+on from the layer's own normed outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graft.model import KVCache, PagePool
+from graft.model.attention import RowKeys, Visibility
+from graft.settings import require
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eager import Waiting
+from graft.spec_decode.proposers.mtp.head import MtpHead
+from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
+
+
+class MtpDrafter(RecurrentDrafter):
+    """Drafts with the MTP head of the target's checkpoint, eagerly, on any device."""
+
+    def __init__(self, head: MtpHead, settings: TreeSettings | None = None) -> None:
+        super().__init__(head.target_layers, head.fc.weight, 1, *head.key_value_heads())
+        self.head = head
+        self.settings = settings or TreeSettings()
+        topk, most = self.settings.topk, head.vocab_size
+        require(topk <= most, f"topk is {topk}, but the head drafts from {most} tokens")
+
+    def _likeliest(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        q, tokens = self.head.logits(hidden).float().softmax(dim=-1).topk(topk, dim=-1)
+        return tokens, q
+
+    def _refresh(self, pool: PagePool, rows: Sequence[RecurrentRow]) -> None:
+        waiting = Waiting(rows)
+        if not waiting.rows:
+            return
+        device, counts = self.device, waiting.counts
+        keys = [
+            RowKeys(row.row, row.length, torch.arange(count), torch.ones(count, count, dtype=torch.bool).tril(), device)
+            for row, count in zip(waiting.rows, counts, strict=True)
+        ]
+        cache, features = self.writing_at(pool, waiting.places), waiting.features()
+        seen = Visibility(keys, features.dtype)
+        output = self._run(cache, seen, waiting.tokens(device), features, waiting.positions(device))[0]
+        last = torch.tensor(counts, device=device).cumsum(0) - 1
+        for row, new in zip(waiting.rows, output[last], strict=True):
+            row.hidden = new
+        waiting.finish()
+
+    def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        output: Tensor = self.head(cache, seen, tokens, hidden, positions)
+        return output

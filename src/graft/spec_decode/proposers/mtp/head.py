@@ -1,0 +1,76 @@
+"""The MTP head: a decoder layer of the target's own class, over the target's hidden state and the next token.
+
+The layer is the only one of a model of the target's class, made and run by transformers' own code; embedding and output
+layer are the target's modules. `checkpoint` reads its files; the drafter keeps the KV cache and says what is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from graft.model import KVCache
+from graft.model.attention import Visibility
+from graft.model.loan import tree_attention
+
+Heads = tuple[int, int]  # how many, and the size of each
+
+
+class MtpHead(nn.Module):
+    """The network. Shapes: T tokens, H hidden."""
+
+    def __init__(self, block: PreTrainedModel, target: PreTrainedModel) -> None:
+        """block: a model of the target's class with the MTP layer for its only one, and its norm behind it."""
+        super().__init__()
+        embedding, output = target.get_input_embeddings(), target.get_output_embeddings()
+        self.block = block.eval()  # before it has modules of the target's, whose mode is its owner's
+        block.set_input_embeddings(embedding)
+        block.set_output_embeddings(output)
+        width, norm = block.config.hidden_size, block.get_decoder().norm
+        # Two more norms of the model's own kind.
+        self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
+        weight = next(norm.parameters())
+        self.fc = nn.Linear(2 * width, width, bias=False, device=weight.device, dtype=weight.dtype)
+        # What comes behind the target's last layer, which is normed: as transformers counts, its own hidden state.
+        self.target_layers = (target.config.get_text_config().num_hidden_layers,)
+        self.vocab_size = output.weight.shape[0]
+
+    def forward(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Outputs [1, T, H], the next step's `hidden`, of tokens [1, T] behind hidden states [1, T, H] at positions
+        [1, T], which are those of the hidden states."""
+        cache.read_until(seen.end)
+        with tree_attention(self.block):
+            output = self.block.get_decoder()(
+                inputs_embeds=self.fuse(tokens, hidden),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                tree=seen,
+            )
+        normed: Tensor = output.last_hidden_state
+        return normed
+
+    def fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's inputs [..., H]: the embedding comes first."""
+        embedded = self.embedding_norm(self.block.get_input_embeddings()(tokens))
+        fused: Tensor = self.fc(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))
+        return fused
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of the next token, from the output."""
+        logits: Tensor = self.block.get_output_embeddings()(hidden)
+        return logits
+
+    @torch.no_grad()
+    def key_value_heads(self) -> tuple[Heads, Heads]:
+        """Heads of what the layer caches, as keys and as values: a model may cache something smaller than either."""
+        cache: Any = DynamicCache(config=self.block.config)
+        inputs = self.fc.weight.new_zeros(1, 1, self.fc.out_features)
+        self.block.get_decoder()(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+        stored = cache.layers[0]
+        keys, values = ((part.shape[1], part.shape[3]) for part in (stored.keys, stored.values))
+        return keys, values
