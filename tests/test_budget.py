@@ -357,3 +357,18 @@ def test_with_a_fixed_budget_rows_decide_separately_and_the_step_is_the_unit():
     assert budget.prices(3) == ([60], [0.0])
     (plan,) = budget.plans([0.5, 0.9], 3)
     assert (plan.num_nodes, plan.gain, plan.seconds) == (2, 0.9, 1.0)
+
+
+def test_a_first_pass_is_judged_by_what_it_costs_when_it_is_made_ahead():
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), num_passes=1, pass_cost=0.1)
+    budget.step.observe(1, 1.0)
+    budget.drafting.observe(1, 0.9)  # from its start on
+    assert budget.num_passes(1, 0, reach=1.0) == 0
+    budget.ahead.observe(1, 0.2)
+    assert budget.num_passes(1, 0, reach=1.0) == 1
+    for _ in range(100):
+        budget.ahead.observe(1, 0.9)
+    assert budget.num_passes(1, 0, reach=1.0) == 0
+    for _ in range(300):
+        budget.doubt_passes(1)
+    assert budget.num_passes(1, 0, reach=1.0) == 1, "it is tried again"

@@ -70,7 +70,7 @@ class PassGains:
                 self._fading[number - 1] += weight * (reach / reaches[number - 1] - self._fading[number - 1])
 
     def doubt(self) -> None:
-        """A round went by without a pass: what is not tried should not be given up for ever."""
+        """A look went by without a pass."""
         self._gain = [gain + DOUBT * max(_GAIN - gain, 0.0) for gain in self._gain]
 
     def state(self) -> dict[str, Tensor]:
@@ -99,6 +99,7 @@ class Budget:
         gets in every round; then all that is to be decided is how far to draft."""
         self.step = step
         self.drafting = ByRows()  # seconds of a draft pass
+        self.ahead = ByRows()  # seconds that a round waits for the passes that were made ahead of it, if any were
         self.host, self.plain_host = ByRows(), ByRows()  # of the host's part of a round, with a look and without
         self.passes = PassGains(num_passes)  # of one row
         self.fixed, self.pass_cost = fixed, pass_cost
@@ -125,10 +126,12 @@ class Budget:
             return self.drafting.at(num_rows)
         return (self.pass_cost or 0.0) * self.step.seconds(num_rows)
 
-    def look_seconds(self, num_rows: int, num_passes: int) -> float:
-        """Expected seconds that a look adds to a round, beside the nodes that it verifies."""
-        more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0)
-        return (more if self.fixed is None else 0.0) + num_passes * self.pass_seconds(num_rows)
+    def look_seconds(self, num_rows: int, num_passes: int, has_ahead: bool = False) -> float:
+        """Expected seconds that a look adds to a round, beside the nodes that it verifies. has_ahead: with passes made
+        ahead, beside the `num_passes` that it waits for from their start."""
+        more = max(self.host.at(num_rows) - self.plain_host.at(num_rows), 0.0) if self.fixed is None else 0.0
+        more += self.ahead.at(num_rows) if has_ahead else 0.0
+        return more + num_passes * self.pass_seconds(num_rows)
 
     def rate(self, num_rows: int) -> float:
         """Tokens per second of the usual round of so many rows; at least those of plain decoding."""
@@ -192,21 +195,36 @@ class Budget:
 
         num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows.
         """
-        price, best, most = self.rate(num_rows) * self.pass_seconds(num_rows), 0, 0.0
+        rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
+        # Who drafts in every round has the first pass made ahead, where that is possible.
+        first = self.ahead.at(num_rows) if num_done == 0 and self.ahead.is_known else own
         for count, gain in enumerate(self.passes_of(num_rows).of_further(num_done, reach), start=1):
-            worth = self._truth * gain - count * price
+            worth = self._truth * gain - rate * (first + (count - 1) * own)
             if worth > most:
                 best, most = count, worth
         return best
 
     # What came of it
 
-    def observe(self, num_rows: int, num_tokens: int, plan: Plan | None, num_passes: int, num_others: int = 0) -> None:
+    def doubt_passes(self, num_rows: int) -> None:
+        """A look went by without a pass: what is not tried should not be given up for ever."""
+        self.passes_of(num_rows).doubt()
+        self.ahead.doubt(num_rows)
+
+    def observe(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        plan: Plan | None,
+        num_passes: int,
+        num_others: int = 0,
+        has_ahead: bool = False,
+    ) -> None:
         """Takes in a round. num_tokens: what it brought, all rows together; plan: what it verified, None if it did not
-        look; num_passes: draft passes that it waited for."""
+        look; num_passes, has_ahead: see `look_seconds`."""
         time, gain = 1.0, 0.0
         if plan is not None:
-            plain, look, more = self.plain_seconds(num_rows), self.look_seconds(num_rows, num_passes), 0.0
+            plain, look, more = self.plain_seconds(num_rows), self.look_seconds(num_rows, num_passes, has_ahead), 0.0
             if self.fixed is None:  # as is known now, with the round itself
                 base = num_rows + num_others
                 more = self.step.seconds(base + plan.num_nodes) - self.step.seconds(base)
@@ -256,4 +274,9 @@ class Budget:
 
     @property
     def _by_rows(self) -> dict[str, ByRows]:
-        return {"pass_by_rows": self.drafting, "host_by_rows": self.host, "plain_host_by_rows": self.plain_host}
+        return {
+            "pass_by_rows": self.drafting,
+            "ahead_by_rows": self.ahead,
+            "host_by_rows": self.host,
+            "plain_host_by_rows": self.plain_host,
+        }

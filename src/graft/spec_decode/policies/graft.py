@@ -35,19 +35,30 @@ KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
 
 
+class _Drafted(NamedTuple):
+    """The draft passes of a round, and how long it waited for them."""
+
+    passes: list[int]  # by row
+    reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
+    num_ahead: int  # passes that were made ahead
+    ahead_seconds: float  # until these were there
+    further_seconds: float  # of all others
+
+    @property
+    def num_further(self) -> int:
+        return max(max(self.passes) - self.num_ahead, 0)
+
+
 class _Look(NamedTuple):
     """A round's candidates, how they were drafted, and what was chosen of them."""
 
     candidates: Candidates
     caps: list[int]  # by row: the most nodes that it may get
-    passes: list[int]  # by row
-    reaches: list[float]  # by pass: P(one of the beams that it expanded is accepted), summed over the rows it was for
+    drafted: _Drafted
     plan: Plan
     tree: DraftTree
     paths: Tensor  # [B, W] path probabilities of its nodes
     num_others: int  # tokens of the step that are no rows'
-    draft_seconds: float
-    num_waited: int  # passes that were not made ahead
 
 
 class _Round(NamedTuple):
@@ -94,6 +105,7 @@ class Graft(Policy):
         self._unjudged: _Look | None = None  # the last round's, whose passes are not yet judged
         self._unobserved: _Round | None = None  # the last round, of which the budget does not know yet
         self._num_others = 0  # tokens of this round's step that are no rows'
+        self._drafts_ahead = False  # whether it was decided already, in the last round, that this one drafts
         self._setups_before = 0
         self._ended = 0.0  # when the last round had been learned from
 
@@ -152,15 +164,11 @@ class Graft(Policy):
             candidates.most_nodes = max(2 * most // num_rows, 1)
         with clock("graft"):
             self._retrieve(candidates, batch, self._copies)
-        passes: list[int] = [0] * num_rows
-        reaches: list[float] = []
-        drafting, num_waited = 0.0, 0
+        drafted = _Drafted([0] * num_rows, [], 0, 0.0, 0.0)
         if self.drafter is not None:
-            num_free, start = self.drafter.num_prefetched(batch.draft) if self.adapts else 0, time.perf_counter()
-            passes, reaches = self._draft(candidates, batch, roots, caps, num_free, clock)
-            drafting, num_waited = time.perf_counter() - start, max(max(passes) - num_free, 0)
+            drafted = self._draft(candidates, batch, roots, caps, clock)
         with clock("graft"):
-            self._retrieve(candidates, batch, self._copies + self._tables if any(passes) else self._tables)
+            self._retrieve(candidates, batch, self._copies + self._tables if any(drafted.passes) else self._tables)
             ranking = self.best_of(candidates, most, caps)
             plan = self.budget.best(self.budget.plans(ranking.gains, num_rows, self._num_others))
             tree, paths = ranking.tree(batch.max_depth, plan.num_nodes)
@@ -168,8 +176,8 @@ class Graft(Policy):
         if any(sequence.is_recorded for sequence in batch.sequences):
             more = [sum(counts[1:]) + _SHOWN for counts in tree.counts_by_source]
             considered, _ = candidates.ranked(sum(more), more).tree(batch.max_depth)
-        self._look = _Look(candidates, caps, passes, reaches, plan, tree, paths, self._num_others, drafting, num_waited)
-        return DraftResult(tree, passes, considered)
+        self._look = _Look(candidates, caps, drafted, plan, tree, paths, self._num_others)
+        return DraftResult(tree, drafted.passes, considered)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
         super().learn(batch, tree, verified, accepted, seconds)
@@ -185,22 +193,36 @@ class Graft(Policy):
             self._path_calibration.observe(look.paths, round.accepted.nodes)
         if round.is_time_usual:
             self._learn_costs(round)
-        plan, num_waited = (look.plan, look.num_waited) if look is not None else (None, 0)
-        self.budget.observe(num_rows, sum(map(len, round.accepted.tokens)), plan, num_waited, round.num_others)
+        num_tokens = sum(map(len, round.accepted.tokens))
+        if look is None:
+            self.budget.observe(num_rows, num_tokens, None, 0, round.num_others)
+        else:
+            further, has_ahead = look.drafted.num_further, look.drafted.num_ahead > 0
+            self.budget.observe(num_rows, num_tokens, look.plan, further, round.num_others, has_ahead)
 
     def _learn_costs(self, round: _Round) -> None:
         budget, num_rows, look, seconds = self.budget, len(round.accepted), round.look, round.seconds
         base = num_rows + round.num_others
         budget.step.observe(base + sum(round.tree.num_nodes), seconds, least=base)
-        drafting = look.draft_seconds if look is not None else 0.0
+        drafted = look.drafted if look is not None else None
+        drafting = drafted.ahead_seconds + drafted.further_seconds if drafted is not None else 0.0
         if round.took and not round.num_others:  # all that is neither the step nor drafting
             host = budget.host if look is not None else budget.plain_host
             host.observe(num_rows, max(round.took - seconds - drafting, 0.0), most=seconds)
-        if look is not None and look.num_waited:  # those made ahead were there, and cost next to nothing
-            budget.drafting.observe(num_rows, drafting / look.num_waited, most=seconds)
+        if drafted is None:
+            return
+        if drafted.num_ahead:
+            budget.ahead.observe(num_rows, drafted.ahead_seconds, most=seconds)
+        # Where passes are made ahead, a first one that was not includes what else was to be done before it.
+        if drafted.num_further and (drafted.num_ahead or not budget.ahead.is_known):
+            budget.drafting.observe(num_rows, drafted.further_seconds / drafted.num_further, most=seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        if self.budget.may_look(len(batch.sequences)):
+        num_rows = len(batch.sequences)
+        self._drafts_ahead = self.budget.may_look(num_rows) and (
+            not self.adapts or self.budget.num_passes(num_rows, 0, reach=num_rows) > 0
+        )
+        if self._drafts_ahead:
             super().draft_ahead(batch, verified, choices)
         elif self.drafter is not None:
             self.drafter.gather_ahead(batch.draft, verified)
@@ -266,24 +288,26 @@ class Graft(Policy):
     # Draft and prune
 
     def _draft(
-        self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], num_free: int, clock: Clock
-    ) -> tuple[list[int], list[float]]:
-        """Adds drafted levels to the candidates: those of the first `num_free` passes, if any at all, and of further
-        ones for as long as another pass is worth its time.
-
-        Returns the passes of each row, and by pass the probability that one of the beams it expanded is accepted,
-        summed over the rows that it was for.
-        """
+        self, candidates: Candidates, batch: Batch, roots: Tensor, caps: Sequence[int], clock: Clock
+    ) -> _Drafted:
+        """Adds drafted levels to the candidates: those of passes made ahead, and of further ones for as long as another
+        pass is worth its time."""
         assert self.drafter is not None
         num_rows = len(batch.sequences)
+        # The step waits for what the device is making already, whether or not it is used.
+        num_ahead = self.drafter.num_prefetched(batch.draft) if self.adapts else 0
+        is_decided, self._drafts_ahead = num_ahead > 0 and self._drafts_ahead, False
         passes, reach = [0] * num_rows, [1.0] * num_rows
         reaches: list[float] = []
         drafted = self.drafter.passes(batch.draft, roots, keep=self.kept_of_a_level)
         depth = 0
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
+        start, ahead_until = time.perf_counter(), None
         for number in range(self.drafter.max_passes):
+            if number == num_ahead:
+                ahead_until = time.perf_counter()
             going = [count == number and cap > 0 for count, cap in zip(passes, caps, strict=True)]
-            if number == 0 or number >= num_free:  # at first: whether to draft at all
+            if number >= num_ahead or (number == 0 and not is_decided):
                 going = self.goes_on(number, reach, going)
             if depth >= batch.max_depth or not any(going):
                 break
@@ -297,9 +321,12 @@ class Graft(Policy):
             for row in compress(range(num_rows), going):
                 passes[row] += 1
                 reach[row] = reached[row]
+        end = time.perf_counter()
+        ahead_until = ahead_until or end
         if not any(passes):
-            self.budget.passes_of(num_rows).doubt()
-        return passes, reaches
+            self.budget.doubt_passes(num_rows)
+            num_ahead = 0
+        return _Drafted(passes, reaches, min(num_ahead, max(passes)), ahead_until - start, end - ahead_until)
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """By row: whether some number of further draft passes is expected to be worth more than stopping here.
@@ -319,11 +346,11 @@ class Graft(Policy):
 
     def _judge_passes(self, look: _Look) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
-        if look.reaches:
-            num_rows = len(look.passes)
-            prices = self.budget.prices(num_rows, look.num_others)
-            values = look.candidates.values_by_need(len(look.reaches), *prices, look.caps, self._truths)
-            self.budget.passes_of(num_rows).observe(look.reaches, values)
+        passes, reaches = look.drafted.passes, look.drafted.reaches
+        if reaches:
+            prices = self.budget.prices(len(passes), look.num_others)
+            values = look.candidates.values_by_need(len(reaches), *prices, look.caps, self._truths)
+            self.budget.passes_of(len(passes)).observe(reaches, values)
 
     # Graft
 

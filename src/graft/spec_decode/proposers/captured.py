@@ -239,7 +239,14 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         return self._num_made(state) if isinstance(state, CapturedState) else 0
 
     def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
-        if not isinstance(state, CapturedState) or verified.step is None or verified.tokens.shape[1] > 1:
+        if not isinstance(state, CapturedState):
+            return
+        state.num_taken = 0  # `learn` makes no pass ahead either
+        self._gather_ahead(state, verified)
+
+    def _gather_ahead(self, state: CapturedState, verified: VerifyOutput) -> None:
+        """Keeps the features of the token that every row of a plain step accepts."""
+        if verified.step is None or verified.tokens.shape[1] > 1:
             return  # which nodes are accepted is not known yet
         with self._captures.lock, state.pool.lock:
             if max(len(row.following) for row in state.rows) == PENDING:
@@ -252,7 +259,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         if not isinstance(state, CapturedState) or verified.step is None:
             return
         if not state.num_taken or any(row.following for row in state.rows):
-            return self.gather_ahead(state, verified)
+            return self._gather_ahead(state, verified)
         with self._captures.lock, state.pool.lock:
             rooms = [min(depth + 1, self.max_ahead) for depth in verified.depths]
             if not self._has_room(state, rooms):
