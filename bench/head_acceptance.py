@@ -28,7 +28,7 @@ from graft.errors import GraftError
 from graft.loading import load, load_drafter
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import PolicySettings
-from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
+from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 
 _TREE = TreeSettings()

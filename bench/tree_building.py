@@ -34,9 +34,9 @@ from graft.model.sampler import SamplingSettings
 from graft.sequence import Sequence, TreeRow
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.candidates import Candidates, Level
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.native import native
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
 from graft.spec_decode.proposers import NgramTables, SuffixLookup
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings

@@ -22,8 +22,8 @@ from graft.model.step import Chunk
 from graft.model.verified import Step
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import ByRows, time_pass
+from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DraftResult, make_policy
-from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -502,11 +502,11 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     quick.observe(1, 1e-6)
     steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
     policy.restore_costs(steps | {"pass_by_rows": quick.state()})
-    asked, goes_on = [], policy.goes_on
-    policy.goes_on = lambda number, *rest: (asked.append(number), goes_on(number, *rest))[1]
+    asked, goes_on = [], policy.grafter.goes_on
+    policy.grafter.goes_on = lambda number, *rest: (asked.append(number), goes_on(number, *rest))[1]
     generation = Engine(model, policy=policy, drafter=drafter).generate(PROMPT, max_new_tokens=22)
     assert generation.ids == expected and generation.stats.draft_passes > 2 * generation.stats.rounds
-    assert asked.count(0) <= 2 and asked.count(1) <= 2, "those made ahead were decided on when they were begun"
+    assert asked.count(1) <= 2 < asked.count(0), "those made ahead were decided on together, before they were begun"
 
 
 def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
@@ -532,7 +532,7 @@ def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkey
     engine = Engine(model, policy=policy_name, drafter=drafter)
     # Whether drafting pays on this machine, and now, is another matter.
     monkeypatch.setattr(Budget, "may_look", lambda *given: True)
-    monkeypatch.setattr(Graft, "goes_on", lambda policy, number, reach, going: going)
+    monkeypatch.setattr(Grafter, "goes_on", lambda grafter, number, reach, going: going)
     reports = []
     engine.target.progress = reports.append
     prompts = [PROMPT, PROMPT[3:], PROMPT[:4] * 3]

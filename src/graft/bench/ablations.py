@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graft.model import TargetRunner
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.candidates import Candidates, Ranking
+from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
 
 
-class WithoutSuffix(Graft):
+class WithoutSuffix(Grafter):
     """`graft` without suffix lookup: no copies of the text itself nor of finished texts."""
 
-    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
-        return [r for r in super().make_retrievers(target, settings) if not isinstance(r, SuffixLookup)]
+    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
+        return [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, SuffixLookup)]
 
 
-class WithoutPast(Graft):
+class WithoutPast(Grafter):
     """`graft` whose suffix lookup copies from the text itself only, not from finished texts."""
 
-    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
-        usual = super().make_retrievers(target, settings)
+    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
+        usual = super().make_retrievers(vocab_size, settings)
         return [SuffixLookup(keep_past=False) if isinstance(r, SuffixLookup) else r for r in usual]
 
 
-class _OtherOrders(Graft):
+class _OtherOrders(Grafter):
     """`graft` with n-gram tables of other orders: 1 is the adjacency matrix."""
 
     orders: tuple[int, ...]
 
-    def make_retrievers(self, target: TargetRunner, settings: PolicySettings) -> list[Retriever]:
-        usual = [r for r in super().make_retrievers(target, settings) if not isinstance(r, NgramTables)]
+    def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
+        usual = [r for r in super().make_retrievers(vocab_size, settings) if not isinstance(r, NgramTables)]
         if not self.orders:
             return usual
-        return [*usual, NgramTables(target.vocab_size, self.orders, isolated=settings.isolated)]
+        return [*usual, NgramTables(vocab_size, self.orders, isolated=settings.isolated)]
 
 
 class WithoutNgrams(_OtherOrders):
@@ -57,21 +57,21 @@ class WithoutRecall(_OtherOrders):
     orders = ()
 
 
-class WithoutCalibration(Graft):
+class WithoutCalibration(Grafter):
     """`graft` without calibration: acceptance probabilities stay at their priors."""
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
         """Learns nothing."""
 
 
-class WithoutPruning(Graft):
+class WithoutPruning(Grafter):
     """`graft` without early stopping: every draft pass is made, whether or not it pays."""
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         return going
 
 
-class WithoutMerging(Graft):
+class WithoutMerging(Grafter):
     """`graft` without merging: a path proposed by several sources takes one node of the budget for each."""
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
@@ -79,8 +79,13 @@ class WithoutMerging(Graft):
         return super().best_of(candidates, total, caps)
 
 
+def _policy(ablation: type[Grafter]) -> type[Graft]:
+    """The policy whose rounds are decided so."""
+    return type(ablation.__name__, (Graft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
+
+
 ABLATIONS: dict[str, type[Graft]] = {
-    f"{DEFAULT_POLICY}-without-{what}": ablation
+    f"{DEFAULT_POLICY}-without-{what}": _policy(ablation)
     for what, ablation in (
         ("suffix", WithoutSuffix),
         ("past", WithoutPast),

@@ -32,8 +32,8 @@ from graft.sequence import TreeRow
 from graft.settings import require
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.candidates import Level
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies.base import DraftResult, Policy
-from graft.spec_decode.policies.graft import KEPT_OF_A_LEVEL
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import Drafter, DraftState, LevelByLevel, TreeSettings
 from graft.spec_decode.tree import ROOT, DraftTree

@@ -9,7 +9,7 @@ from typing import Any
 from graft.bench import svg
 from graft.bench.results import AVERAGE, Results, Run
 from graft.bench.runner import STATELESS
-from graft.spec_decode.policies.base import USUAL_PASS_COST
+from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 # Lower-case and without a unit where it is a ratio; each is explained in docs/benchmark.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {

@@ -24,7 +24,7 @@ from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
 from graft.device_info import cpu_name
 from graft.model.sampler import SamplingSettings
-from graft.spec_decode.policies.base import USUAL_PASS_COST
+from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
 AVERAGE = "average"
 TIMED = ("tokens_per_second", "speedup")  # rates that a single prompt does not have where prompts share a batch

@@ -57,7 +57,7 @@ def replay_traces(
     from graft.bench.replayed import ReplayMethod, read_recorded
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings
-    from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
+    from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
 
     recorded = read_recorded(paths, limit)
     warmup: Path | None = learning.get("warmup")

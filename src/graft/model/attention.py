@@ -23,6 +23,7 @@ from graft.errors import GraftError
 from graft.model import loan
 from graft.model.kv_cache import PAGE, Row
 from graft.model.step import FlatStep
+from graft.spec_decode.tree import ancestors
 
 if TYPE_CHECKING:
     from graft.model.kernels.attention import Plan, Tiles
@@ -111,7 +112,7 @@ class Visibility:
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
             parents, depths = step.columns[1, first : first + count], step.columns[3, first : first + count]
             below = torch.from_numpy(depths.astype(np.int64))
-            rows.append(RowKeys(row, row.length, below, _ancestors(parents)[num_run:], device))
+            rows.append(RowKeys(row, row.length, below, _seen_among(parents, depths)[num_run:], device))
             first += count
         return cls(rows, dtype)
 
@@ -172,16 +173,12 @@ class RowKeys:
         return stored[:, :, self._slice] if self._slots is None else stored.index_select(2, self._slots)
 
 
-def _ancestors(parents: np.ndarray) -> Tensor:
-    """[n, n] bool, [i, j] when j is i or an ancestor of i. A token stands after its parent."""
+def _seen_among(parents: np.ndarray, depths: np.ndarray) -> Tensor:
+    """`ancestors` of a row's tokens in a step."""
     count = len(parents)
     if (parents[1:] == np.arange(count - 1)).all():
         return torch.ones(count, count, dtype=torch.bool).tril()
-    seen = np.eye(count, dtype=bool)
-    for node, parent in enumerate(parents.tolist()):
-        if node:
-            seen[node] |= seen[parent]
-    return torch.from_numpy(seen)
+    return ancestors(torch.from_numpy(parents.astype(np.int64)), int(depths.max() - depths[0]))
 
 
 def tree_attention(

@@ -10,15 +10,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from graft.model import VerifyOutput
-from graft.model.verified import Step
 from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import ROOT, DraftTree
+
+if TYPE_CHECKING:
+    from graft.model.verified import Step, VerifyOutput
 
 
 class Chooser(Protocol):

@@ -101,6 +101,7 @@ class Budget:
         self.drafting = ByRows()  # seconds of a draft pass
         self.ahead = ByRows()  # seconds that a round waits for the passes that were made ahead of it, if any were
         self.host, self.plain_host = ByRows(), ByRows()  # of the host's part of a round, with a look and without
+        self.max_passes = num_passes
         self.passes = PassGains(num_passes)  # of one row
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()

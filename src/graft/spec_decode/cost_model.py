@@ -9,13 +9,16 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from graft.model import NoRoomError, TargetRunner
-from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.model import TargetRunner
+    from graft.spec_decode.proposers.drafter import Drafter
 
 BLEND = 0.05  # weight of a round in every running mean
 CLIP = 2.0  # an observation counts for at most this many times what was expected, or at least this part of it
@@ -108,7 +111,7 @@ class StepCost:
                 break
             try:
                 seconds.append(time_step(target, size))
-            except NoRoomError:  # nor will there ever be a step of that size
+            except torch.OutOfMemoryError:  # of the KV cache's pages too: there will never be a step of that size
                 break
         last = len(seconds) - 1
         seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]

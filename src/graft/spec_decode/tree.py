@@ -15,6 +15,7 @@ from graft.spec_decode.native import native, plain
 
 PADDING = -1  # source of a place that holds no node
 ROOT = 0  # source of the root; proposers are numbered from 1
+DRAFTED = ROOT + 1  # of the drafter, where there is one
 
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
@@ -88,6 +89,52 @@ class DraftTree:
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    # What other engines' kernels want
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[B, N] int64, of the root and of padding 0."""
+        nodes, own = self._upwards()
+        depths = torch.zeros_like(nodes)
+        for _ in range(self.max_depth):
+            depths += nodes > 0
+            nodes = own.gather(1, nodes)
+        return depths.masked_fill(~self.valid, 0)
+
+    def mask(self) -> Tensor:
+        """[B, N, N] bool: [i, j] when j is i or an ancestor of i. Padding sees itself alone."""
+        return ancestors(self._upwards()[1], self.max_depth)
+
+    def links(self) -> tuple[Tensor, Tensor]:
+        """Each node's first child and its next sibling, [B, N] int64, -1 where there is none. No link leads to
+        padding."""
+        num_rows, width = self.tokens.shape
+        nowhere = ~self.valid
+        nowhere[:, 0] = True
+        by_parent = self.parents.masked_fill(nowhere, width).sort(dim=1, stable=True)
+        parents, order = by_parent.values, by_parent.indices
+        has_parent = parents < width
+        is_next = has_parent[:, 1:] & (parents[:, 1:] == parents[:, :-1])
+        siblings = torch.full_like(order, -1)
+        siblings.scatter_(1, order[:, :-1], order[:, 1:].where(is_next, -1))
+        is_first = has_parent & ~torch.nn.functional.pad(is_next, (1, 0))
+        children = order.new_full((num_rows, width + 1), -1)
+        children.scatter_(1, parents.where(is_first, width), order)
+        return children[:, :width].contiguous(), siblings
+
+    def padded(self, width: int) -> DraftTree:
+        """The trees with padding up to so many places a row."""
+        more = (0, width - self.width)
+        columns = (self.tokens, self.parents, self.probabilities)
+        padded = [torch.nn.functional.pad(column, more) for column in columns]
+        sources = torch.nn.functional.pad(self.sources, more, value=PADDING)
+        return DraftTree(self.max_depth, *padded, sources, torch.nn.functional.pad(self.score_bucket, more))
+
+    def _upwards(self) -> tuple[Tensor, Tensor]:
+        """All nodes, and their parents, both [B, N]; padding is its own parent."""
+        nodes = torch.arange(self.width, device=self.tokens.device).expand_as(self.parents)
+        return nodes, self.parents.where(self.valid, nodes)
+
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""
         return self.first(int(self.valid.sum(dim=1).max()))
@@ -98,3 +145,14 @@ class DraftTree:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
         return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
+
+
+def ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    """[..., n, n] bool, [i, j] when j is i or an ancestor of i, of trees with these parents [..., n]. A root is its own
+    parent, and no node is deeper than `max_depth`."""
+    node = torch.arange(parents.shape[-1], device=parents.device).expand_as(parents)
+    seen = torch.eye(parents.shape[-1], dtype=torch.bool, device=parents.device).repeat(*parents.shape[:-1], 1, 1)
+    for _ in range(max_depth):
+        node = parents.gather(-1, node)
+        seen.scatter_(-1, node[..., None], True)
+    return seen

@@ -16,9 +16,9 @@ from graft.model.sampler import SamplingSettings
 from graft.progress import Report
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
-from graft.spec_decode.policies.base import USUAL_BUDGET, USUAL_PASS_COST
 from graft.spec_decode.policies.dense import Dense
 from graft.spec_decode.policies.gates import GATES, PUBLISHED, THRESHOLDS
+from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
 from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 from graft.spec_decode.proposers.factory import with_tree

@@ -8,13 +8,14 @@ from graft.datastore.lookup import Datastore
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
-from graft.spec_decode.policies.base import MAX_BUDGET, DraftResult, Policy, PolicySettings
+from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policies.block import Block, BlockPaper
 from graft.spec_decode.policies.dense import Dense, Prune
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.policies.lookup import Lookup
 from graft.spec_decode.policies.off import Off
 from graft.spec_decode.policies.paper import Paper, Recycle, Root, Tail
+from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
 POLICIES: dict[str, type[Policy]] = {

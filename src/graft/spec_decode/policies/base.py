@@ -12,34 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graft.core.batch import Batch
-from graft.datastore.lookup import Datastore
 from graft.model import KVCache, TargetRunner, VerifyOutput
-from graft.settings import Settings, require
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.candidates import Candidates
-from graft.spec_decode.proposers.base import History, Learner, TargetTopK
+from graft.spec_decode.policy_settings import PolicySettings
+from graft.spec_decode.proposers.base import History, Learner, TargetTopK, salt_of
 from graft.spec_decode.proposers.drafter import Drafter, DraftState
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-
-MAX_BUDGET = 127  # nodes a round may verify beside the root
-USUAL_BUDGET = 60  # of policies that do not choose their own
-USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
-
-
-@dataclass(frozen=True)
-class PolicySettings(Settings):
-    """Settings of the tree that every policy takes."""
-
-    budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
-    pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
-    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state serves all
-    datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
-
-    def __post_init__(self) -> None:
-        good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
-        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget}")
-        require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")
 
 
 @dataclass(frozen=True)
@@ -169,12 +149,7 @@ class Policy(ABC):
 
     def _salts(self, batch: Batch) -> list[int]:
         """By row, the salt of its entries in the tables."""
-        if not self.isolated:
-            return [0] * len(batch.sequences)
         return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:
-        """The salt of a text's entries in the tables: 0 for those of all, else its owner's number or its own."""
-        if not self.isolated:
-            return 0
-        return history.number if history.owner is None else history.owner
+        return salt_of(history, self.isolated)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from graft.model import TargetRunner
 from graft.spec_decode.candidates import Candidates
-from graft.spec_decode.policies.base import PolicySettings
 from graft.spec_decode.policies.dense import Dense
 from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
 from graft.spec_decode.policies.paper import ADJACENCY, Paper
 from graft.spec_decode.policies.template import LIKELY
+from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
 

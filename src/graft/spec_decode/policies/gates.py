@@ -12,10 +12,9 @@ from torch import Tensor
 from graft.core.batch import Batch
 from graft.spec_decode.candidates import Candidates, Level
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tree import ROOT
+from graft.spec_decode.tree import DRAFTED
 from graft.stats import Clock
 
-DRAFTED = ROOT + 1
 GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges
 THRESHOLDS = "gates/thresholds"  # of trees, in a policy's state

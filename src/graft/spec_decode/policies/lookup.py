@@ -7,7 +7,8 @@ from torch import Tensor
 from graft.core.batch import Batch
 from graft.model import TargetRunner
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.policies.base import USUAL_BUDGET, DraftResult, Policy, PolicySettings
+from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers import SuffixLookup
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import ROOT

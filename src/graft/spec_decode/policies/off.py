@@ -6,7 +6,8 @@ from torch import Tensor
 
 from graft.core.batch import Batch
 from graft.model import TargetRunner
-from graft.spec_decode.policies.base import DraftResult, Policy, PolicySettings
+from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from graft.model import VerifyOutput
 from graft.spec_decode.candidates import NO_TOKEN, Candidates, before_roots
 from graft.spec_decode.tree import DraftTree
+
+if TYPE_CHECKING:
+    from graft.model.verified import VerifyOutput
 
 
 class History(Protocol):
@@ -94,6 +96,13 @@ class Retriever(Learner, Protocol):
         first: the number of its source 0 among all sources. chances: `Calibration.chances`.
         """
         ...
+
+
+def salt_of(history: History, isolated: bool) -> int:
+    """The salt of a text's entries in the tables: 0 for those of all, else its owner's number or its own."""
+    if not isolated:
+        return 0
+    return history.number if history.owner is None else history.owner
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -1,0 +1,27 @@
+"""Settings of the tree that every policy takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graft.datastore.lookup import Datastore
+from graft.settings import Settings, require
+
+MAX_BUDGET = 127  # nodes of a row that a round may verify beside the root
+USUAL_BUDGET = 60  # of policies that do not choose their own
+USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
+
+
+@dataclass(frozen=True)
+class PolicySettings(Settings):
+    """Settings of the tree that every policy takes."""
+
+    budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
+    pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
+    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state serves all
+    datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
+
+    def __post_init__(self) -> None:
+        good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
+        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget}")
+        require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")
