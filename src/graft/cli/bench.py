@@ -37,7 +37,7 @@ DECODING: Group = {
 }
 HEADS: Group = {
     "draft": _model(
-        str, "--draft", "A draft head or small model; or none.", "the model's packaged head", metavar="HEAD"
+        str, "--draft", "A draft head or small model; early-exit; or none.", "the model's packaged head", metavar="HEAD"
     ),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
@@ -196,12 +196,15 @@ def _widened(
     """The engine and its head widened to that shape: the same text and drafts at a larger model's cost."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
+    from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
     from graft.spec_decode.proposers.factory import drafter_for
     from graft.spec_decode.proposers.small_model import SmallModelDrafter
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
-    if drafter is not None and not isinstance(drafter, SmallModelDrafter):  # which is what it is beside a large model
+    if isinstance(drafter, EarlyExitDrafter):
+        drafter = drafter.of_model(model)
+    elif drafter is not None and not isinstance(drafter, SmallModelDrafter):  # which is what it is beside a large model
         drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 

@@ -52,11 +52,14 @@ def drafters(
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
     from graft.drafters import NONE, is_here
+    from graft.spec_decode.exit_layer import is_early_exit
 
     if draft == NONE:
         return "retrieval alone"
     if draft == model:
         return "its packaged head"
+    if is_early_exit(draft):
+        return "its first layers"
     if draft in PACKAGED_MODELS:
         return "a small model" if is_here(draft) else f"a small model: graft pull {draft}"
     return "a head or a model" if is_here(draft) else "no longer there"

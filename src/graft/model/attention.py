@@ -102,7 +102,9 @@ class Visibility:
         self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
 
     @classmethod
-    def of_step(cls, step: FlatStep, device: torch.device, dtype: torch.dtype, is_run: np.ndarray | None = None) -> Visibility:
+    def of_step(
+        cls, step: FlatStep, device: torch.device, dtype: torch.dtype, is_run: np.ndarray | None = None
+    ) -> Visibility:
         """Its row's committed tokens and its ancestors in the row's part of the step.
 
         is_run: [T] bool, which tokens the forward runs: the others were run before, and are only seen. None: all.
