@@ -45,6 +45,11 @@ class Row:
     length: int = 0  # committed tokens of the target
     begun: Begun | None = None  # tokens behind them that an early-exit drafter has run through the first layers
 
+    def take_begun(self) -> Begun | None:
+        """What was begun behind the committed tokens, for the step that now writes there."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None and begun.length == self.length else None
+
 
 class KVStore:
     """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + place."""

@@ -210,8 +210,9 @@ class TargetRunner:
 
     def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """The step by the model's own code, eagerly."""
-        if any(row.begun is not None and row.begun.length == row.length for row in step.rows):
-            logits = self._run_begun(step)
+        begun = [row.take_begun() for row in step.rows]
+        if any(begun):
+            logits = self._run_begun(step, begun)
             return outputs_of(step, logits[0].float(), logits[0, :, :0])
         is_run = step.leave_out(num_run) if num_run else None
         logits, hidden = self._run_model(*self._inputs(step, is_run))
@@ -231,33 +232,31 @@ class TargetRunner:
         positions = self._clamped(torch.from_numpy(at)[None].to(device))
         return cache, tokens, positions, attention.Visibility.of_step(step, device, self.model.dtype, is_run)
 
-    def _run_begun(self, step: FlatStep) -> Tensor:
+    def _run_begun(self, step: FlatStep, begun: Sequence[Begun | None]) -> Tensor:
         """Logits [1, T, V] of a step some of whose tokens an early-exit drafter has begun: the first layers run the
-        others, and the rest of the model runs all."""
+        others, and the rest of the model runs all. begun: by row."""
         assert not self._hidden_layers
-        split = next(row.begun for row in step.rows if row.begun is not None).split
+        split = next(own for own in begun if own is not None).split
         require(split.model is self.model, "an early-exit drafter drafts for its own model alone: make one for this")
         is_run = np.ones(step.num_tokens, dtype=bool)
         known: list[Tensor] = []
         moves: list[tuple[Row, int, int]] = []
-        for row, start, count in zip(step.rows, *step.by_row[:2, : len(step.rows)].tolist(), strict=True):
-            begun, row.begun = row.begun, None
-            if begun is None or begun.length != row.length:
+        by_row = step.by_row[:2, : len(step.rows)].tolist()
+        for row, own, start, count in zip(step.rows, begun, *by_row, strict=True):
+            if own is None:
                 continue
             part = slice(start, start + count)
-            places = begun.places_of(step.tokens[part].tolist(), step.parents[part].tolist())
-            found = [(place, node) for node, place in enumerate(places) if place >= 0]
+            places = own.places_of(step.tokens[part].tolist(), step.parents[part].tolist())
             is_run[part] = [place < 0 for place in places]
-            known.append(begun.hidden[[place for place, _ in found]])
-            moves += [(row, place, node) for place, node in found if place != node]
+            known.append(own.hidden[[place for place in places if place >= 0]])
+            moves += [(row, place, node) for node, place in enumerate(places) if place not in (-1, node)]
         self.cache_of(step.rows).move(moves, split.num_layers)
-        where = torch.from_numpy(is_run).to(self.device)
+        hidden = known[0].new_empty(step.num_tokens, known[0].shape[1])
+        is_new = torch.from_numpy(is_run).to(self.device)
+        hidden[~is_new] = torch.cat(known)
         with tree_attention(self.model), evaluating(self.model):
-            hidden = torch.cat(known)
             if is_run.any():
-                hidden = hidden.new_empty(step.num_tokens, hidden.shape[1])
-                hidden[~where] = torch.cat(known)
-                hidden[where] = split.hidden_of(**_arguments(*self._inputs(step, is_run)))[0]
+                hidden[is_new] = split.hidden_of(**_arguments(*self._inputs(step, is_run)))[0]
             return split.run_rest(hidden[None], **_arguments(*self._inputs(step)))
 
     def _clamped(self, positions: Tensor) -> Tensor:
