@@ -11,6 +11,7 @@ import torch
 
 import graft
 from graft import Engine, GraftError, SamplingSettings
+from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
 from graft.model.split import layers_of
 from graft.spec_decode.exit_layer import choose_exit_layer, estimate_exits
@@ -197,6 +198,15 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     assert sum(answer.stats.accepted for answer in answers) > 0
     assert graphs.failure is None and graphs.layers is not None and drafter.num_setups > 0
     assert len(engine.target.pool.stores) == 1
+
+
+def test_an_exit_of_a_widened_model_drafts_the_same():
+    model = tiny_model(num_hidden_layers=6)
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    answer = Engine(model, policy="dense", drafter=drafter).generate(PROMPT, max_new_tokens=12)
+    wide = widen(model, Shape(layers=7, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16))
+    same = Engine(wide, policy="dense", drafter=drafter.of_model(wide)).generate(PROMPT, max_new_tokens=12)
+    assert (same.ids, same.stats.accepted) == (answer.ids, answer.stats.accepted) and answer.stats.accepted > 0
 
 
 # What cannot be an exit

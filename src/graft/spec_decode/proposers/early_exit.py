@@ -43,7 +43,7 @@ class EarlyExitDrafter(SmallModelDrafter):
         return EarlyExitDrafter(self._target, self.num_layers, settings)
 
     def of_model(self, target: PreTrainedModel) -> EarlyExitDrafter:
-        """The same exit of another model with as many layers."""
+        """The same exit of another model, that of `widen` say, whose added layers come last."""
         return EarlyExitDrafter(target, self.num_layers, self.settings)
 
     @property
