@@ -76,7 +76,7 @@ def test_a_fifth_of_the_prompts_is_measured():
 
 
 def test_measuring_counts_what_an_engine_does(model):
-    engine = Engine(model, byte_tokenizer(), drafter=Eagle3Drafter(make_head(model)), budget=8)
+    engine = Engine(model, byte_tokenizer(), drafter=Eagle3Drafter(make_head(model)), policy="dense", budget=8)
     found = measure(engine, "a head", [[3, 4, 5, 6], [7, 8, 9]], max_new_tokens=12)
     assert (found.draft, found.prompts) == ("a head", 2)
     assert found.speed > 0 and found.tokens_per_second > 0 and found.mean_accepted >= 1 and found.passes > 0

@@ -310,7 +310,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(twins, settings):
                     assert rounds == [4 + number] * len(rounds), "four tokens a round"
         if "prefix_cache_tokens" in settings:
             assert asked[0].job.num_cached_tokens >= 63
-        runner = drafter._runner(engine.target.pool)
+        runner = drafter._runner(engine.target.cache_of([]))
         assert runner.pool.num_pages == engine.target.pool.num_pages
     finally:
         scheduler.close()
@@ -600,6 +600,6 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     answers = engine.generate_batch(prompts, max_new_tokens=16)
     for answer, its in zip(answers, expected, strict=True):
         assert answer.ids == its.ids and answer.stats.mean_accepted == CHAIN.depth + 1
-    runner = drafter._runner(engine.target.pool)
+    runner = drafter._runner(engine.target.cache_of([]))
     assert isinstance(runner, Small) and runner.pool is not engine.target.pool
     assert runner._graphs.failure is None and drafter.num_setups > 0

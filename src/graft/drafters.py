@@ -18,6 +18,7 @@ from graft.engine import Engine
 from graft.hub.home import graft_home, model_folder
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
+from graft.spec_decode.exit_layer import EARLY_EXIT, is_early_exit
 from graft.spec_decode.profile import About, machine_digest
 from graft.spec_decode.proposers.mtp import MTP
 from graft.stats import Stats
@@ -110,6 +111,11 @@ def best_draft(about: About) -> str | None:
     return next((each.draft for each in known_results(about) if is_here(each.draft)), None)
 
 
+def best_exit(about: About) -> str | None:
+    """The early exit that was measured as the fastest; None if none was."""
+    return next((each.draft for each in known_results(about) if is_early_exit(each.draft)), None)
+
+
 def is_here(draft: str) -> bool:
     """Whether a drafter can be used without fetching it. A hub id is believed to be in the cache."""
     if draft in PACKAGED_MODELS:
@@ -118,13 +124,14 @@ def is_here(draft: str) -> bool:
 
 
 def drafts_for(model: str, about: About, has_mtp: bool = False) -> list[str]:
-    """Names of drafters that a model may have: none, its packaged head, its MTP head, packaged models, and those
-    measured before. has_mtp: whether its checkpoint has an MTP head."""
+    """Names of drafters that a model may have: none, its packaged head, its MTP head, its own first layers, packaged
+    models, and those measured before. has_mtp: whether its checkpoint has an MTP head."""
     heads = [model] if (_HEADS / model).is_dir() else []
     heads += [MTP] if has_mtp else []
     others = [name for name in PACKAGED_MODELS if name != model]
     measured = [each.draft for each in known_results(about)]
-    return list(dict.fromkeys([NONE, *heads, *others, *measured]))
+    exits = [] if any(map(is_early_exit, measured)) else [EARLY_EXIT]
+    return list(dict.fromkeys([NONE, *heads, *exits, *others, *measured]))
 
 
 def full_name(draft: str | None) -> str:

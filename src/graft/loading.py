@@ -10,13 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from graft.datastore.lookup import Datastore
-from graft.drafters import NONE, best_draft
+from graft.drafters import NONE, best_draft, best_exit
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.settings import require
+from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import About, equip
 from graft.spec_decode.proposers import block, mtp
@@ -25,6 +26,7 @@ from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.checkpoint import load_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.factory import drafter_for
 from graft.spec_decode.proposers.head_kinds import kind_of
 from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
@@ -58,9 +60,10 @@ def load(
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16. A model in memory keeps its own.
     draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name or in
-    memory; or mtp, the multi-token-prediction head in the model's own checkpoint. auto takes the one that `graft tune`
-    measured as the fastest for this model on this machine, or none; if it was never asked, the packaged head of a
-    packaged model. None drafts with nothing.
+    memory; or mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the model's own
+    first layers, of which early-exit chooses how many. auto takes the one that `graft tune` measured as the fastest for
+    this model on this machine, or none; if it was never asked, the packaged head of a packaged model. None drafts with
+    nothing.
     draft_tokenizer: of a small model in memory; without one its vocabulary has to be the target's.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
@@ -122,8 +125,8 @@ def load_drafter(
     tokenizer: Any | None = None,
     draft_tokenizer: Any | None = None,
 ) -> AnyDrafter:
-    """A drafter for this model from a head's folder, hub id or packaged name; or from a small model, likewise; or, by
-    the name mtp, from the model's own checkpoint.
+    """A drafter for this model from a head's folder, hub id or packaged name; from a small model, likewise; by the name
+    mtp, from the model's own checkpoint; or from the model's own first layers.
 
     tokenizer: the target's, with which a small model's is compared. draft_tokenizer: of a small model in memory.
     """
@@ -135,6 +138,8 @@ def load_drafter(
         mtp_head = mtp.load_head(model)
         speed_up(mtp_head)
         return MtpDrafter(mtp_head, tree)
+    if is_early_exit(draft):
+        return EarlyExitDrafter(model, _exit_layer(draft, model, tokenizer), tree)
     source: str | Path = packaged_head_for(draft, model) or draft
     is_packaged_model = source == draft and draft in PACKAGED_MODELS
     kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))
@@ -153,6 +158,14 @@ def load_drafter(
     head = load_head(folder, model.config, model.dtype, model.device, embedding)
     speed_up(head)
     return drafter_for(head, tree)
+
+
+def _exit_layer(draft: str, model: PreTrainedModel, tokenizer: Any | None) -> int:
+    """The layer that is named; else the best that `graft tune` measured here; else one chosen on a few answers."""
+    layer = named_layer(draft)
+    if layer is None:
+        layer = named_layer(best_exit(About.of_model(model)) or draft)
+    return layer if layer is not None else choose_exit_layer(model, usual_prompts(model, tokenizer))
 
 
 def _load_small_model(

@@ -35,7 +35,11 @@ DECODING: Group = {
 }
 HEADS: Group = {
     "draft": _model(
-        str, "--draft", "A draft head or small model; mtp; or none.", "the model's packaged head", metavar="HEAD"
+        str,
+        "--draft",
+        "A draft head or small model; mtp; early-exit; none.",
+        "the model's packaged head",
+        metavar="HEAD",
     ),
     "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
     "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
@@ -194,11 +198,14 @@ def _widened(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[
     from graft.engine import Engine
     from graft.spec_decode.proposers.block.drafter import BlockDrafter
     from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+    from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
     from graft.spec_decode.proposers.factory import drafter_for
 
     aside("Widening it ...")
     model = widen(engine.target.model, shape)
-    if isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
+    if isinstance(drafter, EarlyExitDrafter):
+        drafter = drafter.of_model(model)
+    elif isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
         drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
 

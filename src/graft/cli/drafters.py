@@ -26,7 +26,7 @@ def drafters(
 
     [dim]Example:[/] graft drafters smollm2-135m
     """
-    from rich import print as show
+    from rich.console import Console
     from rich.table import Table
 
     from graft.drafters import NONE, best_draft, drafts_for, known_results
@@ -47,13 +47,14 @@ def drafters(
         numbers = (found.speed, found.mean_accepted, found.passes) if found is not None else ()
         figures = [f"{number:.2f}" for number in numbers] or [""] * 3
         table.add_row(*figures, found.date if found is not None else "", name, _what(name, model))
-    show(table)
+    Console().print(table)
     print(f"--draft auto takes {taken}.")
 
 
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
     from graft.drafters import NONE, is_here
+    from graft.spec_decode.exit_layer import is_early_exit
     from graft.spec_decode.proposers.mtp import MTP
 
     if draft == NONE:
@@ -62,6 +63,8 @@ def _what(draft: str, model: str) -> str:
         return "the MTP head in its checkpoint"
     if draft == model:
         return "its packaged head"
+    if is_early_exit(draft):
+        return "its first layers"
     if draft in PACKAGED_MODELS:
         return "a small model" if is_here(draft) else f"a small model: graft pull {draft}"
     return "a head or a model" if is_here(draft) else "no longer there"

@@ -37,7 +37,8 @@ def tune(
     """
     from graft.bench.tasks import questions, read_tasks
     from graft.drafters import full_name, measure, remember, split_prompts
-    from graft.loading import packaged_head
+    from graft.loading import load, packaged_head
+    from graft.spec_decode.exit_layer import EARLY_EXIT, MAX_PROMPTS, choose_exit_layer
     from graft.spec_decode.profile import profile_path
     from graft.spec_decode.tuning import tune as learn
 
@@ -47,9 +48,17 @@ def tune(
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # which is not chosen by what is to be measured here
         draft = model if packaged_head(model) is not None else "none"
-    engine = load_engine(loading | {"profile": "none", "draft": draft})
+    chooses = draft == EARLY_EXIT  # by the prompts, which need the model's tokenizer
+    engine = load_engine(loading | {"profile": "none", "draft": "none" if chooses else draft})
     asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
     lessons, trials = (asked, []) if portable else split_prompts(asked)
+    if chooses:
+        layer = choose_exit_layer(engine.target.model, lessons[:MAX_PROMPTS])
+        draft = f"{EARLY_EXIT}:{layer}"
+        notes().print(f"Exit layer {layer} is the best of those tried", markup=False)
+        before = engine.target
+        engine = load(before.model, tokenizer=engine.tokenizer, draft=draft, profile=None)
+        engine.target.progress = before.progress
     with ProgressBars() as progress:
         profile = learn(engine, lessons, max_new_tokens, portable, progress.show)
         result = measure(engine, full_name(draft), trials, max_new_tokens, progress.show) if trials else None

@@ -103,16 +103,22 @@ class Visibility:
         self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
 
     @classmethod
-    def of_step(cls, step: FlatStep, device: torch.device, dtype: torch.dtype, num_run: int = 0) -> Visibility:
+    def of_step(
+        cls, step: FlatStep, device: torch.device, dtype: torch.dtype, is_run: np.ndarray | None = None
+    ) -> Visibility:
         """Its row's committed tokens and its ancestors in the row's part of the step.
 
-        num_run: the first tokens of each row that are not run again, but seen.
+        is_run: [T] bool, which tokens the forward runs: the others were run before, and are only seen. None: all.
         """
         rows, first = [], 0
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
             parents, depths = step.columns[1, first : first + count], step.columns[3, first : first + count]
             below = torch.from_numpy(depths.astype(np.int64))
-            rows.append(RowKeys(row, row.length, below, _seen_among(parents, depths)[num_run:], device))
+            seen, own = _seen_among(parents, depths), torch.arange(count)
+            if is_run is not None:
+                own = torch.from_numpy(np.flatnonzero(is_run[first : first + count]))
+            if len(own):
+                rows.append(RowKeys(row, row.length, below, seen[own], device, own))
             first += count
         return cls(rows, dtype)
 
@@ -145,19 +151,23 @@ class Visibility:
         committed = torch.ones(row.count, num_keys - row.seen.shape[1], dtype=torch.bool)
         seen = torch.cat([committed, row.seen], dim=1)
         if window is not None:
-            seen &= row.positions[-row.count :, None] - row.positions < window
+            seen &= row.own_positions[:, None] - row.positions < window
         mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf)
         return mask.to(row.device)[None, None].repeat(1, 1, num_groups, 1)
 
 
 class RowKeys:
-    """The keys of one row of a step: its cached text and, behind it, U tokens, of which the step's own are the last."""
+    """The keys of one row of a step: its cached text and, behind it, U tokens, of which some are the step's own."""
 
-    def __init__(self, row: Row, length: int, depths: Tensor, seen: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, row: Row, length: int, depths: Tensor, seen: Tensor, device: torch.device, own: Tensor | None = None
+    ) -> None:
         """length: cached tokens. depths: [U] positions of the others less the length. seen: [n, U] bool, which of them
-        each of the step's n tokens sees. On the host, but for `device`, where the keys are."""
+        each of the step's n tokens sees. own: [n] which of the U these are; None: the last.
+        On the host, but for `device`, where the keys are."""
         self.count, self.seen, self.device = len(seen), seen, device
         self.positions = torch.cat([torch.arange(length), length + depths])
+        self.own_positions = self.positions[-self.count :] if own is None else length + depths[own]
         num_keys = len(self.positions)
         pages = row.pages[: -(-num_keys // PAGE)]
         self.end = PAGE * (max(pages) + 1)

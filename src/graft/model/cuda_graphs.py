@@ -161,14 +161,14 @@ class Moves:
 class Graphs(Captures):
     """Fused weights, KV store and CUDA graphs of one model, shared by all runners that read the same hidden states."""
 
-    def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool) -> None:
-        """num_hidden: how many layers' inputs a step returns. exact: see `CapturedTarget`."""
+    def __init__(self, model: PreTrainedModel, num_hidden: int, exact: bool, store: KVStore | None = None) -> None:
+        """num_hidden: how many layers' inputs a step returns. exact, store: see `CapturedTarget`."""
         super().__init__(model.device)
         self.model = model
         self._exact = exact
         self._num_hidden = num_hidden
         config = model.config.get_text_config()
-        self.store = KVStore(config.num_hidden_layers)
+        self.store = store or KVStore(config.num_hidden_layers)
         self.pool: PagePool | None = None
         self.layers: FastLayers | None = None
         self._given_up: FastLayers | None = None
@@ -286,12 +286,13 @@ class CapturedTarget(TargetRunner):
         chunk_size: int = 256,
         exact: bool = False,
         pool: PagePool | None = None,
+        store: KVStore | None = None,
     ) -> None:
-        """exact: a token's bits depend on its own text alone in large batches too. pool: see `TargetRunner`."""
+        """exact: a token's bits depend on its own text alone in large batches too. pool, store: see `TargetRunner`."""
         super().__init__(model, hidden_layers, chunk_size)
         self.is_exact = exact
         key = (id(model), self._hidden_layers, exact, id(pool) if pool is not None else None)
-        self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact)
+        self._graphs = _GRAPHS.get(key) or Graphs(model, len(self._hidden_layers), exact, store)
         _GRAPHS[key] = self._graphs
         self._store = self._graphs.store
         if pool is not None and self._graphs.pool is not pool:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
+
+if TYPE_CHECKING:
+    from graft.model.split import Begun
 
 PAGE = 64  # tokens of a page: a block of the attention's sums
 _FIRST_PAGES = 64  # of a pool that grows
@@ -40,6 +43,12 @@ class Row:
     line: int
     pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
     length: int = 0  # committed tokens of the target
+    begun: Begun | None = None  # tokens behind them that an early-exit drafter has run through the first layers
+
+    def take_begun(self) -> Begun | None:
+        """What was begun behind the committed tokens, for the step that now writes there."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None and begun.length == self.length else None
 
 
 class KVStore:
@@ -442,12 +451,19 @@ class KVCache(Cache):
             for step, place in enumerate(path, start=1)
             if place != step
         ]
+        self.move(moves)
+        self.advance([1 + len(path) for path in paths])
+
+    def move(self, moves: Sequence[tuple[Row, int, int]], num_layers: int | None = None) -> None:
+        """Moves keys and values behind rows' committed tokens from places to others, all at once, in the first layers.
+
+        num_layers: None: all of them.
+        """
         if moves:
             source = self.slots_of([(row, row.length + place) for row, place, _ in moves])
-            target = self.slots_of([(row, row.length + step) for row, _, step in moves])
+            target = self.slots_of([(row, row.length + place) for row, _, place in moves])
             for stored in self.store.stored:
-                stored[:, target] = stored[:, source]
-        self.advance([1 + len(path) for path in paths])
+                stored[:num_layers, target] = stored[:num_layers, source]
 
     def advance(self, counts: Sequence[int]) -> None:
         for row, count in zip(self.rows, counts, strict=True):

@@ -7,6 +7,7 @@ It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graft.model import attention
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.loan import evaluating, tree_attention
+from graft.model.split import Begun, SplitModel
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
@@ -35,8 +37,12 @@ class TargetRunner:
         hidden_layers: Sequence[int] = (),
         chunk_size: int = 256,
         pool: PagePool | None = None,
+        store: KVStore | None = None,
     ) -> None:
-        """pool: another runner's, whose pages this one's keys and values are to have too; None: one of its own."""
+        """pool: another runner's, whose pages this one's keys and values are to have too; None: one of its own.
+
+        store: likewise, where its keys and values are the same; only with its pool.
+        """
         check_supported(model)
         self.model = model
         self.chunk_size = chunk_size
@@ -46,7 +52,7 @@ class TargetRunner:
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
         self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
-        self._store = KVStore(config.num_hidden_layers)
+        self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
         if pool is not None:
             self._use_pool(pool)
@@ -204,19 +210,55 @@ class TargetRunner:
 
     def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """The step by the model's own code, eagerly."""
+        begun = [row.take_begun() for row in step.rows]
+        if any(begun):
+            logits = self._run_begun(step, begun)
+            return outputs_of(step, logits[0].float(), logits[0, :, :0])
+        is_run = step.leave_out(num_run) if num_run else None
+        logits, hidden = self._run_model(*self._inputs(step, is_run))
+        return outputs_of(step, logits[0].float(), hidden[0])
+
+    def _inputs(
+        self, step: FlatStep, is_run: np.ndarray | None = None
+    ) -> tuple[KVCache, Tensor, Tensor, attention.Visibility]:
+        """What a forward takes for a step, or for those of its tokens that it runs."""
         device = self.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
-        seen = attention.Visibility.of_step(step, device, self.model.dtype, num_run)
-        if num_run:
-            is_new = step.leave_out(num_run)
-            slots, ids, at = slots[is_new], ids[is_new], at[is_new]
+        if is_run is not None:
+            slots, ids, at = slots[is_run], ids[is_run], at[is_run]
+        seen = attention.Visibility.of_step(step, device, self.model.dtype, is_run)
         cache.write_at(torch.from_numpy(slots).to(device))
         cache.read_until(seen.end)
         tokens = torch.from_numpy(ids)[None].to(device)
-        positions = self._clamped(torch.from_numpy(at)[None].to(device))
-        logits, hidden = self._run_model(cache, tokens, positions, seen)
-        return outputs_of(step, logits[0].float(), hidden[0])
+        return cache, tokens, self._clamped(torch.from_numpy(at)[None].to(device)), seen
+
+    def _run_begun(self, step: FlatStep, begun: Sequence[Begun | None]) -> Tensor:
+        """Logits [1, T, V] of a step some of whose tokens an early-exit drafter has begun: the first layers run the
+        others, and the rest of the model runs all. begun: by row."""
+        assert not self._hidden_layers
+        split = next(own for own in begun if own is not None).split
+        require(split.model is self.model, "an early-exit drafter drafts for its own model alone: make one for this")
+        is_run = np.ones(step.num_tokens, dtype=bool)
+        known: list[Tensor] = []
+        moves: list[tuple[Row, int, int]] = []
+        by_row = step.by_row[:2, : len(step.rows)].tolist()
+        for row, own, start, count in zip(step.rows, begun, *by_row, strict=True):
+            if own is None:
+                continue
+            part = slice(start, start + count)
+            places = own.places_of(step.tokens[part].tolist(), step.parents[part].tolist())
+            is_run[part] = [place < 0 for place in places]
+            known.append(own.hidden[[place for place in places if place >= 0]])
+            moves += [(row, place, node) for node, place in enumerate(places) if place not in (-1, node)]
+        self.cache_of(step.rows).move(moves, split.num_layers)
+        hidden = known[0].new_empty(step.num_tokens, known[0].shape[1])
+        is_new = torch.from_numpy(is_run).to(self.device)
+        hidden[~is_new] = torch.cat(known)
+        with tree_attention(self.model), evaluating(self.model):
+            if is_run.any():
+                hidden[is_new] = split.hidden_of(**_arguments(*self._inputs(step, is_run)))[0]
+            return split.run_rest(hidden[None], **_arguments(*self._inputs(step)))
 
     def _clamped(self, positions: Tensor) -> Tensor:
         """Positions at most the model's last: nodes beyond cannot become text, but must not index past its tables."""
@@ -231,17 +273,49 @@ class TargetRunner:
     ) -> tuple[Tensor, Tensor]:
         """Logits [1, T, V] in the model's dtype, and the hidden states asked for, concatenated."""
         with tree_attention(self.model), evaluating(self.model):
-            output = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                output_hidden_states=bool(self._hidden_layers),
-                tree=seen,
-            )
+            arguments = _arguments(cache, tokens, positions, seen)
+            output = self.model(**arguments, output_hidden_states=bool(self._hidden_layers))
         return output.logits, side_by_side(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
+
+
+class FirstLayersRunner(TargetRunner):
+    """Runs a model's first layers, then its final norm and output layer, over another runner's KV cache.
+
+    It notes in the rows what it has run, so that the other need not do so again.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_layers: int, pool: PagePool, store: KVStore) -> None:
+        """pool, store: those of the model's own runner."""
+        super().__init__(model, pool=pool, store=store)
+        self._split = SplitModel(model, num_layers)
+
+    def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        is_run = step.leave_out(num_run) if num_run else None
+        with tree_attention(self.model), evaluating(self.model):
+            logits, hidden = self._split.run_first(**_arguments(*self._inputs(step, is_run)))
+        counts = step.by_row[1, : len(step.rows)].tolist()
+        new = hidden[0].split([count - num_run for count in counts])
+        for row, start, count, own in zip(step.rows, step.by_row[0].tolist(), counts, new, strict=False):
+            part = slice(start, start + count)
+            before = [row.begun.hidden[:num_run]] if row.begun is not None and num_run else []
+            tokens, parents = step.tokens[part].tolist(), step.parents[part].tolist()
+            row.begun = Begun(self._split, row.length, tokens, parents, torch.cat([*before, own]))
+        return outputs_of(step, logits[0].float(), hidden[0])
+
+
+def _arguments(
+    cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility | attention.KernelStep
+) -> dict[str, Any]:
+    """Of the model's own forward."""
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "past_key_values": cache,
+        "use_cache": True,
+        "tree": seen,
+    }
 
 
 def outputs_of(

@@ -124,11 +124,14 @@ class DraftTree:
 
     def padded(self, width: int) -> DraftTree:
         """The trees with padding up to so many places a row."""
-        more = (0, width - self.width)
-        columns = (self.tokens, self.parents, self.probabilities)
-        padded = [torch.nn.functional.pad(column, more) for column in columns]
-        sources = torch.nn.functional.pad(self.sources, more, value=PADDING)
-        return DraftTree(self.max_depth, *padded, sources, torch.nn.functional.pad(self.score_bucket, more))
+
+        def pad(column: Tensor, value: int = 0) -> Tensor:
+            return torch.nn.functional.pad(column, (0, width - self.width), value=value)
+
+        tokens, parents, probabilities = pad(self.tokens), pad(self.parents), pad(self.probabilities)
+        return DraftTree(
+            self.max_depth, tokens, parents, probabilities, pad(self.sources, PADDING), pad(self.score_bucket)
+        )
 
     def _upwards(self) -> tuple[Tensor, Tensor]:
         """All nodes, and their parents, both [B, N]; padding is its own parent."""

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from graft.hub.quiet import quiet_transformers
 from graft.model import evaluating
+from graft.model.split import find_layers
 from graft.settings import require
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered
-from graft.train.layer_pruning import LayerSubset, check_layers, find_layers
+from graft.train.layer_pruning import LayerSubset, check_layers
 from graft.train.packing import PackedBatch, PackedBatches, read_batch
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 

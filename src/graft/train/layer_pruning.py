@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
+from graft.model.split import find_layers
 
 # Fields of a config that speak of single layers; `check_layers` finds what is missing here.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -53,16 +54,6 @@ class LayerSubset:
         for key, value in fields_of_layers(self._config, layers).items():
             setattr(config, key, value)
         return self.model
-
-
-def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """The module that has the list of decoder layers, and the list's name in it."""
-    count = model.config.get_text_config().num_hidden_layers
-    for owner in model.base_model.modules():
-        for name, child in owner.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return owner, name
-    raise GraftError(f"{type(model).__name__} has no list of its {count} layers, so none can be left out")
 
 
 def fields_of_layers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:

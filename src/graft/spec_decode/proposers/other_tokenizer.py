@@ -120,7 +120,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         return PagePool(self.device, self._max_positions, there, pool.num_lines - 1, **size)
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
-        runner = self._runner(cache.pool)
+        runner = self._runner(cache)
         rows = []
         for number, row in enumerate(cache.rows):
             known = list(texts[number][: row.length]) if texts else []

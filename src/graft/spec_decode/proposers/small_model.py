@@ -125,24 +125,28 @@ class SmallModelDrafter(LevelByLevel):
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
         # A row whose beginning was known to others has their keys and values of it, of both models.
-        return ModelState(self._runner(cache.pool), [ModelRow.of(row, row.length) for row in cache.rows])
+        return ModelState(self._runner(cache), [ModelRow.of(row, row.length) for row in cache.rows])
 
-    def _runner(self, pool: PagePool) -> TargetRunner:
-        """The draft model's runner beside a target's pool."""
+    def _runner(self, cache: KVCache) -> TargetRunner:
+        """The draft model's runner beside the pool of a target's cache."""
+        pool = cache.pool
         with pool.lock:
             runner: TargetRunner | None = pool.guests.get(self)
             if runner is None:
-                runner = target_for(self.model, pool=self._pages_beside(pool))
+                runner = self._new_runner(cache)
                 pool.guests[self] = runner
                 self._runners.add(runner)
             return runner
+
+    def _new_runner(self, cache: KVCache) -> TargetRunner:
+        return target_for(self.model, pool=self._pages_beside(cache.pool))
 
     def _pages_beside(self, pool: PagePool) -> PagePool:
         """Where its keys and values are: in the target's pages, as its tokens are the same."""
         return pool
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
-        runner = self._runner(target.pool)
+        runner = self._runner(target.cache_of([]))
         runner.progress = target.progress
         widest = max(self.num_slots, runner.chunk_size)
         runner.warm_up(max(widest, min(max_rows * self.num_slots, _MAX_STEP)))

@@ -1,0 +1,332 @@
+"""Early exit: the target's first layers draft, what they have run is not run again, and the text is the target's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+
+import graft
+from graft import Engine, GraftError, SamplingSettings
+from graft.bench.cost_emulation import Shape, widen
+from graft.model import TargetRunner
+from graft.model.split import layers_of
+from graft.spec_decode.exit_layer import choose_exit_layer, estimate_exits
+from graft.spec_decode.policies import PolicySettings, policy_with
+from graft.spec_decode.profile import About, head_fingerprint
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
+from graft.spec_decode.proposers.factory import with_tree
+from graft.spec_decode.tree import DraftTree
+from graft.stats import Clock
+from test_drafters import result
+from test_scheduler import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
+PROMPTS = [PROMPT, [5], (PROMPT * 9)[:67]]  # the last is longer than a page
+TREE = TreeSettings(depth=3, topk=3, total_token=12)
+CHAIN = TreeSettings(depth=3, topk=1, total_token=4)
+SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def settled_model(num_settled, **changes):
+    """A model whose layers behind the first few change nothing: an exit there is right."""
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, **changes)
+    with torch.no_grad():
+        for layer in layers_of(model)[num_settled:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def prefilled(engine, *texts):
+    batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
+    engine._prefill(batch)
+    return batch
+
+
+def draft(drafter, batch, num_passes=4):
+    return list(islice(drafter.levels(batch.draft, batch.roots()), num_passes))
+
+
+@pytest.mark.parametrize("policy", ["dense", "graft"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_window", "gemma3_text", "gpt_neox"])
+def test_the_text_is_that_of_plain_decoding(name, policy):
+    model = tiny_model(name)
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    for options in ({}, SAMPLED):
+        plain = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=14, **options)
+        own = policy_with(PolicySettings(12, pass_cost=0.0), policy, TargetRunner(model), drafter)
+        engine = Engine(model, policy=own, drafter=drafter)
+        answers = engine.generate_batch(PROMPTS, max_new_tokens=14, **options)
+        assert [answer.ids for answer in answers] == [answer.ids for answer in plain]
+        assert sum(answer.stats.accepted_by_source["drafted"] for answer in answers) > 0
+        pool = engine.target.pool
+        assert pool.num_free == pool.num_pages and len(pool.stores) == 1, "no pages and no store of its own"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])  # the latter's windows are shorter than the text
+def test_a_step_gives_what_it_gives_without_drafts(name):
+    """Of a tree with drafted nodes, in another order, and others; the keys and values that it leaves too."""
+    model = tiny_model(name)
+    outputs = []
+    for num_passes in (0, 3):
+        drafter = EarlyExitDrafter(model, 2, CHAIN)
+        engine = Engine(model, policy="dense", drafter=drafter)
+        batch = prefilled(engine, PROMPT)
+        chain = [int(level.tokens[0, 0]) for level in draft(drafter, batch, 3)]
+        if num_passes == 0:
+            batch.cache.rows[0].begun = None
+        other = (chain[0] + 1) % 61
+        #        root  0: other  1: drafted  2: drafted  3: below the other  4: drafted, not run
+        tokens = torch.tensor([[PROMPT[-1], other, chain[0], chain[1], chain[0], chain[2]]])
+        parents = torch.tensor([[0, 0, 0, 2, 1, 3]])
+        rest = torch.ones(tokens.shape), torch.zeros_like(tokens), torch.zeros_like(tokens)
+        verified = engine.target.verify(batch.cache, DraftTree(3, tokens, parents, *rest))
+        assert batch.cache.rows[0].begun is None
+        first = verified.logits.clone()
+        engine.target.commit(batch.cache, [[2, 3, 5]])
+        later = engine.target.verify(batch.cache, DraftTree.roots(torch.tensor([7]))).logits
+        outputs.append((first, later))
+    for expected, found in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_below_another_root_are_not_gone_on_with(model):
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, PROMPT)
+    root = DraftTree.roots(torch.tensor([PROMPT[-1] + 1]))
+    expected = engine.target.verify(batch.cache, root).logits.clone()
+    draft(drafter, batch)
+    torch.testing.assert_close(engine.target.verify(batch.cache, root).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_layer_runs_a_token_twice(model):
+    """Of a chain of four, the first layers draft with the root and three; the verify has only the last left to do."""
+    drafter = EarlyExitDrafter(model, 2, CHAIN)
+    engine = Engine(model, policy="dense", drafter=drafter)
+    batch = prefilled(engine, *PROMPTS)
+    counts = Counter()
+
+    def count(layer, args, kwargs):
+        counts[layer.self_attn.layer_idx] += args[0].shape[1]
+
+    hooks = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers_of(model)]
+    engine.run_round(batch, Clock())
+    for hook in hooks:
+        hook.remove()
+    assert counts == {layer: (CHAIN.depth + 2) * len(PROMPTS) for layer in range(3)}
+
+
+def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt():
+    model = settled_model(1)
+    engine = Engine(model, policy="dense", drafter=EarlyExitDrafter(model, 1, CHAIN))
+    answer = engine.generate(PROMPT, max_new_tokens=20)
+    assert answer.ids == Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
+    assert answer.stats.mean_accepted == CHAIN.depth + 2
+
+
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+    """Whatever the exit knew wrongly would be rejected."""
+    model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
+    monkeypatch.setattr("test_scheduler.new_model", lambda: model)
+    common = {"seed": 4, "ignore_eos": True}
+    various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
+    prompts = [f"{beginning}{number}" for number in range(len(various))]
+    plain = Engine(model, byte_tokenizer(), policy="off")
+    expected = [
+        [choice.text for choice in plain.generate(prompt, **common | own).choices]
+        for prompt, own in zip(prompts, various, strict=True)
+    ]
+    scheduler, backs = unsettled(schedule, monkeypatch, EarlyExitDrafter(model, 1, CHAIN), "dense")
+    for _ in range(2):  # at the second time beginnings are known
+        with scheduler._changed:
+            asked = [Asked(scheduler, prompt, **common | own) for prompt, own in zip(prompts, various, strict=True)]
+        assert [request.wait() for request in asked] == expected
+        assert [request.job.sequences[0].stats.rounds for request in asked][:2] == [7, 4], "five tokens a round"
+    assert asked[0].job.num_cached_tokens > 0 and backs
+
+
+def test_a_model_in_training_mode_decodes_the_same_and_stays_in_it():
+    model = tiny_model(attention_dropout=0.5)
+    engine = Engine(model, policy="dense", drafter=EarlyExitDrafter(model, 1, TREE))
+    expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=8).ids
+    model.train()
+    assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
+    assert all(module.training for module in model.modules())
+
+
+def test_captured_steps_draft_the_same(plain, monkeypatch, model):
+    """With PyTorch in place of kernels: the exit's graphs are over the target's weights and keys."""
+    from graft.model.cuda_graphs import CapturedTarget
+
+    class Small(CapturedTarget):
+        sizes = (4, 16, 128)
+        contexts = (128,)
+
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
+    expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
+    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.target_for", Small)
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    drafter._is_captured = True
+    engine = Engine(model, policy="dense", drafter=drafter)
+    drafter.warm_up(engine.target, 3, None)
+    batch = prefilled(engine, *PROMPTS)
+    for level, same in zip(levels, draft(drafter, batch), strict=True):
+        assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
+    graphs = batch.draft.runner._graphs
+    batch.release()
+    answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
+    assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
+    assert sum(answer.stats.accepted for answer in answers) > 0
+    assert graphs.failure is None and graphs.layers is not None and drafter.num_setups > 0
+    assert len(engine.target.pool.stores) == 1
+
+
+def test_an_exit_of_a_widened_model_drafts_the_same():
+    model = tiny_model(num_hidden_layers=6)
+    drafter = EarlyExitDrafter(model, 2, TREE)
+    answer = Engine(model, policy="dense", drafter=drafter).generate(PROMPT, max_new_tokens=12)
+    wide = widen(model, Shape(layers=7, hidden=72, intermediate=100, heads=12, kv_heads=3, head_dim=16))
+    same = Engine(wide, policy="dense", drafter=drafter.of_model(wide)).generate(PROMPT, max_new_tokens=12)
+    assert (same.ids, same.stats.accepted) == (answer.ids, answer.stats.accepted) and answer.stats.accepted > 0
+
+
+# What cannot be an exit
+
+
+def refusal(model, draft, **options):
+    with pytest.raises(GraftError) as caught:
+        graft.load(model, draft=draft, policy="dense", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 3, 99])
+def test_a_layer_that_is_none_is_refused_with_those_that_are(model, layer):
+    message = f"the exit layer is {layer}, and must be between 1 and 2: LlamaForCausalLM has 3 layers"
+    assert refusal(model, f"early-exit:{layer}") == message
+
+
+def test_words_that_name_no_layer_are_refused(model):
+    assert refusal(model, "early-exit:half") == "--draft early-exit:LAYER takes a whole number, not 'half'"
+    assert "name one, early-exit:1 to early-exit:2" in refusal(model, "early-exit")
+    assert "early exit needs two layers or more" in refusal(tiny_model(num_hidden_layers=1), "early-exit:1")
+
+
+def test_a_model_that_cannot_be_cut_is_refused():
+    model = tiny_model()
+    model.config.num_hidden_layers = 7
+    assert "LlamaForCausalLM has no list of its 7 layers" in refusal(model, "early-exit:1")
+    model = tiny_model()
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    assert "LlamaModel has a forward of its own, so it cannot be run in part" in refusal(model, "early-exit:1")
+
+
+def test_layers_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
+    """What layer 0 has left for layer 2 is not there when a forward begins behind layer 1."""
+    model, handed = tiny_model(), []
+    model.model.register_forward_pre_hook(lambda *_: handed.clear())
+    kind = type(layers_of(model)[0])
+    forward = kind.forward
+
+    def hand_on(layer, *args, **kwargs):
+        handed.append(forward(layer, *args, **kwargs))
+        return handed[-1] + (handed[0] if len(handed) == 3 else 0)
+
+    monkeypatch.setattr(kind, "forward", hand_on)
+    message = refusal(model, "early-exit:1")
+    assert message.startswith("LlamaForCausalLM cannot be cut behind layer 1: its later layers need more than hidden")
+    monkeypatch.setattr(kind, "forward", lambda layer, *args, **kwargs: (forward(layer, *args, **kwargs),))
+    assert refusal(model, "early-exit:1").startswith("LlamaForCausalLM cannot be cut behind layer 1")
+
+
+def test_another_models_drafter_is_refused(model):
+    engine = Engine(model, policy="dense", drafter=EarlyExitDrafter(tiny_model(seed=1), 1, TREE))
+    with pytest.raises(GraftError, match="drafts for its own model alone"):
+        engine.generate(PROMPT, max_new_tokens=4)
+
+
+# Which layer
+
+
+def test_the_layer_is_chosen_by_what_it_says_and_costs():
+    model = settled_model(2, num_hidden_layers=8)
+    estimates = {each.layer: each for each in estimate_exits(model, PROMPTS)}
+    assert list(estimates) == [1, 2, 3, 4, 5, 6]
+    assert estimates[2].agreement == estimates[6].agreement == 1 > estimates[1].agreement
+    assert estimates[2].cost < estimates[6].cost < 1
+    assert choose_exit_layer(model, PROMPTS) == 2
+
+
+def test_agreement_is_how_often_the_exit_chooses_the_models_token(model):
+    answer = Engine(model, policy="off").generate(PROMPT, max_new_tokens=32).ids
+    (estimate,) = estimate_exits(model, [PROMPT], [2])
+    with torch.no_grad():
+        hidden = model(torch.tensor([PROMPT + answer]), output_hidden_states=True).hidden_states[2]
+        chosen = model.lm_head(model.model.norm(hidden))[0].argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist()
+    assert estimate.agreement == pytest.approx(sum(map(int.__eq__, chosen, answer)) / 32)
+
+
+def test_a_layer_that_will_hardly_pay_is_said_to():
+    model = tiny_model()
+    with torch.no_grad():
+        layers_of(model)[-1].mlp.down_proj.weight *= 100
+    with pytest.warns(UserWarning, match=r"no exit layer is expected to pay; the best, \d, chooses \d+% of"):
+        choose_exit_layer(model, PROMPTS)
+
+
+def test_a_measured_layer_is_taken_before_others_are_tried():
+    from graft.drafters import drafts_for, remember
+
+    model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
+    about = About.of_model(model)
+    assert "early-exit" in drafts_for("some-model", about)
+    assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 2
+    remember(about, result("early-exit:3", 1.5))
+    assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 3
+    assert graft.load(model, profile=None).drafter.num_layers == 3, "as auto takes the fastest"
+    assert "early-exit" not in drafts_for("some-model", about) and "early-exit:3" in drafts_for("some-model", about)
+
+
+def test_a_profile_is_of_one_exit_whatever_its_trees(model):
+    first, other = EarlyExitDrafter(model, 1, TREE), EarlyExitDrafter(model, 2, TREE)
+    assert head_fingerprint(first) == head_fingerprint(with_tree(first, CHAIN)) != head_fingerprint(other)
+    assert with_tree(first, CHAIN).settings == CHAIN
+
+
+def test_the_commands_take_an_early_exit(graft, tmp_path):
+    model = settled_model(2, num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    data = tmp_path / "task.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"abc {number} abc"}) + "\n" for number in range(5)))
+    named = ("--model", str(tmp_path / "model"), "--device", "cpu", "--max-new-tokens", "8")
+    check = graft("check", "--data", str(data), "--limit", "2", *named, "--draft", "early-exit:2", "--policy", "dense")
+    assert check.status == 0 and "0 differ" in check.out, check.err
+    far = graft("generate", "abc", *named, "--draft", "early-exit:4")
+    assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: LlamaForCausalLM has 4 layers")
+    assert "its first layers" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
+    tuned = graft("tune", "--prompts", str(data), "--draft", "early-exit", *named)
+    assert "Exit layer 2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
+    assert "early-exit:2" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
+    bench = ("bench", "--methods", "dense,graft", "--data", str(data), "--limit", "1", "--out", str(tmp_path / "out"))
+    assert graft(*bench, *named, "--draft", "early-exit:2").status == 0
