@@ -63,7 +63,7 @@ def table_of(
 ) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B]: conditional where the head can."""
     if is_chain:
-        return chain_table(head, hidden, roots, ranking)
+        return chain_table(head, hidden, roots, settings.shortlist, ranking)
     if head.config.has_conditionals:
         return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist, ranking)
     return marginal_table(head, hidden, settings.nodes, ranking)

@@ -65,20 +65,23 @@ def marginal_table(head: BlockHead, hidden: Tensor, width: int, ranking: Ranking
     return _by_slot(head.to_target(ids), (best - total[..., None]).exp())
 
 
-def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, ranking: Ranking = PLAIN) -> Table:
+def chain_table(head: BlockHead, hidden: Tensor, roots: Tensor, shortlist: int, ranking: Ranking = PLAIN) -> Table:
     """The likeliest token of each slot with hidden states [B, K, H] after that of the slot before, the first one's
     behind the roots [B]: an entry each.
 
-    Made slot by slot: in a table for trees many a chain would end at a token that has no children there.
+    Made slot by slot: in a table for trees many a chain would end at a token that has no children there. As there,
+    tokens are looked for among a slot's `shortlist` likeliest ones, and probabilities are shares of these.
     """
     if not head.config.has_conditionals:
         return marginal_table(head, hidden, 1, ranking)
+    ids, _, _ = _highest(head, hidden, shortlist, ranking)  # [B, K, S]
     chain, probabilities = [roots], []
     for slot in range(hidden.shape[1]):
         first = 0 if head.config.markov == "rnn" else slot  # a recurrent head's state is made on the way
-        parents = torch.stack(chain[first:], dim=1)[..., None]
-        ids, best, total = ranking.highest(head.conditionals(hidden[:, first : slot + 1], parents)[:, -1, 0], 1)
-        chain.append(head.to_target(ids[:, 0].long()))
+        parents, slots = torch.stack(chain[first:], dim=1)[..., None], slice(first, slot + 1)
+        logits = head.conditionals(hidden[:, slots], parents, ids[:, slots])[:, -1, 0]  # [B, S]
+        places, best, total = ranking.highest(logits, 1)
+        chain.append(head.to_target(ids[:, slot].gather(1, places.long())[:, 0]))
         probabilities.append((best[:, 0] - total).exp())
     return _by_slot(torch.stack(chain[1:], dim=1)[..., None], torch.stack(probabilities, dim=1)[..., None])
 
