@@ -22,8 +22,9 @@ from graft.data import read_prompts, user_message
 from graft.engine import Engine
 from graft.loading import load
 from graft.spec_decode.proposers.block import load_head
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.train.generate_data import Answered, AnswerSettings, read_answers, spread, write_answers
-from graft.train.simulate import SimulateSettings, simulate
+from graft.train.simulate import simulate
 from graft.train.trainer import split_by_prompt
 
 
@@ -53,10 +54,10 @@ def main() -> None:
     model = engine.target.model
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     head = load_head(options.draft, model.config, model.dtype, model.device, embedding, output, options.slots)
-    settings = SimulateSettings(options.nodes, options.width, options.children, options.shortlist, options.rows)
+    settings = BlockTreeSettings(options.width, options.children, options.shortlist, options.nodes)
     results: dict[str, dict[str, dict[str, object]]] = {}
     for name, answers in _tasks(engine, options):
-        found = simulate(head.eval(), model, answers, settings)
+        found = simulate(head.eval(), model, answers, settings, options.rows)
         results[name] = {
             kind: {"mean_accepted": each.mean_accepted, "rounds": each.rounds, "reached_depth": each.reached}
             for kind, each in found.items()

@@ -18,6 +18,7 @@ from graft import GraftError
 from graft.cli.train import ANSWERING, BLOCK, EAGLE3, LAYERS, PRUNED, TRAINING
 from graft.cli.train import SHAPE as SHAPE_OPTIONS
 from graft.spec_decode.proposers.block import BlockHead, load_head
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.train import block as block_training
 from graft.train.block import (
     BlockObjective,
@@ -36,7 +37,7 @@ from graft.train.eagle3 import Eagle3Settings
 from graft.train.generate_data import Answered, AnswerSettings, spread
 from graft.train.packing import PackedBatches
 from graft.train.recipe import new_block_head
-from graft.train.simulate import Simulated, SimulateSettings, Table, num_accepted, simulate, table_of
+from graft.train.simulate import Simulated, Table, num_accepted, simulate, table_for
 from graft.train.trainer import optimize
 from tiny import VOCAB, tiny_model
 
@@ -477,9 +478,9 @@ def test_a_head_learns_a_text_by_heart_and_then_accepts_more_than_three_tokens_a
     head = new_block_head(model, SHAPE, True, 5, [answer], SETTINGS)
     settings = replace(SETTINGS, steps=80, evaluate_every=80, learning_rate=1e-2, warmup_steps=10, ema_decay=0.0)
     settings = replace(settings, max_tokens=64, batch_tokens=64, anchors=24, chunk_slots=200, simulated=0)
-    before = simulate(head, model, [answer], SimulateSettings(nodes=12))
+    before = simulate(head, model, [answer], BlockTreeSettings(nodes=12))
     optimize(BlockObjective(head, model, [held_back, answer], settings), settings, tmp_path, 2)
-    after = simulate(head, model, [answer], SimulateSettings(nodes=12))
+    after = simulate(head, model, [answer], BlockTreeSettings(nodes=12))
     assert all(before[kind].mean_accepted < 2 for kind in before)
     assert all(after[kind].mean_accepted > 3 for kind in after), after
 
@@ -511,10 +512,10 @@ def best_nodes(table, row, num_nodes, num_levels):
 @pytest.mark.parametrize("kind", ["chain", "marginal", "conditional"])
 def test_the_simulators_tree_is_the_best_first_one(model, kind):
     head = make_head(model, num_drafts=5)
-    settings = SimulateSettings(nodes=9, width=61, children=2)
+    settings = BlockTreeSettings(nodes=9, width=61, children=2)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(20, 5, 32, generator=generator)
-    table = table_of(head, hidden, torch.arange(3, 23), kind, settings)
+    table = table_for(kind, head, hidden, torch.arange(3, 23), settings)
     depths = []
     for row in range(20):
         nodes = best_nodes(table, row, settings.nodes if kind != "chain" else 5, 5)
@@ -531,7 +532,7 @@ def test_the_simulators_tree_is_the_best_first_one(model, kind):
 def test_a_conditional_table_holds_what_follows_each_candidate(model):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5)), torch.tensor([9, 33])
-    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, children=3, shortlist=VOCAB))
+    table = table_for("conditional", head, hidden, roots, BlockTreeSettings(width=3, children=3, shortlist=VOCAB))
     for row, slot in itertools.product(range(2), range(4)):
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
         after = head.marginals(hidden[row, slot]).topk(3).indices.tolist()
@@ -550,7 +551,7 @@ def test_a_conditional_table_holds_what_follows_each_candidate(model):
 def test_probabilities_are_shares_of_the_shortlist(model):
     head = make_head(model)
     hidden, roots = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(6)), torch.tensor([9, 33])
-    table = table_of(head, hidden, roots, "conditional", SimulateSettings(width=3, children=3, shortlist=5))
+    table = table_for("conditional", head, hidden, roots, BlockTreeSettings(width=3, children=3, shortlist=5))
     for row, slot in itertools.product(range(2), range(4)):
         listed = head.marginals(hidden[row, slot]).softmax(-1).topk(5)
         before = head.marginals(hidden[row, slot - 1]).topk(3).indices.tolist() if slot else [int(roots[row])]
@@ -565,8 +566,8 @@ def test_probabilities_are_shares_of_the_shortlist(model):
 def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
     head = make_head(model)
     answers = texts(5)
-    settings = SimulateSettings(nodes=20, width=8, rows=3)
-    found = simulate(head, model, answers, settings)
+    settings = BlockTreeSettings(nodes=20, width=8)
+    found = simulate(head, model, answers, settings, num_rows=3)
     for kind in ("chain", "marginal", "conditional"):
         rounds, depths = 0, []
         for answer in answers:
@@ -578,7 +579,7 @@ def test_the_simulation_is_the_walk_of_one_text_after_the_other(model):
             )
             while root < len(tokens) - 1:
                 hidden = head.block(tokens[root : root + 1], torch.tensor([root]), past)
-                table = table_of(head, hidden, tokens[root : root + 1], kind, settings)
+                table = table_for(kind, head, hidden, tokens[root : root + 1], settings)
                 paths = best_nodes(table, 0, 20 if kind != "chain" else 4, 4)
                 rest = tokens[root + 1 :].tolist()
                 accepted = max((len(p) for p in paths if list(p) == rest[: len(p)]), default=0)

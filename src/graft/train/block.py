@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from graft.model.attention import attend
 from graft.settings import Settings, require
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, KeyValue, default_target_layers
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings
 from graft.spec_decode.proposers.block.head import Attention, within_reach
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered, spread
 from graft.train.packing import PackedBatch, PackedBatches, read_batch
-from graft.train.simulate import SimulateSettings, simulate
+from graft.train.simulate import simulate
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
 WEIGHTINGS = ("decay", "pace")
@@ -152,7 +153,8 @@ class BlockObjective:
         }
         if self._simulated:
             with autocast(self._device, self._settings):
-                results = simulate(self.head, self._model, self._simulated, SimulateSettings(self._settings.nodes))
+                settings = BlockTreeSettings(nodes=self._settings.nodes)
+                results = simulate(self.head, self._model, self._simulated, settings)
             figures |= {f"accepted_{kind}": result.mean_accepted for kind, result in results.items()}
         return figures
 

@@ -15,25 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.model import evaluating
-from graft.settings import Settings, require
 from graft.spec_decode.proposers.block import BlockHead, KeyValue
-from graft.spec_decode.proposers.block.tree import Table, conditional_table, levels_of, marginal_table
+from graft.spec_decode.proposers.block.drafter import BlockTreeSettings, table_of
+from graft.spec_decode.proposers.block.tree import Table, levels_of, marginal_table
 from graft.train.generate_data import Answered
 
-
-@dataclass(frozen=True)
-class SimulateSettings(Settings):
-    """Settings of the simulator."""
-
-    nodes: int = 60  # of a tree, without the root
-    width: int = 16  # of a conditional table: tokens of a slot that have children
-    children: int = 8  # of each
-    shortlist: int = 64  # tokens of a slot that are looked at as children
-    rows: int = 64  # answers simulated together
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "width", "children", "shortlist", "rows"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+ROWS = 64  # answers simulated together
 
 
 @dataclass(frozen=True)
@@ -51,12 +38,16 @@ class Simulated:
 
 @torch.no_grad()
 def simulate(
-    head: BlockHead, model: PreTrainedModel, answers: Sequence[Answered], settings: SimulateSettings | None = None
+    head: BlockHead,
+    model: PreTrainedModel,
+    answers: Sequence[Answered],
+    settings: BlockTreeSettings | None = None,
+    num_rows: int = ROWS,
 ) -> dict[str, Simulated]:
     """By kind of tree: `chain`, `marginal`, and `conditional` where the head reads the token before a slot."""
-    settings = settings or SimulateSettings()
+    settings = settings or BlockTreeSettings()
     counts: dict[str, Tensor] = {}
-    for group in _groups(answers, settings.rows):
+    for group in _groups(answers, num_rows):
         texts = _Texts(head, model, group)
         for kind in tree_kinds(head):
             accepted = torch.stack([*texts.rounds(kind, settings)])  # [rounds, B], -1 for rows that have ended
@@ -74,11 +65,11 @@ def tree_kinds(head: BlockHead) -> tuple[str, ...]:
     return ("chain", "marginal", "conditional") if head.config.has_conditionals else ("chain", "marginal")
 
 
-def table_of(head: BlockHead, hidden: Tensor, roots: Tensor, kind: str, settings: SimulateSettings) -> Table:
+def table_for(kind: str, head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings) -> Table:
     """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
-    if kind == "conditional":
-        return conditional_table(head, hidden, roots, settings.width, settings.children, settings.shortlist)
-    return marginal_table(head, hidden, 1 if kind == "chain" else settings.nodes)
+    if kind == "marginal":
+        return marginal_table(head, hidden, settings.nodes)
+    return table_of(head, hidden, roots, settings, is_chain=kind == "chain")
 
 
 def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
@@ -107,7 +98,7 @@ class _Texts:
         self._roots = torch.tensor([max(answer.num_prompt_tokens, 1) - 1 for answer in answers], device=device)
         self._past = self._context(model)
 
-    def rounds(self, kind: str, settings: SimulateSettings) -> Iterator[Tensor]:
+    def rounds(self, kind: str, settings: BlockTreeSettings) -> Iterator[Tensor]:
         """Drafted tokens [B] that each round accepts; -1 where the text has ended."""
         drafts = torch.arange(1, self._head.config.num_drafts + 1, device=self._tokens.device)
         roots, num_nodes = self._roots, len(drafts) if kind == "chain" else settings.nodes
@@ -117,7 +108,7 @@ class _Texts:
             truth = self._tokens.gather(1, places.clamp(max=self._tokens.shape[1] - 1)).masked_fill(~inside, -1)
             tokens = self._tokens.gather(1, roots[:, None])[:, 0]
             hidden = self._head.block(tokens, roots, self._past)
-            accepted = num_accepted(table_of(self._head, hidden, tokens, kind, settings), truth, num_nodes)
+            accepted = num_accepted(table_for(kind, self._head, hidden, tokens, settings), truth, num_nodes)
             goes_on = roots < self._ends - 1
             yield torch.where(goes_on, accepted, -1)
             roots = torch.where(goes_on, (roots + accepted + 1).minimum(self._ends - 1), roots)
