@@ -16,6 +16,9 @@ from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
+from graft.model.ranks import rank_group
+from graft.model.support import is_tensor_parallel
+from graft.model.tensor_parallel import embedding_of, lm_head_of, work
 from graft.settings import require
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
@@ -54,6 +57,7 @@ def load(
     datastore: str | Path | None = None,
     isolated: bool = False,
     exact: bool = False,
+    tensor_parallel: bool = False,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -74,6 +78,9 @@ def load(
     the same `Sequence.owner`, where a server names one.
     exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
     slower. See docs/exactness.md.
+    tensor_parallel: splits the model over the processes that `torchrun` has started, as does a model in memory that
+    transformers has split. Rank 0 has the engine; on every other rank this call works for it, and ends the process
+    (SystemExit) when rank 0 has ended. See docs/architecture.md.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
@@ -81,8 +88,18 @@ def load(
         from graft.hub.load import load_model
 
         chosen, name = pick_device(device), model
-        model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
+        if tensor_parallel:
+            model, own_tokenizer = _load_split(name, chosen, pick_dtype(dtype, chosen))
+        else:
+            model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
+    split = is_tensor_parallel(model)
+    require(split or not tensor_parallel, "the model in memory is whole: load it with a tensor-parallel plan")
+    if split:
+        if not rank_group().leads:
+            work(model)
+            raise SystemExit(0)
+        rank_group().meet()
     if draft == "auto":
         usual = name if name is not None and packaged_head(name) is not None else None
         draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
@@ -103,10 +120,29 @@ def load(
     return engine
 
 
+def _load_split(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """This rank's part of a model, and its tokenizer."""
+    from graft.hub.load import load_model
+
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    good = device.type == usual and device.index is None
+    require(good, f"each rank of a tensor-parallel model has a {usual} device of its own: drop device={device}")
+    group = rank_group()
+    with group.together():
+        loaded = load_model(name, device=str(device), dtype=dtype, num_ranks=group.size)
+    if device.type == "cuda":
+        warnings.warn(
+            "a tensor-parallel model runs in transformers' own layers: CUDA graphs and fused layers are for one GPU",
+            stacklevel=3,
+        )
+    return loaded
+
+
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
     """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
     best = best_draft(About.of_model(model))
-    if best is None or (best == mtp.MTP and not mtp.has_head(model)):  # a model in memory may be without its files
+    has_mtp = mtp.has_head(model) and not is_tensor_parallel(model)  # a model in memory may be without its files
+    if best is None or (best == mtp.MTP and not has_mtp):
         return usual
     return None if best == NONE else best
 
@@ -135,6 +171,8 @@ def load_drafter(
         require(draft.device == model.device, where)
         return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
     if draft == mtp.MTP:
+        whole = not is_tensor_parallel(model)
+        require(whole, "an MTP head runs in the target's own layers, which are split over processes: choose another")
         mtp_head = mtp.load_head(model)
         speed_up(mtp_head)
         return MtpDrafter(mtp_head, tree)
@@ -146,10 +184,9 @@ def load_drafter(
     if kind == "model":
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, torch.Tensor)
+    embedding = embedding_of(model)
     if kind == "block":
-        lm_head = model.get_output_embeddings().weight
+        lm_head = lm_head_of(model)
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         if speed_up(block_head):
             block_head.product = quick_linear
