@@ -24,7 +24,7 @@ import graft
 from graft.cli import main
 from graft.engine import Engine
 from proposers import Oracle, RandomTrees
-from tiny import tiny_model
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPTS = [[5, 9, 14, 3, 9, 14, 3, 9], [33, 2, 40], list(range(3, 60)) * 3]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
@@ -117,19 +117,20 @@ def expected_of(model: PreTrainedModel, num_tokens: int) -> list[list[int]]:
 
 def texts_of(model: PreTrainedModel, expected: list[list[int]], num_tokens: int, draft: str | None) -> dict[str, Any]:
     """Answers under several policies. Rank 0's; the others do not come back."""
-    loaded = {"draft": draft, "profile": None}
-    engine = graft.load(model, policy="dense" if draft is not None else "graft", **loaded)
+    tokenizer = byte_tokenizer()
+    loaded = {"tokenizer": tokenizer, "profile": None}
+    engine = graft.load(model, policy="graft" if draft is None else "dense", draft=draft, **loaded)
     plain = graft.load(model, policy="off", **loaded)
     oracle = Engine(model, policy=Oracle(expected[0], len(PROMPTS[0])))
-    trees = Engine(model, policy=RandomTrees(vocab_size=64))
+    trees = Engine(model, policy=RandomTrees(vocab_size=BYTE_VOCAB))
     short = {"max_new_tokens": num_tokens}
 
     def of(each: Engine, **options: Any) -> list[list[list[int]]]:
-        answers = each.generate_batch(PROMPTS, **short, **options)
+        answers = each.generate_batch(PROMPTS, **short, ignore_eos=True, **options)
         return [[choice.ids for choice in answer.choices] for answer in answers]
 
     guided = oracle.generate(PROMPTS[0], **short)
-    greedy = engine.generate_batch(PROMPTS, **short)
+    greedy = engine.generate_batch(PROMPTS, **short, ignore_eos=True)
     return {
         "greedy": [answer.ids for answer in greedy],
         "accepted": sum(answer.stats.accepted for answer in greedy),
@@ -180,7 +181,7 @@ def fail_in_a_step(folder: str, failing: int, at_call: int, lingers: bool = Fals
     except Exception as error:
         if not lingers:
             raise
-        time.sleep(12)
+        time.sleep(6)
         try:
             engine.generate(PROMPTS[0], max_new_tokens=40)
         except graft.GraftError as again:
@@ -223,5 +224,7 @@ def custom_generate(folder: str) -> None:
 
 
 def small_model_folder(folder: Path, **changes: object) -> str:
-    tiny_model(vocab_size=64, **changes).save_pretrained(folder)
+    """A model whose vocabulary is as large as its tokenizer's, and one more, so that two can share it."""
+    tiny_model(**{"vocab_size": BYTE_VOCAB + 1, "max_position_embeddings": 512, **changes}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)

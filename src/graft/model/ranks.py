@@ -76,6 +76,7 @@ class RankGroup:
         self._words: Any = None  # the process group in which rank 0 tells the others what to do
         self._lock = threading.RLock()
         self._is_busy = False
+        self._is_home = False  # sent home by rank 0
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="graft-ranks", daemon=True).start()
         atexit.register(self.end)
@@ -102,7 +103,7 @@ class RankGroup:
                 if cause is None:
                     self.report(error)
                     raise
-                self.failure = cause
+                self._report(cause)
                 raise RankError(cause) from error
             finally:
                 self._is_busy = False
@@ -113,7 +114,7 @@ class RankGroup:
             return
         with self.together():
             self._store.set(f"ready/{self.rank}", "")
-            while not self._store.check([f"ready/{rank}" for rank in range(self.size)]):
+            while not self._store.check(self._keys("ready")):
                 if self.failure is not None:
                     raise RankError(self.failure)
                 time.sleep(_POLL)
@@ -132,7 +133,7 @@ class RankGroup:
         except RuntimeError as error:
             raise RankError(self._cause(error) or f"rank 0 has gone: {_first_line(error)}") from error
         if isinstance(words[0], _End):
-            self._is_over.set()
+            self._is_home = True
             if words[0].failure is not None:
                 raise RankError(f"rank 0 failed: {words[0].failure}")
             return None
@@ -145,23 +146,32 @@ class RankGroup:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         failure = None if error is None else _named(error)
         if self.failure is None and self._words is None:
-            self._report(failure or "it has ended before all had loaded the model")
-        # A thread in the middle of a step, as at the end of a server, may have the lock for long.
+            self._report(f"rank {self.rank} failed: {failure or 'it ended before all had loaded the model'}")
+        # Another thread may be in the middle of a step.
         elif self.failure is None and self.leads and self._lock.acquire(timeout=_GRACE):
             with suppress(RuntimeError):  # they have gone already
                 self.tell(_End(failure))
         self._is_over.set()
+        with suppress(RuntimeError):
+            self._store.set(f"ended/{self.rank}", "")
+            # The store may be rank 0's, and what is in it the others' only way to know why they end.
+            until = time.monotonic() + _GRACE + 1
+            while self.leads and not self._store.check(self._keys("ended")) and time.monotonic() < until:
+                time.sleep(_POLL / 10)
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{what}/{rank}" for rank in range(self.size)]
 
     # Failing
 
     def report(self, error: BaseException) -> None:
         """Tells all other ranks that this one cannot go on."""
-        self._report(_named(error))
+        self._report(f"rank {self.rank} failed: {_named(error)}")
 
     def _report(self, what: str) -> None:
-        self.failure = f"rank {self.rank} failed: {what}"
+        self.failure = what
         with suppress(RuntimeError):  # whoever keeps the store has gone, and so have all
-            self._store.compare_set(_FAILURE, "", f"{self.rank} {what}")
+            self._store.compare_set(_FAILURE, "", f"{self.rank} {what}")  # the first report stays
 
     def _cause(self, error: BaseException) -> str | None:
         """What another rank failed with, if that is why something was raised here; None if it is this rank's own."""
@@ -180,10 +190,10 @@ class RankGroup:
         try:
             if not store.check([_FAILURE]):
                 return None
-            rank, _, what = store.get(_FAILURE).decode().partition(" ")
+            rank, _, what = str(store.get(_FAILURE).decode()).partition(" ")
         except RuntimeError:
             return None if self.leads else "rank 0 has gone without a word"
-        return None if int(rank) == self.rank else f"rank {rank} failed: {what}"
+        return None if int(rank) == self.rank else what
 
     def _watch(self) -> None:
         """The thread that ends a process whose main thread waits, inside a collective operation, for a failed rank."""
@@ -191,7 +201,9 @@ class RankGroup:
             self.failure = self.failure or self._failure_of_another(self._watched)
             if self.failure is None or self._is_over.wait(_GRACE):
                 continue
-            if self._is_busy or not self.leads:
+            if self._is_busy or not (self.leads or self._is_home):
+                with suppress(RuntimeError):
+                    self._watched.set(f"ended/{self.rank}", "")
                 print(f"error: {self.failure}", file=sys.stderr, flush=True)
                 os._exit(2)
 
