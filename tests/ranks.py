@@ -27,7 +27,6 @@ from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPTS = [[5, 9, 14, 3, 9, 14, 3, 9], [33, 2, 40], list(range(3, 60)) * 3]
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 
 @dataclass(frozen=True)
@@ -117,33 +116,29 @@ def expected_of(model: PreTrainedModel, num_tokens: int) -> list[list[int]]:
 
 def texts_of(model: PreTrainedModel, expected: list[list[int]], num_tokens: int, draft: str | None) -> dict[str, Any]:
     """Answers under several policies. Rank 0's; the others do not come back."""
-    tokenizer = byte_tokenizer()
-    loaded = {"tokenizer": tokenizer, "profile": None}
-    engine = graft.load(model, policy="graft" if draft is None else "dense", draft=draft, **loaded)
-    plain = graft.load(model, policy="off", **loaded)
+    policy = "graft" if draft is None else "dense"
+    engine = graft.load(model, tokenizer=byte_tokenizer(), policy=policy, draft=draft, profile=None)
     oracle = Engine(model, policy=Oracle(expected[0], len(PROMPTS[0])))
     trees = Engine(model, policy=RandomTrees(vocab_size=BYTE_VOCAB))
-    short = {"max_new_tokens": num_tokens}
-
-    def of(each: Engine, **options: Any) -> list[list[list[int]]]:
-        answers = each.generate_batch(PROMPTS, **short, ignore_eos=True, **options)
-        return [[choice.ids for choice in answer.choices] for answer in answers]
-
-    guided = oracle.generate(PROMPTS[0], **short)
-    greedy = engine.generate_batch(PROMPTS, **short, ignore_eos=True)
+    short = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    guided, greedy = oracle.generate(PROMPTS[0], **short), engine.generate_batch(PROMPTS, **short)
     return {
         "greedy": [answer.ids for answer in greedy],
         "accepted": sum(answer.stats.accepted for answer in greedy),
         "drafts": sum(answer.stats.draft_passes for answer in greedy),
         "oracle": guided.ids,
         "oracle_accepted": guided.stats.accepted,
-        "plain": of(plain),
-        "random": of(trees),
-        "sampled": of(engine, n=2, **SAMPLED),
-        "sampled_plain": of(plain, n=2, **SAMPLED),
-        "sampled_random": of(trees, n=2, **SAMPLED),
+        "sampled": sampled_of(engine, num_tokens),
+        "sampled_random": sampled_of(trees, num_tokens),
         "mode": engine.target.mode,
     }
+
+
+def sampled_of(engine: Engine, num_tokens: int) -> list[list[list[int]]]:
+    """Two answers to each prompt, which share its reading."""
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "n": 2, "ignore_eos": True}
+    answers = engine.generate_batch(PROMPTS, max_new_tokens=num_tokens, **options)
+    return [[choice.ids for choice in answer.choices] for answer in answers]
 
 
 def compare(folder: str, num_tokens: int, draft: str | None) -> dict[str, Any]:

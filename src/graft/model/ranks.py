@@ -70,7 +70,8 @@ class RankGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.failure: str | None = None  # of a rank: nothing can be done together any more
         # A connection of its own: one that waits in the other would keep the watching thread waiting.
-        store = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        store = store.clone()
         self._store = dist.PrefixStore("graft", store)
         self._watched = dist.PrefixStore("graft", store.clone())
         self._words: Any = None  # the process group in which rank 0 tells the others what to do

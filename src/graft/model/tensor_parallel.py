@@ -52,23 +52,29 @@ def work(model: PreTrainedModel) -> None:
 
 def embedding_of(model: PreTrainedModel) -> Tensor:
     """The weights of the input embedding, whole."""
-    return _whole(model, model.get_input_embeddings().weight, "input")
+    return _whole(model, "embedding")
 
 
 def lm_head_of(model: PreTrainedModel) -> Tensor:
     """The weights of the output layer, whole."""
-    return _whole(model, model.get_output_embeddings().weight, "output")
+    return _whole(model, "lm_head")
 
 
-def _whole(model: PreTrainedModel, weight: Any, which: str) -> Tensor:
-    assert isinstance(weight, Tensor)
+def _whole(model: PreTrainedModel, which: str) -> Tensor:
+    weight = _weight_of(model, which)
     if not is_tensor_parallel(model) or not hasattr(weight, "full_tensor"):  # a plain one is whole on every rank
+        assert isinstance(weight, Tensor)
         return weight
     group = _met(model)
     with group.together():
         group.tell(_Gather(which))
-        whole: Tensor = weight.detach().full_tensor()  # type: ignore[operator]
+        whole: Tensor = weight.full_tensor()
     return whole
+
+
+def _weight_of(model: PreTrainedModel, which: str) -> Any:
+    layer: Any = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
+    return layer.weight
 
 
 def _met(model: PreTrainedModel) -> RankGroup:
@@ -189,10 +195,7 @@ class _Worker(TargetRunner):
     @torch.no_grad()
     def do(self, message: Any) -> None:
         if isinstance(message, _Gather):
-            layer = (
-                self.model.get_input_embeddings() if message.which == "input" else self.model.get_output_embeddings()
-            )
-            layer.weight.detach().full_tensor()
+            _weight_of(self.model, message.which).full_tensor()
             return
         assert isinstance(message, _ForStore)
         for number in message.dropped:
