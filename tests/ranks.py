@@ -147,6 +147,16 @@ def compare(folder: str, num_tokens: int, draft: str | None) -> dict[str, Any]:
     return {"transformers": expected, **texts_of(model, expected, num_tokens, draft)}
 
 
+def compare_trees(folder: str, num_tokens: int) -> dict[str, Any]:
+    """Greedy answers of transformers and of random trees."""
+    model = split_model(folder)
+    expected = expected_of(model, num_tokens)
+    graft.load(model, draft=None, profile=None)
+    trees = Engine(model, policy=RandomTrees(vocab_size=BYTE_VOCAB))
+    answers = trees.generate_batch(PROMPTS, max_new_tokens=num_tokens, ignore_eos=True)
+    return {"transformers": expected, "trees": [answer.ids for answer in answers], "plan": model.tp_plan}
+
+
 def command_line(*words: str) -> None:
     sys.argv = ["graft", *words]
     main()
@@ -218,8 +228,10 @@ def custom_generate(folder: str) -> None:
     split_model(folder).generate(torch.tensor([[5, 6]]), custom_generate=graft.decode, max_new_tokens=4)
 
 
-def small_model_folder(folder: Path, **changes: object) -> str:
+def small_model_folder(folder: Path, name: str = "llama", **changes: object) -> str:
     """A model whose vocabulary is as large as its tokenizer's, and one more, so that two can share it."""
-    tiny_model(**{"vocab_size": BYTE_VOCAB + 1, "max_position_embeddings": 512, **changes}).save_pretrained(folder)
+    tiny_model(name, **{"vocab_size": BYTE_VOCAB + 1, "max_position_embeddings": 512, **changes}).save_pretrained(
+        folder
+    )
     byte_tokenizer().save_pretrained(folder)
     return str(folder)

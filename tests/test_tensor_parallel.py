@@ -13,8 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ranks
 from conftest import Finished
 from graft import Engine, GraftError, load
+from graft.core.scheduler import Scheduler
+from graft.loading import load_drafter
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from ranks import BYTE_VOCAB, Ended, run_ranks, small_model_folder
+from tiny import ARCHITECTURES, tiny_model
 
 NUM_TOKENS = 20
 SECONDS = 30  # until all have ended when one fails: a few, and the start of the processes on a busy machine
@@ -28,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 # The same text
 
 
-@pytest.mark.parametrize("kind", ["no draft", "draft model", "EAGLE-3 head, tied embedding"])
+@pytest.mark.parametrize(
+    "kind", ["no draft", pytest.param("draft model", marks=pytest.mark.slow), "EAGLE-3 head, tied embedding"]
+)
 def test_text_is_that_of_transformers_on_the_same_ranks_and_of_one_process(tmp_path: Path, kind: str) -> None:
     folder = small_model_folder(tmp_path / "model", tie_word_embeddings="tied" in kind)
     draft = {"no draft": None, "draft model": folder}.get(kind, random_head(tmp_path / "head", folder))
@@ -45,6 +50,17 @@ def test_text_is_that_of_transformers_on_the_same_ranks_and_of_one_process(tmp_p
     assert (found["drafts"] > 0) == (draft is not None)
     assert found["accepted"] > NUM_TOKENS or kind != "draft model"
     assert found["mode"] == "eager, tensor parallel over 2 processes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_trees_of_every_architecture_have_the_text_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = small_model_folder(tmp_path / "model", name)
+    first, second = run_ranks(tmp_path / "ranks", ranks.compare_trees, folder, 8)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert first.result["plan"]
+    assert first.result["trees"] == first.result["transformers"] == ranks.expected_of(alone, 8)
 
 
 def random_head(folder: Path, model: str) -> str:
@@ -84,7 +100,7 @@ def test_ranks_that_wait_for_rank_0_in_a_step_end_though_it_lives_on(folder: str
     assert second.seconds + 1 < first.seconds
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_ends_all(folder: str, tmp_path: Path, which: int) -> None:
     ended = run_ranks(tmp_path, ranks.vanish, folder, which)
     assert ended[which].status == -9
@@ -127,6 +143,25 @@ def test_an_engine_on_a_rank_other_than_0_is_refused_and_ends_all(folder: str, t
 def test_custom_generate_of_a_split_model_is_refused(folder: str, tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, ranks.custom_generate, folder)
     assert_all_end_with(ended, *["graft.decode runs in one process"] * 2)
+
+
+@pytest.mark.parametrize("draft", ["mtp", "early-exit", "early-exit:2"])
+def test_drafters_out_of_the_targets_own_layers_are_refused(draft: str) -> None:
+    with pytest.raises(GraftError, match=f"{draft} drafts with the target's own layers, which are split"):
+        load_drafter(draft, as_if_split())
+
+
+def test_requests_are_not_scheduled_for_a_split_model() -> None:
+    engine = Engine(tiny_model(), policy="off")
+    engine.target.model = as_if_split()
+    with pytest.raises(GraftError, match="scheduled in one process"):
+        Scheduler(engine)
+
+
+def as_if_split() -> Any:
+    model: Any = tiny_model()
+    model._tp_size = 2
+    return model
 
 
 def test_a_single_process_is_told_to_start_more(folder: str, graft: Callable[..., Finished]) -> None:

@@ -78,9 +78,9 @@ def load(
     the same `Sequence.owner`, where a server names one.
     exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
     slower. See docs/exactness.md.
-    tensor_parallel: splits the model over the processes that `torchrun` has started, as does a model in memory that
-    transformers has split. Rank 0 has the engine; on every other rank this call works for it, and ends the process
-    (SystemExit) when rank 0 has ended. See docs/architecture.md.
+    tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
+    already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
+    (SystemExit) when rank 0 has ended. Slower steps than in one process, as docs/architecture.md says.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
@@ -89,7 +89,7 @@ def load(
 
         chosen, name = pick_device(device), model
         if tensor_parallel:
-            model, own_tokenizer = _load_split(name, chosen, pick_dtype(dtype, chosen))
+            model, own_tokenizer = _load_part(name, chosen, pick_dtype(dtype, chosen))
         else:
             model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
@@ -120,7 +120,7 @@ def load(
     return engine
 
 
-def _load_split(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+def _load_part(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """This rank's part of a model, and its tokenizer."""
     from graft.hub.load import load_model
 
@@ -141,8 +141,7 @@ def _load_split(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Pr
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
     """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
     best = best_draft(About.of_model(model))
-    has_mtp = mtp.has_head(model) and not is_tensor_parallel(model)  # a model in memory may be without its files
-    if best is None or (best == mtp.MTP and not has_mtp):
+    if best is None or (best == mtp.MTP and not mtp.has_head(model)):  # a model in memory may be without its files
         return usual
     return None if best == NONE else best
 
@@ -170,9 +169,12 @@ def load_drafter(
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
         return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
+    own_layers = draft == mtp.MTP or is_early_exit(draft)
+    require(
+        not (own_layers and is_tensor_parallel(model)),
+        f"{draft} drafts with the target's own layers, which are split over processes: choose another drafter",
+    )
     if draft == mtp.MTP:
-        whole = not is_tensor_parallel(model)
-        require(whole, "an MTP head runs in the target's own layers, which are split over processes: choose another")
         mtp_head = mtp.load_head(model)
         speed_up(mtp_head)
         return MtpDrafter(mtp_head, tree)

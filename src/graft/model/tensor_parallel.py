@@ -123,6 +123,7 @@ class _Run(_ForStore):
 class _Move(_ForStore):
     source: Tensor
     target: Tensor
+    num_layers: int | None
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,10 @@ class MirroredStore(KVStore):
         del _DROPPED[: len(dropped)]
         return self.number, self.num_slots, dropped
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, num_layers: int | None = None) -> None:
         with self._group.together():
-            self._group.tell(_Move(*self.about(), source.cpu(), target.cpu()))
-            super().move(source, target)
+            self._group.tell(_Move(*self.about(), source.cpu(), target.cpu(), num_layers))
+            super().move(source, target, num_layers)
 
     def copy_page(self, source: int, target: int) -> None:
         with self._group.together():
@@ -208,7 +209,7 @@ class _Worker(TargetRunner):
             self._run(message.step, message.num_run)
             self.synchronize()
         elif isinstance(message, _Move):
-            self._store.move(message.source.to(self.device), message.target.to(self.device))
+            self._store.move(message.source.to(self.device), message.target.to(self.device), message.num_layers)
         elif isinstance(message, _CopyPage):
             self._store.copy_page(message.source, message.target)
 
