@@ -80,7 +80,7 @@ def load(
     slower. See docs/exactness.md.
     tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
-    (SystemExit) when rank 0 has ended. Slower steps than in one process, as docs/architecture.md says.
+    (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
