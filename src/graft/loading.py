@@ -16,6 +16,9 @@ from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
+from graft.model.ranks import rank_group
+from graft.model.support import is_tensor_parallel
+from graft.model.tensor_parallel import embedding_of, lm_head_of, work
 from graft.settings import require
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
@@ -54,6 +57,7 @@ def load(
     datastore: str | Path | None = None,
     isolated: bool = False,
     exact: bool = False,
+    tensor_parallel: bool = False,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -74,6 +78,9 @@ def load(
     the same `Sequence.owner`, where a server names one.
     exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
     slower. See docs/exactness.md.
+    tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
+    already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
+    (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
@@ -81,8 +88,18 @@ def load(
         from graft.hub.load import load_model
 
         chosen, name = pick_device(device), model
-        model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
+        if tensor_parallel:
+            model, own_tokenizer = _load_part(name, chosen, pick_dtype(dtype, chosen))
+        else:
+            model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
+    split = is_tensor_parallel(model)
+    require(split or not tensor_parallel, "the model in memory is whole: load it with a tensor-parallel plan")
+    if split:
+        if not rank_group().leads:
+            work(model)
+            raise SystemExit(0)
+        rank_group().meet()
     if draft == "auto":
         usual = name if name is not None and packaged_head(name) is not None else None
         draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
@@ -101,6 +118,24 @@ def load(
     )
     equip(engine, profile if policy != "off" else None)
     return engine
+
+
+def _load_part(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """This rank's part of a model, and its tokenizer."""
+    from graft.hub.load import load_model
+
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    good = device.type == usual and device.index is None
+    require(good, f"each rank of a tensor-parallel model has a {usual} device of its own: drop device={device}")
+    group = rank_group()
+    with group.together():
+        loaded = load_model(name, device=str(device), dtype=dtype, num_ranks=group.size)
+    if device.type == "cuda":
+        warnings.warn(
+            "a tensor-parallel model runs in transformers' own layers: CUDA graphs and fused layers are for one GPU",
+            stacklevel=3,
+        )
+    return loaded
 
 
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
@@ -134,6 +169,11 @@ def load_drafter(
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
         return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
+    own_layers = draft == mtp.MTP or is_early_exit(draft)
+    require(
+        not (own_layers and is_tensor_parallel(model)),
+        f"{draft} drafts with the target's own layers, which are split over processes: choose another drafter",
+    )
     if draft == mtp.MTP:
         mtp_head = mtp.load_head(model)
         speed_up(mtp_head)
@@ -146,10 +186,9 @@ def load_drafter(
     if kind == "model":
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, torch.Tensor)
+    embedding = embedding_of(model)
     if kind == "block":
-        lm_head = model.get_output_embeddings().weight
+        lm_head = lm_head_of(model)
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         if speed_up(block_head):
             block_head.product = quick_linear

@@ -20,12 +20,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
-from graft.errors import ModelError
+from graft.errors import GraftError, ModelError
 from graft.hub.pull import pull
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
+from graft.model.tensor_parallel import check_divisible
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -34,15 +36,27 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, Saf
 
 
 def load_model(
-    name: str, *, device: str, dtype: torch.dtype, attn_implementation: str | None = None
+    name: str,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    num_ranks: int = 1,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model called `name` on `device`, ready to run, and its tokenizer."""
+    """The model called `name` on `device`, ready to run, and its tokenizer.
+
+    num_ranks: processes that have met, over which transformers is to split the model, on each one's own device.
+    """
     source = _source(name)
+    split: dict[str, Any] = {}
     try:
         # A hub id may mean a long download, whose bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if num_ranks > 1:
+                check_divisible(config, num_ranks)
+                split["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -50,9 +64,13 @@ def load_model(
                 attn_implementation=attn_implementation,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **split,
             )
             model, report = loaded  # a pair when loading info is asked for, which the annotation leaves out
-            model.to(device)
+            if num_ranks == 1:
+                model.to(device)
+    except GraftError:
+        raise
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load {name}: {_reason(source, error)}") from error
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
@@ -60,7 +78,11 @@ def load_model(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
         )
-    speed_up(model)
+    if num_ranks == 1:
+        speed_up(model)
+    elif not model.tp_plan:
+        kind = type(model).__name__
+        raise ModelError(f"transformers has no plan to split {kind} over several processes: load it in one")
     return model, tokenizer
 
 

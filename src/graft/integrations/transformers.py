@@ -26,6 +26,7 @@ from transformers.generation.logits_process import (
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.model.support import is_tensor_parallel
 from graft.model.verified import Step
 from graft.sequence import FinishReason, Sequence
 from graft.settings import require
@@ -55,6 +56,8 @@ def decode(
 
     Sampling follows torch's seed (`torch.manual_seed`) and the same distribution, with draws of its own.
     """
+    whole = not is_tensor_parallel(model)
+    require(whole, "graft.decode runs in one process, and the model is tensor parallel: give the model to graft.load")
     _check(input_ids, generation_config, logits_processor, model_kwargs)
     engine = _engine_of(model, policy)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]

@@ -61,6 +61,10 @@ class KVStore:
         self.values: Tensor | None = None
 
     @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
     def stored(self) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
@@ -85,6 +89,11 @@ class KVStore:
     def take(self, num_slots: int, stored: tuple[Tensor | None, Tensor | None]) -> None:
         self._num_slots = num_slots
         self.keys, self.values = stored
+
+    def move(self, source: Tensor, target: Tensor, num_layers: int | None = None) -> None:
+        """Copies what is in some slots into others, in the first layers; None: in all."""
+        for stored in self.stored:
+            stored[:num_layers, target] = stored[:num_layers, source]
 
     def copy_page(self, source: int, target: int) -> None:
         for stored in (self.keys, self.values):
@@ -462,8 +471,7 @@ class KVCache(Cache):
         if moves:
             source = self.slots_of([(row, row.length + place) for row, place, _ in moves])
             target = self.slots_of([(row, row.length + place) for row, _, place in moves])
-            for stored in self.store.stored:
-                stored[:num_layers, target] = stored[:num_layers, source]
+            self.store.move(source, target, num_layers)
 
     def advance(self, counts: Sequence[int]) -> None:
         for row, count in zip(self.rows, counts, strict=True):

@@ -124,16 +124,17 @@ class TargetRunner:
         """The pool, if there is one yet."""
         return self._pool
 
-    @torch.no_grad()
     def bytes_per_token(self) -> int:
         """Bytes of the KV cache that a token takes."""
         found = _bytes_per_token(self.model)
-        if found is None:  # the config does not tell: the first step does
-            cache = self.open(1, 1)
-            self.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
-            cache.release()
-            found = self._store.bytes_per_token
-        return found
+        return self._measured_bytes_per_token() if found is None else found
+
+    def _measured_bytes_per_token(self) -> int:
+        """Where the config does not tell, the first step does."""
+        cache = self.open(1, 1)
+        self.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
+        cache.release()
+        return self._store.bytes_per_token
 
     def step_bytes(self, max_tokens: int) -> int:
         """Bytes beside weights and KV cache that steps of up to so many tokens take, about: logits above all."""

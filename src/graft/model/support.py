@@ -24,6 +24,11 @@ TESTED_ARCHITECTURES = (
 )
 
 
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether transformers has split the model over several processes."""
+    return (getattr(model, "tp_size", None) or 1) > 1
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raises a GraftError that says why, if a model cannot verify trees."""
     kind = type(model).__name__
