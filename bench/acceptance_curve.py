@@ -3,13 +3,13 @@
     graft bench --record traces --limit 5 --rows 5 --max-new-tokens 96
     python bench/acceptance_curve.py traces --out src/graft/plan/acceptance.json
 
-A point is the policy `graft` with a fixed budget. Its passes are a fixed number, as in a batch, where a pass is made for
-all rows; or each round stops drafting by itself, at a pass cost, which only a single row can. `dense` is EAGLE-3's tree.
-Learning goes on from prompt to prompt. Shares are means over tasks, each with the same weight.
+A point is the policy `graft` with a fixed budget. Its passes are a fixed number, as in a batch, where a pass is made
+for all rows; or each round stops drafting by itself, at a pass cost, which only a single row can. `dense` is EAGLE-3's
+tree. Learning goes on from prompt to prompt. Shares are means over tasks, each with the same weight.
 
-Other than in `graft bench --replay`, tables learn only what the policy's own tree would have verified: a small tree must
-not learn from the recorded dense one. Rejected nodes outside the recorded tree are not learned from, as nobody knows
-what the target would have said there.
+Other than in `graft bench --replay`, tables learn only what the policy's own tree would have verified: a small tree
+must not learn from the recorded dense one. Rejected nodes outside the recorded tree are not learned from, as nobody
+knows what the target would have said there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _restricted(top_k: TargetTopK, tree: DraftTree, trace: Trace, place: int) ->
     tokens, parents, successors, logits = [], [], [], []
     kept: dict[int, int] = {}  # node of the policy's tree -> its number among those kept
     paths = _paths(tree.tokens[0], tree.parents[0])
-    for node, (path, parent, source) in enumerate(zip(paths, tree.parents[0].tolist(), tree.sources[0].tolist(), strict=True)):
+    nodes = zip(paths, tree.parents[0].tolist(), tree.sources[0].tolist(), strict=True)
+    for node, (path, parent, source) in enumerate(nodes):
         depth = len(path) - 1
         is_accepted = list(path[1:]) == answer[:depth] and depth < len(answer)
         if source == PADDING or (node > 0 and parent not in kept) or not (is_accepted or path in recorded):

@@ -94,9 +94,9 @@ def assumptions(made: Plan) -> list[str]:
     lines = [
         f"acceptance: {made.acceptance.source}. Another model, head or text accepts more or less: --accepted, "
         "--acceptance",
-        f"reached of the data sheet, as on an H200: {reached.bandwidth:.0%} of the bandwidth, {reached.products:.0%} of "
-        f"the bf16 arithmetic in products, {reached.attention:.0%} in tree attention; {reached.launch * 1e6:.1f} us a "
-        "kernel",
+        f"reached of the data sheet, as on an H200: {reached.bandwidth:.0%} of the bandwidth, {reached.products:.0%} "
+        f"of the bf16 arithmetic in products, {reached.attention:.0%} in tree attention; {reached.launch * 1e6:.1f} us "
+        "a kernel",
         f"beside that a round with a tree takes {reached.host * 1e3:.1f} ms, as on an H200's host, times the cube root "
         "of the batch",
         f"the head: EAGLE-3, one layer of the model's width, {settings.draft_vocab:,} draft tokens, one pass a depth",
@@ -105,13 +105,13 @@ def assumptions(made: Plan) -> list[str]:
     if costs.num_gpus > 1:
         latency = reached.nvlink_latency if costs.gpu.has_nvlink else reached.pcie_latency
         lines.append(
-            f"{costs.num_gpus} GPUs by tensor parallelism, head included: two all-reduces a layer of {latency * 1e6:.0f} "
-            f"us and {costs.gpu.link / 2e9:.0f} GB/s each way. Nothing was measured on more than one GPU"
+            f"{costs.num_gpus} GPUs by tensor parallelism, head included: two all-reduces a layer of "
+            f"{latency * 1e6:.0f} us and {costs.gpu.link / 2e9:.0f} GB/s each way. Nothing was measured on more than one GPU"
         )
     if costs.model.experts:
         lines.append(
-            f"tokens choose {costs.model.active_experts} of {costs.model.experts} experts independently, so a step of 64 "
-            f"reads {costs.model.experts_touched(64):.0%} of them; layers of experts are as efficient as dense ones, "
+            f"tokens choose {costs.model.active_experts} of {costs.model.experts} experts independently, so a step of "
+            f"64 reads {costs.model.experts_touched(64):.0%} of them; layers of experts are as efficient as dense ones, "
             "which nothing measured shows"
         )
     if not settings.prompt_tokens:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from graft.bench.cost_emulation import Shape
+from graft.bench.shapes import Shape
 from graft.plan.acceptance import Acceptance, Point
 from graft.plan.cost import Costs
 from graft.plan.gpus import GPUS

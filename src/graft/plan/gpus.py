@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graft.settings import require_known
+from graft.settings import require
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Gpu:
 
     @staticmethod
     def named(name: str) -> Gpu:
-        require_known("GPU", name, GPUS)
+        require(name in GPUS, f"unknown GPU {name!r}; known: {', '.join(GPUS)}")
         return GPUS[name]
 
 

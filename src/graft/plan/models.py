@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from graft.bench.cost_emulation import SHAPES, Shape
+from graft.bench.shapes import SHAPES, Shape
 from graft.errors import GraftError, ModelError
-from graft.settings import require, require_known
+from graft.settings import require
 
 BYTES = 2  # of a weight and of a cached number: bf16
 _EXTRA = ("vocab", "experts", "active_experts")  # numbers beside a Shape's, with defaults
@@ -35,12 +35,15 @@ class ModelShape:
 
     @staticmethod
     def named(name: str) -> ModelShape:
-        """A known model, layers=32,hidden=4096 and so on, or the folder of a model, of which only config.json is read."""
+        """A known model; layers=32,hidden=4096 and so on; or a model's folder, of which only config.json is read."""
         if "=" in name:
             return _of_numbers(name)
         if Path(name).is_dir():
             return _of_folder(Path(name))
-        require_known("model", name, MODELS)
+        require(
+            name in MODELS,
+            f"unknown model {name!r}; known: {', '.join(MODELS)}; or a folder with config.json, or layers=..,hidden=..",
+        )
         return MODELS[name]
 
     @property
@@ -97,9 +100,7 @@ MODELS = {
         ModelShape("llama-1b5", SHAPES["llama-1b5"]),
         ModelShape("llama-8b", SHAPES["llama-8b"]),
         ModelShape("qwen-32b", SHAPES["qwen-32b"], vocab=151_936),
-        ModelShape(
-            "llama-70b", Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8, head_dim=128)
-        ),
+        ModelShape("llama-70b", Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8, head_dim=128)),
         ModelShape(
             "qwen3-30b-a3b",
             Shape(layers=48, hidden=2048, intermediate=768, heads=32, kv_heads=4, head_dim=128),
