@@ -53,7 +53,7 @@ class _FewPasses(ReplayedDrafter):
 
     @property
     def max_passes(self) -> int:
-        return self._num_passes
+        return min(self._num_passes, super().max_passes)
 
     def levels(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None

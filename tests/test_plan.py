@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from graft import Engine
+from graft.bench.replay import Recorder, record, save_traces
 from graft.cli import main
 from graft.cli.plan import PLANNED, assumptions
 from graft.errors import GraftError
@@ -18,6 +21,12 @@ from graft.plan.cost import Costs
 from graft.plan.gpus import GPUS
 from graft.plan.models import MODELS, ModelShape
 from graft.plan.planner import PlanSettings, make_plan
+from graft.spec_decode.proposers import NgramTables
+from graft.spec_decode.proposers.base import TargetTopK
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from test_drafter import make_head
+from tiny import VOCAB, tiny_model
 
 H200 = GPUS["h200"]
 CONFIG = {
@@ -219,3 +228,31 @@ def test_help_names_every_model_and_gpu() -> None:
     model, gpu = (PLANNED[name].__metadata__[0].help for name in ("model", "gpu"))
     assert all(name in model for name in MODELS)
     assert all(name in gpu for name in GPUS)
+
+
+def test_curves_are_made_from_traces_and_small_trees_learn_only_what_they_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = TreeSettings(depth=5, topk=4, total_token=60)
+    model = tiny_model()
+    drafter = Eagle3Drafter(make_head(model), tree)
+    prompts = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6]]
+    traces = record(Engine(model, policy=Recorder(drafter), drafter=drafter), prompts, max_new_tokens=12)
+    facts = {"model": "tiny", "draft": "tiny", "max_new_tokens": 12}
+    save_traces(tmp_path / "task.safetensors", traces, tree, VOCAB, "task", **facts)
+    num_learned = []
+    learn = NgramTables.learn
+
+    def counted(self: NgramTables, top_k: TargetTopK) -> None:
+        if not top_k.is_text:
+            num_learned.append(top_k.tokens.shape[1])
+        learn(self, top_k)
+
+    monkeypatch.setattr(NgramTables, "learn", counted)
+    out = tmp_path / "curve.json"
+    monkeypatch.setattr(sys, "argv", ["acceptance_curve.py", str(tmp_path), "--out", str(out), "--budgets", "2"])
+    runpy.run_path(str(Path(__file__).parents[1] / "bench" / "acceptance_curve.py"), run_name="__main__")
+    points = json.loads(out.read_text())["points"]
+    assert [point["adapts"] for point in points] == [False] * 7 + [True] * 2
+    assert points[0]["passes"] == 0 < points[1]["passes"] <= 1 < points[2]["passes"] <= 2
+    assert max(num_learned) == 3  # the root and both nodes; the recorded tree has 61

@@ -106,13 +106,14 @@ def assumptions(made: Plan) -> list[str]:
         latency = reached.nvlink_latency if costs.gpu.has_nvlink else reached.pcie_latency
         lines.append(
             f"{costs.num_gpus} GPUs by tensor parallelism, head included: two all-reduces a layer of "
-            f"{latency * 1e6:.0f} us and {costs.gpu.link / 2e9:.0f} GB/s each way. Nothing was measured on more than one GPU"
+            f"{latency * 1e6:.0f} us and {costs.gpu.link / 2e9:.0f} GB/s each way. Nothing was measured on more than "
+            "one GPU"
         )
     if costs.model.experts:
         lines.append(
             f"tokens choose {costs.model.active_experts} of {costs.model.experts} experts independently, so a step of "
-            f"64 reads {costs.model.experts_touched(64):.0%} of them; layers of experts are as efficient as dense ones, "
-            "which nothing measured shows"
+            f"64 reads {costs.model.experts_touched(64):.0%} of them; their layers are as efficient as dense ones, "
+            "though only dense models have fused layers today, and none with experts was measured"
         )
     if not settings.prompt_tokens:
         lines.append("reading prompts is left out: --prompt-tokens counts it")

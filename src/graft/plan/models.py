@@ -79,8 +79,8 @@ class ModelShape:
 
     def weights_read(self, num_tokens: float) -> float:
         """Weights that a step of so many tokens reads."""
-        layer = self.attention_weights + self.router_weights
-        layer += self.mlp_weights * max(self.experts, 1) * self.experts_touched(num_tokens)
+        mlp = self.mlp_weights * max(self.experts, 1) * self.experts_touched(num_tokens)
+        layer = self.attention_weights + self.router_weights + mlp
         return self.shape.layers * layer + self.vocab * self.shape.hidden
 
     @property

@@ -143,7 +143,8 @@ def _require_room(costs: Costs, context: int) -> None:
     advice = f"{enough} would do" if enough else f"no number of them up to {shape.heads} would do"
     raise GraftError(
         f"{costs.model.name} does not fit on {costs.num_gpus} x {costs.gpu.name}: {_needed(costs, context) / 1e9:.0f} "
-        f"GB of weights and one text's KV cache on each, of {room / 1e9:.0f} ({MEMORY_SHARE:.0%} of its memory); {advice}"
+        f"GB of weights and one text's KV cache on each, where {room / 1e9:.0f} ({MEMORY_SHARE:.0%} of its memory) are "
+        f"for them; {advice}"
     )
 
 
