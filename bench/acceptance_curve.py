@@ -38,7 +38,7 @@ from graft.spec_decode.tree import PADDING, DraftTree
 from graft.stats import Clock
 
 # With the root, the sizes to which a GPU's steps are padded.
-BUDGETS = (1, 3, 7, 15, 23, 31, 47, 63, 95, 127)
+BUDGETS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
 PASSES = (0, 1, 2, 3, 4, 6, 9)
 PASS_COSTS = (0.03, 0.1)
 DENSE_NODES = 60
@@ -122,7 +122,8 @@ def main() -> None:
     recorded = read_recorded([options.traces])
     points = []
     for budget in options.budgets:
-        points += [_point(recorded, "graft-without-pruning", budget, num_passes=count) for count in PASSES]
+        counts = [count for count in PASSES if count <= budget]  # further levels would have no node
+        points += [_point(recorded, "graft-without-pruning", budget, num_passes=count) for count in counts]
         points += [_point(recorded, "graft", budget, pass_cost=cost) for cost in PASS_COSTS]
     source = {
         "model": recorded.about["model"],
