@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from graft.bench.cost_emulation import Shape, widen, widen_head
+from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
+from graft.bench.shapes import Shape
 from graft.bench.tasks import Question, Task, questions, read_tasks
 from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine

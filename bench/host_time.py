@@ -217,9 +217,9 @@ def decide(budget: Any, num_rows: int, plain: bool) -> None:
         best(plans)
         return min(plans, key=lambda plan: abs(plan.num_nodes + num_rows - size))
 
-    def further(*given: Any) -> int:
-        more(*given)
-        return max(num_passes - given[-2], 0)  # passes so far
+    def further(num_rows: int, num_done: int, reach: float) -> int:
+        more(num_rows, num_done, reach)
+        return max(num_passes - num_done, 0)
 
     def looks(num_rows: int) -> bool:
         may_look(num_rows)

@@ -32,7 +32,7 @@ if "--dry-run" in sys.argv:  # before Triton is imported
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tree_attention import Tree, random_tree
 
-from graft.bench.cost_emulation import SHAPES, Shape
+from graft.bench.shapes import SHAPES, Shape
 from graft.model import KVCache, TargetRunner
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.llama import why_not

@@ -12,7 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from graft.bench.cost_emulation import Shape, widen, widen_head
+from graft.bench.cost_emulation import widen, widen_head
+from graft.bench.shapes import Shape
 from graft.bench.tasks import questions, read_tasks
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL

@@ -13,7 +13,8 @@ import torch
 
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings, load
-from graft.bench.cost_emulation import SHAPES, Shape, widen, widen_head
+from graft.bench.cost_emulation import widen, widen_head
+from graft.bench.shapes import SHAPES, Shape
 from graft.cli.bench import _widened
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter

@@ -27,6 +27,11 @@ def require(condition: bool, message: str) -> None:
         raise GraftError(message)
 
 
+def check_size(name: str, value: Any) -> None:
+    """Raises a GraftError unless `value` is a positive whole number."""
+    require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}")
+
+
 def require_known(what: str, name: str, known: Collection[str]) -> None:
     """Raises a GraftError, with the closest known name, unless `name` is `known`. what: setting, policy ..."""
     if name not in known:

@@ -19,13 +19,14 @@ from graft.cli.env import env
 from graft.cli.generate import generate
 from graft.cli.index import index
 from graft.cli.load_check import load_check
+from graft.cli.plan import plan
 from graft.cli.pull import pull
 from graft.cli.serve import serve
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, serve, check, tune, drafters, train, load_check, pull, env)
+VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

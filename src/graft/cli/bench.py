@@ -15,7 +15,7 @@ from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from graft.bench.cost_emulation import Shape
+    from graft.bench.shapes import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
     from graft.loading import AnyDrafter
@@ -95,11 +95,11 @@ def bench(
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
-    from graft.bench.cost_emulation import Shape
     from graft.bench.peers import PEERS
     from graft.bench.results import environment
     from graft.bench.runner import BenchSettings, check_states
     from graft.bench.runs import OURS, check_names, make_methods
+    from graft.bench.shapes import Shape
     from graft.bench.tasks import Task, built_in_tasks, questions, read_tasks
     from graft.cli.results_table import run_and_show
     from graft.cli.traces import record_traces, replay_traces

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
-from graft.settings import require
-from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig, check_size
+from graft.settings import check_size, require
+from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig
 
 Json = Mapping[str, Any]
 Place = tuple[str, ...]  # the keys that lead to a value of config.json

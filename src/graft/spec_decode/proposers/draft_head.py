@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graft.errors import GraftError
-from graft.settings import Settings, require
+from graft.settings import Settings, check_size, require
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -107,10 +107,6 @@ def layer_shape(target: PreTrainedConfig) -> dict[str, Any]:
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "max_position_embeddings": text.max_position_embeddings,
     }
-
-
-def check_size(name: str, value: Any) -> None:
-    require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}")
 
 
 class DraftHead(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
-from graft.settings import require
-from graft.spec_decode.proposers.draft_head import HeadConfig, check_size, layer_shape
+from graft.settings import check_size, require
+from graft.spec_decode.proposers.draft_head import HeadConfig, layer_shape
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.errors import GraftError
-from graft.settings import require
+from graft.settings import check_size, require
 from graft.spec_decode.proposers.block.config import BlockConfig
 from graft.spec_decode.proposers.checkpoints import (
     Json,
@@ -24,7 +24,6 @@ from graft.spec_decode.proposers.checkpoints import (
     value_at,
     write_shape,
 )
-from graft.spec_decode.proposers.draft_head import check_size
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 CONDITIONAL = "ar_approximation."  # what the names of TreeFlash's own tensors start with

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from graft.model.attention import attend
-from graft.settings import require
-from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig, check_size, layer_shape
+from graft.settings import check_size, require
+from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig, layer_shape
 
 KeyValue = tuple[Tensor, Tensor]  # each [B, kv_heads, W, head_dim]
 

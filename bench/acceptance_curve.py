@@ -1,0 +1,178 @@
+"""Accepted lengths by budget and draft passes, replayed from recorded answers: the curves that `graft plan` reads.
+
+    graft bench --record traces --limit 5 --rows 5 --max-new-tokens 96
+    python bench/acceptance_curve.py traces --out src/graft/plan/acceptance.json
+
+A point is the policy `graft` with a fixed budget. Its passes are a fixed number, as in a batch, where a pass is made
+for all rows; or each round stops drafting by itself, at a pass cost, which only a single row can. `dense` is EAGLE-3's
+tree. Learning goes on from prompt to prompt. Shares are means over tasks, each with the same weight.
+
+Other than in `graft bench --replay`, tables learn only what the policy's own tree would have verified: a small tree
+must not learn from the recorded dense one. Rejected nodes outside the recorded tree are not learned from, as nobody
+knows what the target would have said there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.bench.ablations import POLICY_METHODS
+from graft.bench.replay import ReplayedDrafter, Trace, replay, replayed_target
+from graft.bench.replayed import Recorded, read_recorded
+from graft.core.batch import Batch
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.policies import Policy, PolicySettings, policy_with
+from graft.spec_decode.policies.base import DraftResult
+from graft.spec_decode.proposers.base import TargetTopK
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.tree import PADDING, DraftTree
+from graft.stats import Clock
+
+# With the root, the sizes to which a GPU's steps are padded.
+BUDGETS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
+PASSES = (0, 1, 2, 3, 4, 6, 9)
+PASS_COSTS = (0.03, 0.1)
+DENSE_NODES = 60
+
+
+class _FewPasses(ReplayedDrafter):
+    """A replayed drafter that makes no more than so many passes."""
+
+    def __init__(self, settings: TreeSettings, num_passes: int) -> None:
+        super().__init__(settings)
+        self._num_passes = num_passes
+
+    @property
+    def max_passes(self) -> int:
+        return min(self._num_passes, super().max_passes)
+
+    def levels(
+        self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[Level]:
+        return islice(super().levels(state, roots, keep, stops), self._num_passes)
+
+
+class _LearnsItsOwnTree(Policy):
+    """Mixin for a replayed policy: its tables learn from the nodes that it verified."""
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        result = super().grow(batch, roots, clock)  # type: ignore[safe-super]
+        state: Any = batch.draft
+        self._last = result.tree, state.trace, state.place
+        return result
+
+    def learn_top_k(self, top_k: TargetTopK) -> None:
+        super().learn_top_k(top_k if top_k.is_text else _restricted(top_k, *self._last))
+
+
+def _restricted(top_k: TargetTopK, tree: DraftTree, trace: Trace, place: int) -> TargetTopK:
+    """Of a recorded position, the target's tokens at nodes that are in the policy's tree too, and at accepted ones."""
+    recorded = {path: node for node, path in enumerate(_paths(top_k.tokens[0], top_k.parents[0]))}
+    answer = trace.answer.tolist()[place:]
+    tokens, parents, successors, logits = [], [], [], []
+    kept: dict[int, int] = {}  # node of the policy's tree -> its number among those kept
+    paths = _paths(tree.tokens[0], tree.parents[0])
+    nodes = zip(paths, tree.parents[0].tolist(), tree.sources[0].tolist(), strict=True)
+    for node, (path, parent, source) in enumerate(nodes):
+        depth = len(path) - 1
+        is_accepted = list(path[1:]) == answer[:depth] and depth < len(answer)
+        if source == PADDING or (node > 0 and parent not in kept) or not (is_accepted or path in recorded):
+            continue
+        # What follows an accepted node was recorded where it was the root.
+        at = (place + depth, 0) if is_accepted else (place, recorded[path])
+        kept[node] = len(kept)
+        tokens.append(path[-1])
+        parents.append(kept[parent] if node > 0 else parent)
+        successors.append(trace.successors[at])
+        logits.append(trace.logits[at])
+    return replace(
+        top_k,
+        tokens=torch.tensor([tokens]),
+        parents=torch.tensor([parents]),
+        sources=torch.zeros(1, len(tokens), dtype=tree.sources.dtype),
+        successors=torch.stack(successors)[None].int(),
+        logits=torch.stack(logits)[None],
+    )
+
+
+def _paths(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node, whose parents come before it."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        paths.append((*paths[parent], token) if node > 0 else (token,))
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
+    options = parser.parse_args()
+
+    recorded = read_recorded([options.traces])
+    points = []
+    for budget in options.budgets:
+        counts = [count for count in PASSES if count <= budget]  # further levels would have no node
+        points += [_point(recorded, "graft-without-pruning", budget, num_passes=count) for count in counts]
+        points += [_point(recorded, "graft", budget, pass_cost=cost) for cost in PASS_COSTS]
+    source = {
+        "model": recorded.about["model"],
+        "draft": recorded.about["draft"],
+        "tasks": {task: len(questions) for task, questions in recorded.tasks.items()},
+        "max_new_tokens": recorded.about["max_new_tokens"],
+    }
+    dense = _point(recorded, "dense", DENSE_NODES)
+    lines = ",\n".join(f"  {json.dumps(point)}" for point in points)
+    text = f'{{\n "source": {json.dumps(source)},\n "dense": {json.dumps(dense)},\n "points": [\n{lines}\n ]\n}}\n'
+    options.out.write_text(text, encoding="utf-8")
+
+
+def _point(
+    recorded: Recorded, method: str, budget: int, num_passes: int | None = None, pass_cost: float = 0.03
+) -> dict[str, Any]:
+    """Passes and the share of rounds that accept at least 1, 2 ... tokens, with one budget."""
+    tree = TreeSettings(depth=recorded.about["depth"], topk=recorded.about["topk"])
+    drafter = ReplayedDrafter(tree) if num_passes is None else _FewPasses(tree, num_passes)
+    kind = type("Replayed", (_LearnsItsOwnTree, POLICY_METHODS[method]), {})
+    policy = policy_with(
+        PolicySettings(budget, pass_cost),
+        method,
+        replayed_target(recorded.about),
+        None if num_passes == 0 else drafter,
+        {method: kind},
+    )
+    reached: list[float] = []
+    passes = 0.0
+    for questions in recorded.tasks.values():
+        every = [
+            replay(policy, recorded.traces[tuple(question.ids)], recorded.about.get("max_new_tokens"))
+            for question in questions
+        ]
+        rounds = len(recorded.tasks) * sum(stats.rounds for stats in every)
+        passes += sum(stats.draft_passes for stats in every) / rounds
+        for stats in every:
+            for depth, count in stats.accepted_by_depth.items():
+                reached += [0.0] * (depth - len(reached))
+                reached[depth - 1] += count / rounds
+    point = {
+        "nodes": budget,
+        "passes": round(passes, 2),
+        "adapts": method == "graft",
+        "reached": [round(share, 4) for share in reached],
+    }
+    print(f"{method:22s} {budget:4d} nodes  {passes:5.2f} passes  {1 + sum(reached):5.2f} accepted", flush=True)
+    return point
+
+
+if __name__ == "__main__":
+    main()
