@@ -6,10 +6,6 @@
 A point is the policy `graft` with a fixed budget. Its passes are a fixed number, as in a batch, where a pass is made
 for all rows; or each round stops drafting by itself, at a pass cost, which only a single row can. `dense` is EAGLE-3's
 tree. Learning goes on from prompt to prompt. Shares are means over tasks, each with the same weight.
-
-Other than in `graft bench --replay`, tables learn only what the policy's own tree would have verified: a small tree
-must not learn from the recorded dense one. Rejected nodes outside the recorded tree are not learned from, as nobody
-knows what the target would have said there.
 """
 
 from __future__ import annotations
@@ -17,25 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graft.bench.ablations import POLICY_METHODS
-from graft.bench.replay import ReplayedDrafter, Trace, replay, replayed_target
+from graft.bench.replay import ReplayedDrafter, replay, replayed_target
 from graft.bench.replayed import Recorded, read_recorded
-from graft.core.batch import Batch
 from graft.spec_decode.candidates import Level
-from graft.spec_decode.policies import Policy, PolicySettings, policy_with
-from graft.spec_decode.policies.base import DraftResult
-from graft.spec_decode.proposers.base import TargetTopK
+from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.tree import PADDING, DraftTree
-from graft.stats import Clock
 
 # With the root, the sizes to which a GPU's steps are padded.
 BUDGETS = (1, 3, 7, 15, 31, 47, 63, 95, 127)
@@ -59,57 +48,6 @@ class _FewPasses(ReplayedDrafter):
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
     ) -> Iterator[Level]:
         return islice(super().levels(state, roots, keep, stops), self._num_passes)
-
-
-class _LearnsItsOwnTree(Policy):
-    """Mixin for a replayed policy: its tables learn from the nodes that it verified."""
-
-    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        result = super().grow(batch, roots, clock)  # type: ignore[safe-super]
-        state: Any = batch.draft
-        self._last = result.tree, state.trace, state.place
-        return result
-
-    def learn_top_k(self, top_k: TargetTopK) -> None:
-        super().learn_top_k(top_k if top_k.is_text else _restricted(top_k, *self._last))
-
-
-def _restricted(top_k: TargetTopK, tree: DraftTree, trace: Trace, place: int) -> TargetTopK:
-    """Of a recorded position, the target's tokens at nodes that are in the policy's tree too, and at accepted ones."""
-    recorded = {path: node for node, path in enumerate(_paths(top_k.tokens[0], top_k.parents[0]))}
-    answer = trace.answer.tolist()[place:]
-    tokens, parents, successors, logits = [], [], [], []
-    kept: dict[int, int] = {}  # node of the policy's tree -> its number among those kept
-    paths = _paths(tree.tokens[0], tree.parents[0])
-    nodes = zip(paths, tree.parents[0].tolist(), tree.sources[0].tolist(), strict=True)
-    for node, (path, parent, source) in enumerate(nodes):
-        depth = len(path) - 1
-        is_accepted = list(path[1:]) == answer[:depth] and depth < len(answer)
-        if source == PADDING or (node > 0 and parent not in kept) or not (is_accepted or path in recorded):
-            continue
-        # What follows an accepted node was recorded where it was the root.
-        at = (place + depth, 0) if is_accepted else (place, recorded[path])
-        kept[node] = len(kept)
-        tokens.append(path[-1])
-        parents.append(kept[parent] if node > 0 else parent)
-        successors.append(trace.successors[at])
-        logits.append(trace.logits[at])
-    return replace(
-        top_k,
-        tokens=torch.tensor([tokens]),
-        parents=torch.tensor([parents]),
-        sources=torch.zeros(1, len(tokens), dtype=tree.sources.dtype),
-        successors=torch.stack(successors)[None].int(),
-        logits=torch.stack(logits)[None],
-    )
-
-
-def _paths(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node, whose parents come before it."""
-    paths: list[tuple[int, ...]] = []
-    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
-        paths.append((*paths[parent], token) if node > 0 else (token,))
-    return paths
 
 
 def main() -> None:
@@ -143,13 +81,12 @@ def _point(
     """Passes and the share of rounds that accept at least 1, 2 ... tokens, with one budget."""
     tree = TreeSettings(depth=recorded.about["depth"], topk=recorded.about["topk"])
     drafter = ReplayedDrafter(tree) if num_passes is None else _FewPasses(tree, num_passes)
-    kind = type("Replayed", (_LearnsItsOwnTree, POLICY_METHODS[method]), {})
     policy = policy_with(
         PolicySettings(budget, pass_cost),
         method,
         replayed_target(recorded.about),
         None if num_passes == 0 else drafter,
-        {method: kind},
+        POLICY_METHODS,
     )
     reached: list[float] = []
     passes = 0.0

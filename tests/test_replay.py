@@ -9,7 +9,7 @@ import torch
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.replay import Recorder, ReplayedDrafter, read_traces, record, replay, replayed_target, save_traces
 from graft.model import TargetRunner
-from graft.spec_decode.policies import make_policy
+from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from test_drafter import make_head
@@ -53,6 +53,30 @@ def test_every_policy_replays_to_the_end_of_the_answer(recorded, name):
     policy = make_policy(name, replayed_target(about), ReplayedDrafter(TREE), 20, pass_cost=0.03)
     for trace in traces:
         assert replay(policy, trace).tokens == len(trace.answer)
+
+
+def test_tables_learn_only_what_the_policys_own_tree_would_have_verified(recorded):
+    traces, about = read_traces(recorded[2])
+    policy = make_policy("recycle", replayed_target(about), ReplayedDrafter(TREE), 3)
+    grown, learned, grow, learn = [], [], policy.grow, policy.learn_top_k
+    policy.grow = lambda *given: (grown.append(grow(*given).tree), DraftResult(grown[-1], [0]))[1]
+    policy.learn_top_k = lambda top_k: (learned.append(top_k) if not top_k.is_text else None, learn(top_k))[1]
+    trace, place = traces[0], 0
+    replay(policy, trace)
+    assert len(grown) == len(learned) > 5 and max(top_k.tokens.shape[1] for top_k in learned) > 1
+    for tree, top_k in zip(grown, learned, strict=True):
+        own = set(zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True))
+        assert top_k.tokens.shape[1] <= 4 and int(top_k.tokens[0, 0]) == int(tree.tokens[0, 0])
+        assert set(top_k.tokens[0].tolist()) <= {token for token, _ in own}
+        node = 0
+        while True:  # along the answer: what the target says there is what was recorded a token later
+            assert torch.equal(top_k.successors[0, node].long(), trace.successors[place, 0])
+            place += 1
+            rest = [n for n in range(1, top_k.tokens.shape[1]) if place < len(trace.answer)]
+            below = [n for n in rest if top_k.parents[0, n] == node and top_k.tokens[0, n] == trace.answer[place - 1]]
+            if not below:
+                break
+            node = below[0]
 
 
 def test_a_replayed_chain_is_that_of_life_as_far_as_the_trace_knows_it(recorded):

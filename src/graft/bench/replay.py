@@ -36,7 +36,7 @@ from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import Drafter, DraftState, LevelByLevel, TreeSettings
-from graft.spec_decode.tree import ROOT, DraftTree
+from graft.spec_decode.tree import PADDING, ROOT, DraftTree
 from graft.stats import Clock, Stats
 
 FORMAT = "graft-trace-2"
@@ -266,7 +266,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
             nodes = _accepted(draft_result.tree, answer[place:])
             tokens = answer[place : place + len(nodes) + 1]
             nodes = nodes[: len(tokens)]
-            policy.learn_top_k(_recorded_top_k(trace, place, sequence.ids, policy.salt_of(sequence)))
+            policy.learn_top_k(_recorded_top_k(trace, place, draft_result.tree, sequence.ids, policy.salt_of(sequence)))
             policy.learn_accepted(draft_result.tree, Accepted([nodes], [tokens]), seconds=1.0)
             sequence.stats.draft_passes += draft_result.passes[0]
             # Nobody asks for the logits after the policy's own nodes.
@@ -293,12 +293,41 @@ def _accepted(tree: DraftTree, following: Sequence[int]) -> list[int]:
     return path
 
 
-def _recorded_top_k(trace: Trace, place: int, history: Sequence[int], salt: int) -> TargetTopK:
-    """The target's recorded top-k tokens at a position, with the text so far as history."""
-    tokens, parents = trace.judged[place][None], trace.judged_parents[place][None]
-    zeros = torch.zeros_like(tokens)
-    tree = DraftTree(0, tokens, parents, zeros.float(), zeros, zeros)
-    return TargetTopK.of_trees(_verified(tokens, trace.successors[place], trace.logits[place]), tree, [history], [salt])
+def _recorded_top_k(trace: Trace, place: int, tree: DraftTree, history: Sequence[int], salt: int) -> TargetTopK:
+    """The target's top-k tokens at the nodes of a policy's tree at a position, with the text so far as history.
+
+    What follows an accepted node was recorded where it was the root; what follows a rejected one, only if it was in the
+    recorded dense tree. The other nodes are left out, and what is below them.
+    """
+    recorded = {path: node for node, path in enumerate(_paths(trace.judged[place], trace.judged_parents[place]))}
+    answer = trace.answer.tolist()[place:]
+    kept: dict[int, int] = {}  # node of the policy's tree -> its number among those kept
+    tokens, parents, found = list[int](), list[int](), list[tuple[int, int]]()
+    nodes = zip(
+        _paths(tree.tokens[0], tree.parents[0]), tree.parents[0].tolist(), tree.sources[0].tolist(), strict=True
+    )
+    for node, (path, parent, source) in enumerate(nodes):
+        depth = len(path) - 1
+        is_accepted = list(path[1:]) == answer[:depth] and depth < len(answer)
+        if source == PADDING or (node and parent not in kept) or not (is_accepted or path in recorded):
+            continue
+        kept[node] = len(kept)
+        tokens.append(path[-1])
+        parents.append(kept[parent] if node else 0)
+        found.append((place + depth, 0) if is_accepted else (place, recorded[path]))
+    ids = torch.tensor([tokens])
+    zeros = torch.zeros_like(ids)
+    own = DraftTree(0, ids, torch.tensor([parents]), zeros.float(), zeros, zeros)
+    successors, logits = (torch.stack([part[at] for at in found]) for part in (trace.successors, trace.logits))
+    return TargetTopK.of_trees(_verified(ids, successors, logits), own, [history], [salt])
+
+
+def _paths(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node, whose parents come before it."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        paths.append((*paths[parent], token) if node else (token,))
+    return paths
 
 
 def _verified(tokens: Tensor, successors: Tensor, logits: Tensor) -> VerifyOutput:
