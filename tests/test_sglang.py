@@ -1,4 +1,4 @@
-"""The SGLang plugin without SGLang and without a GPU: its pure parts against slow ones, whole rounds over a stand-in."""
+"""The SGLang plugin without SGLang or a GPU: its pure parts against slow ones, whole rounds over a stand-in."""
 
 import json
 import subprocess
@@ -112,10 +112,12 @@ def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree
     lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
     wide = unpacked(packed(tree, width))
     size = width * (sum(lengths) + num_rows * width)
-    buffer = torch.zeros(size + 7, dtype=torch.uint8) if data.draw(st.booleans()) else None
+    room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
+    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
     arrays = verify_arrays(wide, torch.tensor(lengths, dtype=torch.int32), sum(lengths), buffer)
     assert arrays.draft_token.view(num_rows, width)[:, : tree.width].equal(tree.tokens)
-    assert arrays.custom_mask.data_ptr() == buffer.data_ptr() if buffer is not None else len(arrays.custom_mask) == size
+    fits = room is not None and room >= size
+    assert arrays.custom_mask is buffer if fits else len(arrays.custom_mask) == size
     start = 0
     for row, length in enumerate(lengths):
         for place in range(width):
@@ -276,7 +278,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 def test_a_head_must_name_the_class_that_sglang_loads_it_with(tmp_path):
     check_head(["LlamaForCausalLMEagle3"])
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(GraftError, match='must say "architectures": .*it names LlamaForCausalLM$'):
+    with pytest.raises(GraftError, match=r'must say "architectures": .*it names LlamaForCausalLM$'):
         check_server(sglang_double.server_args(speculative_draft_model_path=str(tmp_path)), SGLangSettings())
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(GraftError, match="cannot read"):
@@ -385,6 +387,26 @@ def test_paths_deeper_than_the_head_drafts_are_accepted(sglang):
     assert max(depths) > 3
     assert all(each.output_ids[:150].tolist() == plain(each)[:150] for each in requests)
     assert len(inputs) < 150
+
+
+def test_texts_that_lag_behind_give_the_plain_text_and_a_warning(sglang, monkeypatch, caplog):
+    from graft.integrations.sglang import rounds
+
+    whole = rounds.Texts.of
+
+    def late(texts, requests):
+        shorter = [SimpleNamespace(**vars(each) | {"output_ids": each.output_ids[:-2]}) for each in requests]
+        for each in shorter:
+            each.finished = lambda: False
+        return whole(texts, shorter)
+
+    monkeypatch.setattr(rounds.Texts, "of", late)
+    one = sglang.Request("a", PROMPT)
+    decode(sglang, [one])
+    assert one.output_ids[:60].tolist() == plain(one)[:60]
+    assert [record.message for record in caplog.records] == [
+        "requests do not end in the token that is decoded next: Graft retrieves badly"
+    ]
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own(sglang):

@@ -5,6 +5,7 @@ Nothing here imports SGLang or needs a GPU.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
 from graft.spec_decode.tree import DraftTree
+
+_log = logging.getLogger(__name__)
 
 
 class Request(Protocol):
@@ -117,6 +120,7 @@ class Rounds:
         self._vocab_size, self._topk, self._num_steps = vocab_size, topk, num_steps
         self.num_places = num_places
         self._settings = settings
+        self._has_warned = False
         self._budget = min(settings.budget or num_places - 1, num_places - 1)
         self._max_depth = min(settings.max_depth or self._budget, self._budget)
         self.reset()
@@ -131,6 +135,10 @@ class Rounds:
     def propose(self, requests: Sequence[Request], roots: Tensor, drafted: Drafted) -> Proposal:
         """The tree to verify. roots [B]: the requests' last tokens; all on the host."""
         texts, grafter = self.texts.of(requests), self.grafter
+        if not self._has_warned and [text.ids[-1] for text in texts] != roots.tolist():
+            # What is verified is right all the same, but little of what is looked up will be.
+            _log.warning("requests do not end in the token that is decoded next: Graft retrieves badly")
+            self._has_warned = True
         round = grafter.begin(roots, texts, [self._budget] * len(texts), self._max_depth)
         if round is None:
             tree = DraftTree.roots(roots)

@@ -96,7 +96,7 @@ def verify_arrays(tree: DraftTree, seq_lens: Tensor, seq_lens_sum: int, mask_buf
     """The verify's inputs, where `seq_lens` [B] is; nothing waits for that device.
 
     tree: of D places, on the host. seq_lens: tokens in the KV cache, without the root. mask_buffer: where the mask is
-    to be written, if the attention backend has such a place; it may be longer.
+    to be written, if the attention backend has such a place and the mask fits; then seq_lens_sum may be unknown, 0.
     """
     device, (num_rows, num_places) = seq_lens.device, tree.tokens.shape
     host = torch.stack([tree.tokens, tree.depths, *tree.links()])
@@ -105,8 +105,9 @@ def verify_arrays(tree: DraftTree, seq_lens: Tensor, seq_lens_sum: int, mask_buf
     lengths = seq_lens.to(torch.int64)
     places = torch.arange(num_places, device=device)
     positions = lengths[:, None] + depths
-    if mask_buffer is None:
-        mask = torch.ones(num_places * (seq_lens_sum + num_rows * num_places), dtype=torch.bool, device=device)
+    size = num_places * (seq_lens_sum + num_rows * num_places)
+    if mask_buffer is None or len(mask_buffer) < size:  # a batch larger than those that are captured
+        mask = torch.ones(size, dtype=torch.bool, device=device)
     else:
         mask = mask_buffer.fill_(True)  # all of it: a padded batch reads beyond our rows
     wide = lengths + num_places
