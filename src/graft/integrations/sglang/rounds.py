@@ -158,6 +158,7 @@ class Rounds:
         highest = (successors[:, :width].contiguous(), logits[:, :width].contiguous())
         self.grafter.learn_top_k(TargetTopK(*columns, *highest, *proposal.before, proposal.salts))
         self.grafter.learn(proposal.round, tree, accepted, seconds=1.0)
+        self.grafter.catch_up()  # now: the head is drafting meanwhile
         return accepted
 
 
