@@ -100,6 +100,20 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Scores [B, V] with what top-k, then top-p, then min-p [B] exclude at minus infinity. top_k 0 is off."""
+    vocab_size = scores.shape[1]
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(vocab_size, device=scores.device)
+    top_k = torch.where(top_k > 0, top_k, vocab_size)
+    keep = rank < top_k[:, None]
+    probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)
+    before = probability.cumsum(dim=1) - probability
+    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # the first is always kept
+    keep &= probability >= min_p[:, None] * probability[:, :1]
+    return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
+
+
 class Sampler:
     """Chooses tokens for a batch of rows, each with its own settings and history (an `acceptance.Chooser`)."""
 
@@ -249,19 +263,10 @@ class Sampler:
         return scores
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Scores with what top-k, then top-p, then min-p exclude at minus infinity."""
+        """Scores with what the rows' settings exclude at minus infinity."""
         if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
             return scores
-        ordered, order = scores.sort(dim=1, descending=True, stable=True)
-        rank = torch.arange(self._vocab_size, device=scores.device)
-        top_k, top_p, min_p = (self._column(name) for name in ("top_k", "top_p", "min_p"))
-        top_k = torch.where(top_k > 0, top_k, self._vocab_size)
-        keep = rank < top_k[:, None]
-        probability = ordered.masked_fill(~keep, -torch.inf).softmax(dim=1)
-        before = probability.cumsum(dim=1) - probability
-        keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # the first is always kept
-        keep &= probability >= min_p[:, None] * probability[:, :1]
-        return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
+        return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
         self.move_on(walking)

@@ -1,0 +1,42 @@
+"""The entry point `sglang.srt.plugins`: SGLang calls `register` in its launcher and in every scheduler process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from graft.errors import GraftError
+from graft.integrations.sglang.settings import SGLangSettings, check_server, check_version, from_environment
+
+_WORKERS = "sglang.srt.speculative.eagle_worker_v2"
+
+
+def register() -> None:
+    """Puts Graft's workers in the place of SGLang's EAGLE workers, where `GRAFT_SGLANG=1` asks for it.
+
+    SGLang only logs a plugin's exceptions and would go on without it: what is wrong ends the process instead.
+    """
+    try:
+        settings = from_environment(os.environ)
+        if settings is not None:
+            _register(settings)
+    except GraftError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _register(settings: SGLangSettings) -> None:
+    import sglang
+
+    check_version(sglang.__version__)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from graft.integrations.sglang import worker
+
+    def check(_: None, server_args: Any) -> None:
+        check_server(server_args, settings)
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", check, HookType.AFTER)
+    HookRegistry.register(f"{_WORKERS}.EAGLEWorkerV2", worker.GraftWorker, HookType.REPLACE)
+    HookRegistry.register(f"{_WORKERS}.EagleDraftWorker", worker.GraftDraftWorker, HookType.REPLACE)
+    for name, hook in worker.HOOKS.items():
+        HookRegistry.register(f"sglang.srt.speculative.{name}", hook, HookType.AROUND)

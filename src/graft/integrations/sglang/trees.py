@@ -1,0 +1,163 @@
+"""SGLang's arrays: what its head has drafted as levels, a tree as its verify's inputs, and the tokens chosen there.
+
+Nothing here imports SGLang or needs a GPU. D is --speculative-num-draft-tokens: every row's tree has exactly D places.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graft.model.sampler import gumbel_noise, truncated
+from graft.spec_decode.candidates import Level
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
+from graft.spec_decode.tree import DRAFTED, PADDING, ROOT, DraftTree
+
+_NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
+
+
+class Drafted(NamedTuple):
+    """What the head has drafted, M nodes by SGLang's flat ids: level 1 has K from 0, every further level K².
+
+    The parent of a node f >= K is `beams[f // K]`, a flat id; that of the others is the root.
+    """
+
+    tokens: Tensor  # [B, M] target ids
+    scores: Tensor  # [B, M] the head's q multiplied along the path
+    beams: Tensor  # [B, 1 + levels * K] -1 for the root, then the flat ids of the K expanded nodes of each level
+
+    def to_host(self) -> Drafted:
+        return Drafted(*(column.cpu() for column in self))
+
+
+class VerifyArrays(NamedTuple):
+    """The fields of SGLang's `EagleVerifyInput` for B trees of D places."""
+
+    custom_mask: Tensor  # flat: of every row D times (prefix + D), whether the place sees it
+    positions: Tensor  # [B * D]
+    retrieve_index: Tensor  # [B, D] where each place is among all
+    retrieve_next_token: Tensor  # [B, D] first child in the row, -1 if none
+    retrieve_next_sibling: Tensor  # [B, D]
+    draft_token: Tensor  # [B * D]
+
+
+def levels_of(drafted: Drafted, topk: int) -> list[Level]:
+    """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
+    them."""
+    tokens, scores, beams = drafted
+    num_rows, total = tokens.shape
+    width = max(KEPT_OF_A_LEVEL, topk)
+    numbers = torch.zeros(num_rows, total, dtype=torch.int64)  # of flat ids in the levels; 0: left out
+    levels: list[Level] = []
+    start, count, next_number = 0, topk, 1
+    while start < total:
+        order = scores[:, start : start + count].sort(dim=1, descending=True, stable=True).indices[:, :width]
+        flat = order + start
+        paths = scores.gather(1, flat)
+        if start == 0:
+            parents, above = torch.zeros_like(flat), torch.ones_like(paths)
+            has_parent = paths > 0
+        else:
+            upper = beams.gather(1, flat // topk)
+            parents, above = numbers.gather(1, upper), scores.gather(1, upper)
+            # Of equal scores SGLang may have expanded one that is left out here.
+            has_parent = (parents > 0) & (above > 0)
+        probabilities = (paths / above).clamp(max=1.0).where(has_parent, 0.0)
+        levels.append(Level(tokens.gather(1, flat), parents, probabilities, paths))
+        numbers.scatter_(1, flat, torch.arange(next_number, next_number + flat.shape[1]).expand_as(flat))
+        start, count, next_number = start + count, topk * topk, next_number + flat.shape[1]
+    return levels
+
+
+def packed(tree: DraftTree, num_places: int) -> Tensor:
+    """Trees as one tensor [2, B, D] of tokens and parents, to be sent to other ranks; the parent of padding is -1."""
+    wide = tree.padded(num_places)
+    return torch.stack([wide.tokens, wide.parents.masked_fill(~wide.valid, -1)])
+
+
+def unpacked(columns: Tensor) -> DraftTree:
+    """The trees of D places that `packed` gave; what they were proposed for is lost."""
+    tokens, parents = columns
+    depths = []
+    for row in parents.tolist():
+        of_row = [0] * len(row)
+        for node, parent in enumerate(row[1:], start=1):
+            of_row[node] = of_row[parent] + 1 if parent >= 0 else 0
+        depths.append(max(of_row))
+    sources = torch.full_like(parents, DRAFTED).masked_fill(parents < 0, PADDING)
+    sources[:, 0] = ROOT
+    unknown = torch.zeros_like(tokens)
+    return DraftTree(max(depths), tokens, parents.clamp(min=0), unknown.float(), sources, unknown)
+
+
+def verify_arrays(tree: DraftTree, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
+    """The verify's inputs, where `seq_lens` [B] is; nothing waits for that device.
+
+    tree: of D places, on the host. seq_lens: tokens in the KV cache, without the root. mask_buffer: where the mask is
+    to be written, if the attention backend has such a place and the mask fits; then seq_lens_sum may be unknown, 0.
+    """
+    device, (num_rows, num_places) = seq_lens.device, tree.tokens.shape
+    host = torch.stack([tree.tokens, tree.depths, *tree.links()])
+    tokens, depths, children, siblings = _to_device(host, device)
+    seen = _to_device(tree.mask(), device)
+    lengths = seq_lens.to(torch.int64)
+    places = torch.arange(num_places, device=device)
+    positions = lengths[:, None] + depths
+    size = num_places * (seq_lens_sum + num_rows * num_places)
+    if mask_buffer is None or len(mask_buffer) < size:  # a batch larger than those that are captured
+        mask = torch.ones(size, dtype=torch.bool, device=device)
+    else:
+        mask = mask_buffer.fill_(True)  # all of it: a padded batch reads beyond our rows
+    wide = lengths + num_places
+    starts = num_places * (wide.cumsum(0) - wide)
+    index = starts[:, None, None] + places[:, None] * wide[:, None, None] + lengths[:, None, None] + places
+    mask[index.flatten()] = seen.flatten().to(mask.dtype)
+    retrieve_index = torch.arange(num_rows * num_places, device=device).view(num_rows, num_places)
+    return VerifyArrays(mask, positions.flatten(), retrieve_index, children, siblings, tokens.flatten())
+
+
+class Sampling(NamedTuple):
+    """How each of B rows chooses its tokens, all [B]. SGLang writes greedy as top-k 1 at temperature 1."""
+
+    seeds: Tensor  # int64
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    is_truncated: bool  # whether top-k above 1, top-p or min-p excludes tokens in any row
+
+
+def target_tokens(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:
+    """The target's own token [B, D] after every node: what is accepted is compared with it.
+
+    logits [B * D, V]; positions [B * D] of the nodes. The noise is keyed by the row's seed and the position of the
+    token to choose alone, so what the tree holds never changes a choice. sampling: None if all rows are greedy.
+    """
+    best = logits.argmax(dim=-1)
+    if sampling is None:
+        return best
+    num_places = len(logits) // len(sampling.seeds)
+    seeds, temperatures, top_k, top_p, min_p = (column.repeat_interleave(num_places) for column in sampling[:5])
+    keys = positions + 1
+    if logits.is_cuda and not sampling.is_truncated:
+        from graft.model.kernels.topk import draw  # needs Triton
+
+        drawn = draw(logits.float(), seeds, keys, temperatures.float())
+        return torch.where(top_k <= 1, best, drawn)
+    drawn = torch.empty_like(best)
+    at_once = max(_NOISE_AT_ONCE // logits.shape[1], 1)
+    for first in range(0, len(logits), at_once):
+        part = slice(first, first + at_once)
+        scores = logits[part].float() / temperatures[part, None]
+        if sampling.is_truncated:
+            scores = truncated(scores, top_k[part], top_p[part], min_p[part])
+        drawn[part] = (scores + gumbel_noise(seeds[part], keys[part], logits.shape[1])).argmax(dim=1)
+    return torch.where(top_k <= 1, best, drawn)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # else the transfer waits for the device
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,248 @@
+"""SGLang's EAGLE workers with Graft's tree between the head's drafts and the verify. Importing this needs SGLang.
+
+SGLang's own code drafts, verifies and moves the KV cache. Four of its functions ask here first (`HOOKS`), and do what
+they always did unless one of our workers has called them: the drafted levels are kept whole, the tree is Graft's, and
+the target's tokens are chosen by keyed noise and handed to the kernel that walks the tree.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attention_enabled
+from sglang.srt.speculative import eagle_worker_v2
+from torch import Tensor
+
+from graft.integrations.sglang.rounds import Proposal, Rounds, agreed_tree
+from graft.integrations.sglang.settings import SGLangSettings, check_head, check_server, from_environment
+from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, target_tokens, verify_arrays
+from graft.model.verified import likeliest
+from graft.spec_decode.tree import DraftTree
+
+_drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
+_choosing: ContextVar[Callable[[], Tensor] | None] = ContextVar("graft_choosing", default=None)
+
+
+class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
+    """The head, whose drafts are grafted and pruned."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_head(self.draft_runner.model_config.hf_config.architectures or ())
+        self._group = get_attention_tp_group() if is_dp_attention_enabled() else get_tp_group()
+        self._vocab_size = self.target_worker.model_config.vocab_size
+        sizes = (self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
+        self._rounds = Rounds(self._vocab_size, *sizes, _settings()) if self._group.rank_in_group == 0 else None
+        self._batch: Any = None  # SGLang's ScheduleBatch, while it is drafted for
+        self._proposal: Proposal | None = None  # the last, on rank 0
+        self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
+
+    def draft(self, batch: Any) -> Any:
+        """The verify's input: SGLang's own course, in which `build` makes the tree."""
+        self._batch = batch
+        with _set(_drafting, self):
+            verify_input = super().draft(batch)
+        self._batch = None
+        # Bounds the walk down the tree: grafted chains are longer than drafted ones.
+        verify_input.spec_steps = self.speculative_num_draft_tokens - 1
+        verify_input.graft_worker = self
+        return verify_input
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        """The draft passes, which may be captured in a CUDA graph: with all levels as their result."""
+        with _set(_drafting, self):
+            return super().draft_forward(forward_batch)
+
+    def build(
+        self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, seq_lens_sum: int, mask: Tensor | None
+    ) -> VerifyArrays:
+        """Rank 0's tree as the verify's inputs."""
+
+        def decide() -> tuple[DraftTree, int]:
+            assert self._rounds is not None
+            self._catch_up()
+            self._proposal = self._rounds.propose(self._batch.reqs, roots.cpu().long(), drafted.to_host())
+            return self._proposal.tree, self.speculative_num_draft_tokens
+
+        tree = agreed_tree(decide if self._rounds is not None else None, self._group.broadcast_object)
+        return verify_arrays(tree, seq_lens, seq_lens_sum, mask)
+
+    def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor) -> Tensor:
+        """Rank 0's choice of the target's token after every place, [B, D] on the device.
+
+        info: SGLang's `SamplingBatchInfo`. logits: with penalties.
+        """
+        shape = (len(requests), self.speculative_num_draft_tokens)
+        if self._rounds is not None:
+            chosen = target_tokens(logits, positions, self._sampling(requests, info)).view(shape)
+        else:
+            chosen = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        if self._group.world_size > 1:
+            self._group.broadcast(chosen, src=0)
+        return chosen
+
+    def remember(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None:
+        """Sends a verify's results to the host, to be learned from before the next draft."""
+        rounds, proposal, self._proposal = self._rounds, self._proposal, None
+        assert rounds is not None and proposal is not None
+        on_host = [_to_host(tensor) for tensor in (chosen, successors, logits)]
+        arrived = None
+        if chosen.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+        def learn() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            rounds.learn(proposal, *on_host)
+
+        self._unlearned = learn
+
+    @property
+    def decides(self) -> bool:
+        return self._rounds is not None
+
+    def reset(self) -> None:
+        """Forgets all texts and all that was learned of them."""
+        self._unlearned = self._proposal = None
+        if self._rounds is not None:
+            self._rounds.reset()
+
+    def _catch_up(self) -> None:
+        learn, self._unlearned = self._unlearned, None
+        if learn is not None:
+            learn()
+
+    def _sampling(self, requests: Any, info: Any) -> Sampling | None:
+        """How the rows choose; None if all are greedy."""
+        assert self._rounds is not None
+        if info.is_all_greedy:
+            return None
+        random = [request.sampling_params for request in requests if request.sampling_params.top_k > 1]
+        is_truncated = any(each.top_k < self._vocab_size or each.top_p < 1 or each.min_p > 0 for each in random)
+        device = info.temperatures.device
+        seeds = torch.tensor(self._rounds.texts.seeds(requests), dtype=torch.int64, device=device)
+        return Sampling(seeds, info.temperatures.flatten(), info.top_ks, info.top_ps, info.min_ps, is_truncated)
+
+
+class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
+    """SGLang's EAGLE worker over a `GraftDraftWorker`, which has the name by which its constructor finds one."""
+
+    def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        check_server(server_args, _settings())
+        super().__init__(server_args, *args, **kwargs)
+        # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
+        self.speculative_num_steps = self.speculative_num_draft_tokens - 1
+
+    def clear_cache_pool(self) -> None:
+        super().clear_cache_pool()
+        self.draft_worker.reset()
+
+
+# Hooks of SGLang's functions, each called with the function itself and its arguments
+
+
+def _keep_levels(original: Any, scores: Any, tokens: Any, beams: Any, num_draft_token: int) -> Any:
+    """`organize_draft_results`: all drafted nodes, where SGLang keeps the best by score."""
+    if _drafting.get() is None:
+        return original(scores, tokens, beams, num_draft_token)
+    joined = torch.cat([level.flatten(1) for level in scores], dim=1)
+    return torch.cat(beams, dim=1), joined, torch.cat(tokens, dim=1)
+
+
+def _build_tree(
+    original: Any,
+    bonus_tokens: Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor,
+    seq_lens: Tensor,
+    seq_lens_sum: int,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: Any = 0,
+    tree_mask_buf: Tensor | None = None,
+    position_buf: Tensor | None = None,
+) -> Any:
+    """`build_tree_kernel_efficient`: what `_keep_levels` gave comes in, the verify's arrays go out."""
+    worker = _drafting.get()
+    if worker is None:
+        sizes = (seq_lens, seq_lens_sum, topk, spec_steps, num_verify_tokens)
+        buffers = (tree_mask_mode, tree_mask_buf, position_buf)
+        return original(bonus_tokens, parent_list, top_scores_index, draft_tokens, *sizes, *buffers)
+    drafted = Drafted(draft_tokens, top_scores_index, parent_list)
+    arrays = worker.build(bonus_tokens, drafted, seq_lens, seq_lens_sum, tree_mask_buf)
+    if position_buf is not None:
+        position_buf[: len(arrays.positions)] = arrays.positions
+        arrays = arrays._replace(positions=position_buf)
+    return tuple(arrays)
+
+
+def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
+    """`eagle_sample`: SGLang applies penalties, biases and grammars and walks the tree, as it does for greedy rows; the
+    tokens that it compares are chosen by `_walk`."""
+    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
+    if worker is None or batch.forward_mode.is_idle():
+        return original(verify_input, batch, logits_output, vocab_mask)
+    logits = logits_output.next_token_logits
+    highest = likeliest(logits) if worker.decides else None  # as the target gave them: penalties come in place
+    info, chosen = batch.sampling_info, []
+
+    def choose() -> Tensor:
+        chosen.append(worker.choose(batch.reqs, info, verify_input.positions[: len(logits)], logits))
+        return chosen[0]
+
+    batch.sampling_info = copy.copy(info)
+    batch.sampling_info.is_all_greedy = True
+    try:
+        with _set(_choosing, choose):
+            result = original(verify_input, batch, logits_output, vocab_mask)
+    finally:
+        batch.sampling_info = info
+    if highest is not None:
+        successors, values = highest
+        shape = (*chosen[0].shape, -1)
+        worker.remember(chosen[0], successors.int().view(shape), values.float().view(shape))
+    return result
+
+
+def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """`verify_tree_greedy_func`: with the tokens that were chosen, where SGLang gives the likeliest."""
+    choose = _choosing.get()
+    if choose is not None:
+        kwargs["target_predict"] = choose()
+    return original(*args, **kwargs)
+
+
+HOOKS = {
+    "eagle_utils.organize_draft_results": _keep_levels,
+    "eagle_utils.build_tree_kernel_efficient": _build_tree,
+    "eagle_utils.eagle_sample": _sample,
+    "eagle_utils.verify_tree_greedy_func": _walk,
+}
+
+
+def _settings() -> SGLangSettings:
+    return from_environment(os.environ) or SGLangSettings()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that may still be on its way."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -1,0 +1,343 @@
+"""A stand-in for the parts of SGLang 0.5.15 that the plugin touches, on a CPU, over a made-up target and head.
+
+One module plays all of SGLang's (`install`). Its workers take the same course as SGLang's and call the same functions
+by the same names; what the plugin must replace fails here. The target reads each place's context out of the verify's
+own arrays (tokens, positions, mask), so that a wrong one of them gives another text.
+"""
+
+import importlib.util
+import sys
+from array import array
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+
+__version__ = "0.5.15"
+VOCAB = 40
+NAMES = (
+    "sglang",
+    "sglang.srt",
+    "sglang.srt.plugins",
+    "sglang.srt.plugins.hook_registry",
+    "sglang.srt.server_args",
+    "sglang.srt.distributed",
+    "sglang.srt.layers",
+    "sglang.srt.layers.dp_attention",
+    "sglang.srt.speculative",
+    "sglang.srt.speculative.eagle_utils",
+    "sglang.srt.speculative.eagle_worker_v2",
+)
+
+
+def install(monkeypatch):
+    """A fresh stand-in under SGLang's names."""
+    spec = importlib.util.spec_from_file_location("sglang_double_now", __file__)
+    double = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(double)
+    double.__path__ = []  # a package
+    double.eagle_worker_v2 = double
+    for name in NAMES:
+        monkeypatch.setitem(sys.modules, name, double)
+    monkeypatch.delitem(sys.modules, "graft.integrations.sglang.worker", raising=False)
+    return double
+
+
+# Plugins
+
+
+class HookType:
+    AFTER, AROUND, REPLACE = range(3)
+
+
+class HookRegistry:
+    hooks: ClassVar = []
+
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        cls.hooks.append((target, hook, hook_type))
+
+    @classmethod
+    def apply_hooks(cls):
+        for target, hook, kind in cls.hooks:
+            module, _, rest = target.rpartition(".")
+            where = ServerArgs if module.endswith("ServerArgs") else sys.modules[module]
+            setattr(where, rest, hook if kind == HookType.REPLACE else wrapped(getattr(where, rest), hook, kind))
+
+
+def wrapped(original, hook, kind):
+    def after(*args):
+        result = original(*args)
+        modified = hook(result, *args)
+        return modified if modified is not None else result
+
+    return after if kind == HookType.AFTER else lambda *args, **kwargs: hook(original, *args, **kwargs)
+
+
+class ServerArgs(SimpleNamespace):
+    def check_server_args(self):
+        pass
+
+
+def server_args(**changes):
+    usual = dict(
+        speculative_algorithm="EAGLE3",
+        speculative_eagle_topk=3,
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=12,
+        speculative_draft_model_path="nobody/head",
+        disable_overlap_schedule=True,
+        speculative_adaptive=False,
+        speculative_use_rejection_sampling=False,
+    )
+    return ServerArgs(**usual | changes)
+
+
+# Ranks
+
+
+class Group:
+    """The ranks of a target: this process alone, or those of torch.distributed."""
+
+    rank_in_group, world_size = 0, 1
+
+    def broadcast_object(self, obj, src=0):
+        return obj
+
+    def broadcast(self, tensor, src=0):
+        raise AssertionError("there is nobody else")
+
+
+class Processes(Group):
+    def __init__(self):
+        self.rank_in_group, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def broadcast_object(self, obj, src=0):
+        sent = [obj]
+        torch.distributed.broadcast_object_list(sent, src=src)
+        return sent[0]
+
+    def broadcast(self, tensor, src=0):
+        torch.distributed.broadcast(tensor, src=src)
+        return tensor
+
+
+group = Group()
+
+
+def get_tp_group():
+    return group
+
+
+get_attention_tp_group = get_tp_group
+
+
+def is_dp_attention_enabled():
+    return False
+
+
+# The models
+
+
+def target_logits(context):
+    """Mostly what followed 7 tokens ago, else pseudo-random by the last two tokens."""
+    generator = torch.Generator().manual_seed(context[-1] * 1009 + context[-2])
+    logits = torch.randn(VOCAB, generator=generator)
+    logits[context[-7] if len(context) % 5 else (context[-1] * 3 + 1) % VOCAB] += 4.0
+    return logits
+
+
+def head_probabilities(context):
+    generator = torch.Generator().manual_seed(len(context))
+    return (target_logits(context) + 0.7 * torch.randn(VOCAB, generator=generator)).softmax(0)
+
+
+# EAGLE workers
+
+
+class EagleDraftWorker:
+    def __init__(self, server_args, target_worker):
+        self.topk, self.speculative_num_steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        self.target_worker = target_worker
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[target_worker.head_name]))
+        self.draft_runner = SimpleNamespace(model_config=config)
+
+    def draft(self, batch):
+        parents, best, tokens, _ = self.draft_forward(batch)
+        roots = torch.tensor([request.output_ids[-1] for request in batch.reqs], dtype=torch.int32)
+        names = ("custom_mask", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+        mask_buffer = batch.mask_buffer
+        lengths_sum = 0 if mask_buffer is not None else int(batch.seq_lens.sum())
+        sizes = (self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
+        lengths = (batch.seq_lens, lengths_sum)
+        arrays = build_tree_kernel_efficient(roots, parents, best, tokens, *lengths, *sizes, 0, mask_buffer, None)
+        return SimpleNamespace(
+            **dict(zip((*names, "draft_token"), arrays, strict=True)),
+            spec_steps=self.speculative_num_steps,
+            draft_token_num=self.speculative_num_draft_tokens,
+        )
+
+    def draft_forward(self, batch):
+        """Level by level: every pass expands the K best nodes of the last level, each into K."""
+        topk, by_step = self.topk, []
+        contexts = [[*request.origin_input_ids, *request.output_ids] for request in batch.reqs]
+        first = [head_probabilities(context).topk(topk) for context in contexts]
+        beams = [[(float(p), [int(t)]) for p, t in zip(*each, strict=True)] for each in first]
+        scores, tokens = torch.stack([each.values for each in first]), torch.stack([each.indices for each in first])
+        by_step.append((scores[:, None], tokens, torch.arange(-1, topk).expand(len(contexts), -1)))
+        for step in range(1, self.speculative_num_steps):
+            rows = []
+            for row, context in enumerate(contexts):
+                found = [head_probabilities(context + path).topk(topk) for _, path in beams[row]]
+                scores = torch.stack([p * each.values for (p, _), each in zip(beams[row], found, strict=True)])
+                tokens = torch.stack([each.indices for each in found]).flatten()
+                best, chosen = scores.flatten().topk(topk)
+                beams[row] = [
+                    (float(p), beams[row][int(place) // topk][1] + [int(tokens[place])])
+                    for p, place in zip(best, chosen, strict=True)
+                ]
+                rows.append((scores, tokens, chosen + topk * topk * (step - 1) + topk))
+            by_step.append(tuple(torch.stack(column) for column in zip(*rows, strict=True)))
+        lists = [list(column) for column in zip(*by_step, strict=True)]
+        return (*organize_draft_results(*lists, self.speculative_num_draft_tokens), None)
+
+
+class EAGLEWorkerV2:
+    def __init__(self, server_args, target_worker):
+        self.speculative_num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        self.draft_worker = EagleDraftWorker(server_args, target_worker)
+
+    def clear_cache_pool(self):
+        pass
+
+    def forward_batch_generation(self, batch):
+        verify_input = self.draft_worker.draft(batch)
+        logits = read_trees(verify_input, batch)
+        output = SimpleNamespace(next_token_logits=logits)
+        predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
+        assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
+        for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
+            request.output_ids.extend(predict[path[:length]].tolist())
+        return verify_input
+
+
+def read_trees(verify_input, batch):
+    """The target's logits after every place, which sees what the mask shows it at the positions given."""
+    width, start, logits = verify_input.draft_token_num, 0, []
+    tokens, positions = verify_input.draft_token.view(-1, width), verify_input.positions.view(-1, width)
+    for row, request in enumerate(batch.reqs):
+        cached = [*request.origin_input_ids, *request.output_ids[:-1]]
+        length = len(cached)
+        mask = verify_input.custom_mask[start : start + width * (length + width)].view(width, length + width).bool()
+        start += width * (length + width)
+        assert mask[:, :length].all()
+        for place in range(width):
+            seen = mask[place, length:].nonzero().flatten().tolist()
+            path = {int(positions[row, node]): int(tokens[row, node]) for node in seen}
+            assert len(path) == len(seen) and max(path) == positions[row, place]
+            if sorted(path) == list(range(length, length + len(path))):
+                logits.append(target_logits(cached + [path[position] for position in sorted(path)]))
+            else:
+                logits.append(torch.zeros(VOCAB))  # padding
+    return torch.stack(logits)
+
+
+def organize_draft_results(score_list, token_list, parents_list, num_draft_token):
+    raise AssertionError("the tree is SGLang's own")
+
+
+def build_tree_kernel_efficient(*args):
+    raise AssertionError("the tree is SGLang's own")
+
+
+def eagle_sample(verify_input, batch, logits_output, vocab_mask=None):
+    logits, num_rows, width = logits_output.next_token_logits, len(batch.reqs), verify_input.draft_token_num
+    if batch.sampling_info.logit_bias is not None:
+        logits.add_(batch.sampling_info.logit_bias.repeat_interleave(width, dim=0))
+    assert batch.sampling_info.is_all_greedy, "drawn by SGLang's own rule"
+    predict = torch.zeros(num_rows * width, dtype=torch.int32)
+    accept_index = torch.full((num_rows, verify_input.spec_steps + 1), -1, dtype=torch.int32)
+    counts = torch.empty(num_rows, dtype=torch.int32)
+    verify_tree_greedy_func(
+        predicts=predict,
+        accept_index=accept_index,
+        accept_token_num=counts,
+        candidates=verify_input.draft_token.view(num_rows, width),
+        retrieve_index=verify_input.retrieve_index,
+        retrieve_next_token=verify_input.retrieve_next_token,
+        retrieve_next_sibling=verify_input.retrieve_next_sibling,
+        target_predict=logits.argmax(-1).view(num_rows, width),
+    )
+    return predict, counts + 1, accept_index
+
+
+def verify_tree_greedy_func(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrieve_index,
+    retrieve_next_token,
+    retrieve_next_sibling,
+    target_predict,
+):
+    """The walk of SGLang's kernel, one row after the other."""
+    for row, (index, children, siblings) in enumerate(
+        zip(retrieve_index.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(), strict=True)
+    ):
+        node, count = 0, 0
+        accept_index[row, 0] = index[0]
+        for _ in range(1, accept_index.shape[1]):
+            child = children[node]
+            while child != -1 and candidates[row, child] != target_predict[row, node]:
+                child = siblings[child]
+            if child == -1:
+                break
+            predicts[index[node]] = target_predict[row, node]
+            count, node = count + 1, child
+            accept_index[row, count] = index[child]
+        predicts[index[node]] = target_predict[row, node]
+        accept_token_num[row] = count
+
+
+# Requests
+
+
+class Request:
+    def __init__(self, rid, prompt, **params):
+        usual = dict(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, sampling_seed=None, logit_bias=None, length=60)
+        self.rid, self.origin_input_ids = rid, array("q", prompt)
+        self.sampling_params = SimpleNamespace(**usual | params)
+        self.output_ids = array("q", [prompt[0]])  # the first token is the prefill's
+
+    def finished(self):
+        return len(self.output_ids) >= self.sampling_params.length
+
+
+def batch_of(requests, mask_buffer=None):
+    params = [request.sampling_params for request in requests]
+    columns = {name: torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p")}
+    bias = torch.zeros(len(params), VOCAB)
+    for row, each in enumerate(params):
+        for token, value in (each.logit_bias or {}).items():
+            bias[row, token] = value
+    info = SimpleNamespace(
+        temperatures=torch.tensor([[p.temperature] for p in params]),
+        **{name + "s": column for name, column in columns.items()},
+        is_all_greedy=all(p.top_k <= 1 for p in params),
+        logit_bias=bias if any(p.logit_bias for p in params) else None,
+    )
+    lengths = [len(request.origin_input_ids) + len(request.output_ids) - 1 for request in requests]
+    return SimpleNamespace(
+        reqs=requests,
+        seq_lens=torch.tensor(lengths),
+        sampling_info=info,
+        mask_buffer=mask_buffer,
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+    )
+
+
+def target_worker(head_name="LlamaForCausalLMEagle3"):
+    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), head_name=head_name)

@@ -1,0 +1,487 @@
+"""The SGLang plugin without SGLang or a GPU: its pure parts against slow ones, whole rounds over a stand-in."""
+
+import json
+import subprocess
+import sys
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sglang_double
+from graft.errors import GraftError
+from graft.integrations.sglang import plugin
+from graft.integrations.sglang.rounds import Texts
+from graft.integrations.sglang.settings import SGLangSettings, check_head, check_server, check_version, from_environment
+from graft.integrations.sglang.trees import (
+    Drafted,
+    Sampling,
+    levels_of,
+    packed,
+    target_tokens,
+    unpacked,
+    verify_arrays,
+)
+from graft.model.sampler import Sampler, SamplingSettings
+from graft.spec_decode.acceptance import paths
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
+from test_grafter import path_of, trees
+
+VOCAB = sglang_double.VOCAB
+
+
+# Trees
+
+
+def drafted_by(topk, num_steps, num_rows, seed):
+    """Drafts of SGLang's loop in its flat ids; by row also the nodes by path: {path: (score, q)}."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens, scores, beams, nodes = [], [], [], []
+    for _ in range(num_rows):
+        known = {}
+        own_tokens, own_scores, own_beams = [], [], [-1, *range(topk)]
+        p = torch.rand(topk, generator=rng).sort(descending=True).values
+        t = torch.randperm(1000, generator=rng)[:topk].tolist()
+        frontier = []
+        for score, token in zip(p.tolist(), t, strict=True):
+            own_tokens.append(token)
+            own_scores.append(score)
+            known[(token,)] = (score, score)
+            frontier.append((score, (token,)))
+        for _ in range(1, num_steps):
+            first, level = len(own_tokens), []
+            for score, path in frontier:
+                q = torch.rand(topk, generator=rng).tolist()
+                for own, token in zip(q, torch.randperm(1000, generator=rng)[:topk].tolist(), strict=True):
+                    own_tokens.append(token)
+                    own_scores.append(score * own)
+                    known[(*path, token)] = (score * own, own)
+                    level.append((score * own, (*path, token)))
+            order = sorted(range(len(level)), key=lambda place: -level[place][0])[:topk]
+            own_beams += [first + place for place in order]
+            frontier = [level[place] for place in order]
+        tokens.append(own_tokens)
+        scores.append(own_scores)
+        beams.append(own_beams)
+        nodes.append(known)
+    return Drafted(torch.tensor(tokens), torch.tensor(scores), torch.tensor(beams)), nodes
+
+
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 3), st.integers(0, 999))
+@settings(max_examples=40, deadline=None)
+def test_levels_are_the_best_nodes_of_sglangs_loop_with_their_own_parents(topk, num_steps, num_rows, seed):
+    drafted, nodes = drafted_by(topk, num_steps, num_rows, seed)
+    levels = levels_of(drafted, topk)
+    assert len(levels) == num_steps
+    for row in range(num_rows):
+        found = [()]  # by number in the drafted tree, the path
+        for depth, level in enumerate(levels, start=1):
+            own = []
+            for token, parent, q, score in zip(*(c[row].tolist() for c in vars(level).values()), strict=True):
+                path = (*found[parent], token)
+                assert len(path) == depth
+                assert (score, q) == pytest.approx(nodes[row][path], rel=1e-5)
+                own.append(path)
+            best = sorted((p for p in nodes[row] if len(p) == depth), key=lambda p: -nodes[row][p][0])
+            assert own == best[: max(KEPT_OF_A_LEVEL, topk)], "the likeliest first"
+            found += own
+
+
+def test_nodes_below_one_that_is_left_out_are_padding():
+    topk = 6
+    drafted, _ = drafted_by(topk, 3, 1, 0)
+    scores = drafted.scores.clone()
+    scores[:, topk : topk + topk * topk] = 0.25  # all equal: SGLang may have expanded any of them
+    beams = drafted.beams.clone()
+    beams[0, 1 + topk] = topk + topk * topk - 1  # the last, which is left out
+    levels = levels_of(Drafted(drafted.tokens, scores, beams), topk)
+    flat = topk + topk * topk + torch.arange(topk)  # its children
+    is_child = torch.isin(levels[2].tokens, drafted.tokens[0, flat])
+    assert is_child.any() and (levels[2].probabilities[is_child] == 0).all()
+    assert (levels[2].probabilities[~is_child] > 0).any()
+
+
+@given(trees(), st.integers(0, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree, more, data):
+    width = tree.width + more
+    num_rows = len(tree.tokens)
+    lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
+    wide = unpacked(packed(tree, width))
+    size = width * (sum(lengths) + num_rows * width)
+    room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
+    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
+    arrays = verify_arrays(wide, torch.tensor(lengths, dtype=torch.int32), sum(lengths), buffer)
+    assert arrays.draft_token.view(num_rows, width)[:, : tree.width].equal(tree.tokens)
+    fits = room is not None and room >= size
+    assert arrays.custom_mask is buffer if fits else len(arrays.custom_mask) == size
+    start = 0
+    for row, length in enumerate(lengths):
+        for place in range(width):
+            is_node = place < tree.width and bool(tree.valid[row, place])
+            path = path_of(tree.parents[row].tolist(), place) if is_node else [place]
+            seen = arrays.custom_mask[start : start + length + width].bool()
+            assert seen.nonzero().flatten().tolist() == [*range(length), *(length + node for node in sorted(path))]
+            assert arrays.positions[row * width + place] == length + len(path) - 1
+            start += length + width
+    chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(width)] for _ in range(num_rows)])
+    predicts, counts = torch.zeros(num_rows * width, dtype=torch.int32), torch.empty(num_rows, dtype=torch.int32)
+    accept_index = torch.full((num_rows, width), -1, dtype=torch.int32)
+    sglang_double.verify_tree_greedy_func(
+        predicts, accept_index, counts, arrays.draft_token.view(num_rows, width), *arrays[2:5], chosen
+    )
+    expected = paths(tree, chosen[:, : tree.width])
+    for row in range(num_rows):
+        nodes = (accept_index[row, : int(counts[row]) + 1] - row * width).tolist()
+        assert nodes == [0, *expected.nodes[row]]
+        assert predicts[accept_index[row, : len(nodes)]].tolist() == expected.tokens[row]
+
+
+# The target's tokens
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
+def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits):
+    rng = torch.Generator().manual_seed(0)
+    contexts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
+    wanted = [SamplingSettings(temperature=0.8, seed=11, **usual), SamplingSettings(temperature=0.0)]
+    logits = torch.randn(2, 4, VOCAB, generator=rng) * 2
+    sampling = Sampling(
+        torch.tensor([11, 5]),
+        torch.tensor([0.8, 1.0]),
+        torch.tensor([usual["top_k"] or 1 << 30, 1]),
+        torch.tensor([usual["top_p"], 1.0]),
+        torch.tensor([usual["min_p"], 0.0]),
+        bool(limits),
+    )
+    depths = torch.tensor([0, 1, 1, 2])
+    positions = torch.tensor([len(context) - 1 for context in contexts])[:, None] + depths
+    found = target_tokens(logits.flatten(0, 1), positions.flatten(), sampling).view(2, 4)
+    for place, depth in enumerate(depths.tolist()):
+        sampler = Sampler(wanted, [[*context, *[0] * depth] for context in contexts], [], VOCAB, torch.device("cpu"))
+        assert found[:, place].tolist() == sampler.choose(logits[:, place], [True, True]).tolist()
+    assert target_tokens(logits.flatten(0, 1), positions.flatten(), None).equal(logits.argmax(-1).flatten())
+
+
+def test_noise_made_in_parts_is_the_same(monkeypatch):
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(1))
+    columns = (torch.full((3,), 0.7), torch.full((3,), 1 << 30), torch.ones(3), torch.zeros(3))
+    sampling, positions = Sampling(torch.tensor([1, 2, 3]), *columns, False), torch.arange(12)
+    whole = target_tokens(logits, positions, sampling)
+    monkeypatch.setattr("graft.integrations.sglang.trees._NOISE_AT_ONCE", 5 * VOCAB)
+    assert target_tokens(logits, positions, sampling).equal(whole)
+    assert not whole.equal(logits.argmax(-1))
+
+
+# Texts of requests
+
+
+def request(rid, prompt, output, seed=None, done=False):
+    params = SimpleNamespace(sampling_seed=seed)
+    ids = {"origin_input_ids": array("q", prompt), "output_ids": array("q", output)}
+    return SimpleNamespace(rid=rid, **ids, sampling_params=params, is_done=done, finished=lambda: done)
+
+
+def ended(one):
+    one.finished = lambda: True
+
+
+def test_texts_grow_with_their_requests_and_finish_when_these_have_left():
+    finished = []
+    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
+    a, b = request("a", [1, 2], [3], seed=7), request("b", [4], [5])
+    first, second = texts.of([a, b])
+    assert (first.ids, second.ids, first.num_prompt_tokens) == ([1, 2, 3], [4, 5], 2)
+    assert texts.seeds([a, b])[0] == 7
+    drawn = texts.seeds([b])
+    a.output_ids.extend([8, 9])
+    assert texts.of([a])[0] is first and first.ids == [1, 2, 3, 8, 9]
+    assert not finished, "b has not ended: it waits for memory"
+    b.output_ids.extend([6])
+    assert texts.of([b])[0] is second and second.ids == [4, 5, 6] and texts.seeds([b]) == drawn
+    a.output_ids.extend([10])
+    ended(a)
+    texts.of([b])
+    assert finished == [[1, 2, 3, 8, 9, 10]] and len(texts) == 1
+
+
+def test_a_request_that_began_anew_and_one_with_a_known_id_get_new_texts():
+    finished = []
+    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
+    a = request("a", [1, 2], [3, 4])
+    (first,) = texts.of([a])
+    seeds = texts.seeds([a])
+    a.output_ids = array("q")
+    (again,) = texts.of([a])
+    assert again is not first and again.ids == [1, 2] and texts.seeds([a]) == seeds and not finished
+    (other,) = texts.of([request("a", [9, 9], [1])])
+    assert other.ids == [9, 9, 1] and finished == [[1, 2]]
+
+
+def test_kept_texts_are_bounded_and_hold_tokens_only():
+    finished = []
+    texts = Texts(100, 3, finished.append)
+    for number in range(10):
+        texts.of([request(str(number), [number, 1 << 40], [1])])
+    assert len(texts) == 3 and [text.ids for text in finished] == [[number, 0, 1] for number in range(7)]
+    many = [request(f"m{number}", [1], [2]) for number in range(6)]
+    assert len(texts.of(many)) == 6 and len(texts) == 6
+
+
+# Settings
+
+
+def test_settings_come_from_the_environment():
+    assert from_environment({}) is None and from_environment({"GRAFT_SGLANG": "0"}) is None
+    variables = {"GRAFT_SGLANG": "1", "GRAFT_SGLANG_BUDGET": "31", "GRAFT_SGLANG_ISOLATED": "true", "HOME": "/"}
+    assert from_environment(variables) == SGLangSettings(budget=31, isolated=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"GRAFT_SGLANG_BUGDET": "3"}, "unknown variable 'GRAFT_SGLANG_BUGDET': did you mean 'GRAFT_SGLANG_BUDGET'?"),
+        ({"GRAFT_SGLANG_BUDGET": "few"}, "GRAFT_SGLANG_BUDGET must be a whole number, not 'few'"),
+        ({"GRAFT_SGLANG_BUDGET": "0"}, "GRAFT_SGLANG_BUDGET must be at least 1, not 0"),
+        ({"GRAFT_SGLANG_BUDGET": "128"}, "GRAFT_SGLANG_BUDGET must be at most 127, not 128"),
+        ({"GRAFT_SGLANG": "perhaps"}, "GRAFT_SGLANG must be 1 or 0, not 'perhaps'"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(variables, message):
+    with pytest.raises(GraftError) as error:
+        from_environment(variables)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "needs --speculative-algorithm EAGLE3, not EAGLE"),
+        ({"speculative_eagle_topk": 1}, "--speculative-eagle-topk must be 2 or more, not 1"),
+        ({"speculative_num_draft_tokens": 129}, "must be between 2 and 128, not 129"),
+        ({"speculative_num_draft_tokens": 8}, "GRAFT_SGLANG_BUDGET (9) must be less than"),
+        ({"disable_overlap_schedule": False}, "add --disable-overlap-schedule"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive does: leave it out"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+    check_server(sglang_double.server_args(), SGLangSettings(budget=9))
+    with pytest.raises(GraftError) as error:
+        check_server(sglang_double.server_args(**flags), SGLangSettings(budget=9))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_head_must_name_the_class_that_sglang_loads_it_with(tmp_path):
+    check_head(["LlamaForCausalLMEagle3"])
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(GraftError, match=r'must say "architectures": .*it names LlamaForCausalLM$'):
+        check_server(sglang_double.server_args(speculative_draft_model_path=str(tmp_path)), SGLangSettings())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(GraftError, match="cannot read"):
+        check_server(sglang_double.server_args(speculative_draft_model_path=str(tmp_path)), SGLangSettings())
+
+
+def test_another_version_ends_the_process_with_one_line(monkeypatch):
+    double = sglang_double.install(monkeypatch)
+    double.__version__ = "0.6.0"
+    plugin.register()  # not switched on
+    monkeypatch.setenv("GRAFT_SGLANG", "1")
+    with pytest.raises(SystemExit, match=r"^error: the SGLang plugin is made for SGLang 0\.5\.15, not 0\.6\.0"):
+        plugin.register()
+    assert not double.HookRegistry.hooks
+    with pytest.raises(GraftError):
+        check_version("0.5.14")
+
+
+def test_pure_parts_need_neither_sglang_nor_transformers():
+    program = """
+import sys
+sys.modules["transformers"] = sys.modules["sglang"] = None
+import graft.integrations.sglang.plugin, graft.integrations.sglang.rounds
+graft.integrations.sglang.plugin.register()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Whole rounds
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """The stand-in, with the plugin's hooks applied as SGLang does."""
+    double = sglang_double.install(monkeypatch)
+    monkeypatch.setenv("GRAFT_SGLANG", "1")
+    plugin.register()
+    double.HookRegistry.apply_hooks()
+    return double
+
+
+PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
+
+
+def decode(double, requests, rounds_each_joins=3, mask_buffer=None, **flags):
+    """Decodes requests that join one after the other and leave when they have ended; how many rounds it took."""
+    worker = double.EAGLEWorkerV2(double.server_args(**flags), double.target_worker())
+    waiting, running, inputs = list(requests), [], []
+    while waiting or running:
+        if waiting and len(inputs) % rounds_each_joins == 0:
+            running.append(waiting.pop(0))
+        inputs.append(worker.forward_batch_generation(double.batch_of(running, mask_buffer)))
+        running = [each for each in running if not each.finished()]
+    return worker, inputs
+
+
+def plain(request):
+    """The text by our own sampler, token by token."""
+    params = request.sampling_params
+    seed = 0 if params.sampling_seed is None else params.sampling_seed
+    chosen = SamplingSettings(
+        temperature=0.0 if params.top_k == 1 else params.temperature,
+        top_k=params.top_k if 1 < params.top_k < VOCAB else 0,
+        top_p=params.top_p,
+        seed=seed,
+        logit_bias=params.logit_bias or {},
+    )
+    ids = [*request.origin_input_ids, request.origin_input_ids[0]]
+    sampler = Sampler([chosen], [ids], [], VOCAB, torch.device("cpu"))
+    while len(ids) < len(request.origin_input_ids) + params.length:
+        ids.append(int(sampler.choose(sglang_double.target_logits(ids)[None], [True])))
+    return ids[len(request.origin_input_ids) :]
+
+
+def requests_of(double):
+    sampled = {"top_k": 1 << 30, "temperature": 0.7}
+    return [
+        double.Request("greedy", PROMPT),
+        double.Request("sampled", PROMPT[::-1], **sampled, sampling_seed=5),
+        double.Request("biased", [*PROMPT, 1], logit_bias={7: 3.0}),
+        double.Request("nucleus", [*PROMPT, 2, 6], **sampled | {"top_p": 0.8, "top_k": 12}, sampling_seed=9),
+        double.Request("late", PROMPT),
+    ]
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, has_buffer):
+    requests = requests_of(sglang)
+    buffer = torch.zeros(5 * 12 * 100, dtype=torch.uint8) if has_buffer else None
+    worker, inputs = decode(sglang, requests, mask_buffer=buffer)
+    for each in requests:
+        length = each.sampling_params.length
+        assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
+    assert len(inputs) < 60, "tokens of one request alone"
+    assert all(len(each.draft_token) % 12 == 0 for each in inputs)
+    rounds = worker.draft_worker._rounds
+    assert len(rounds.texts) <= 1, "those that left are finished"
+    past = rounds.grafter.state()["past/lengths"]
+    assert len(past) >= len(requests) - 1
+
+
+def test_paths_deeper_than_the_head_drafts_are_accepted(sglang):
+    requests = [sglang.Request("a", PROMPT * 2, length=150), sglang.Request("b", PROMPT * 2, length=150)]
+    _, inputs = decode(sglang, requests, rounds_each_joins=40, speculative_num_steps=1)
+    depths = [int((each.positions.view(-1, 12) - each.positions.view(-1, 12)[:, :1]).max()) for each in inputs]
+    assert max(depths) > 3
+    assert all(each.output_ids[:150].tolist() == plain(each)[:150] for each in requests)
+    assert len(inputs) < 150
+
+
+def test_texts_that_lag_behind_give_the_plain_text_and_a_warning(sglang, monkeypatch, caplog):
+    from graft.integrations.sglang import rounds
+
+    whole = rounds.Texts.of
+
+    def late(texts, requests):
+        shorter = [SimpleNamespace(**vars(each) | {"output_ids": each.output_ids[:-2]}) for each in requests]
+        for each in shorter:
+            each.finished = lambda: False
+        return whole(texts, shorter)
+
+    monkeypatch.setattr(rounds.Texts, "of", late)
+    one = sglang.Request("a", PROMPT)
+    decode(sglang, [one])
+    assert one.output_ids[:60].tolist() == plain(one)[:60]
+    assert [record.message for record in caplog.records] == [
+        "requests do not end in the token that is decoded next: Graft retrieves badly"
+    ]
+
+
+def test_a_request_without_a_seed_gets_one_of_its_own(sglang):
+    texts = []
+    for _ in range(2):
+        one = sglang.Request("same id", PROMPT, top_k=1 << 30, temperature=1.5)
+        decode(sglang, [one])
+        texts.append(one.output_ids.tolist())
+    assert texts[0] != texts[1]
+
+
+def test_flushing_the_cache_forgets_what_was_learned(sglang):
+    worker, _ = decode(sglang, requests_of(sglang)[:2])
+    rounds = worker.draft_worker._rounds
+    assert rounds.grafter.state()["past/lengths"].numel() or len(rounds.texts)
+    worker.clear_cache_pool()
+    assert not rounds.grafter.state()["past/lengths"].numel() and not len(rounds.texts)
+
+
+def test_sglang_itself_goes_on_where_no_worker_of_ours_calls(sglang):
+    with pytest.raises(AssertionError, match="SGLang's own"):
+        sglang.organize_draft_results([], [], [], 3)
+    with pytest.raises(AssertionError, match="SGLang's own"):
+        sglang.build_tree_kernel_efficient(*[torch.zeros(1)] * 4, torch.ones(1), 1, 2, 3, 4)
+
+
+def test_flags_are_checked_by_the_launcher_and_the_head_once_it_is_loaded(sglang):
+    sglang.server_args().check_server_args()
+    with pytest.raises(GraftError, match="--disable-overlap-schedule"):
+        sglang.server_args(disable_overlap_schedule=False).check_server_args()
+    with pytest.raises(GraftError, match="LlamaForCausalLMEagle3"):
+        sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker("LlamaForCausalLM"))
+
+
+# Ranks
+
+
+def serve_rank(rank, port, folder):
+    """One of two ranks, whose head drafts other tokens than the other's: both must verify the same tree."""
+    import os
+
+    os.environ |= {"GRAFT_SGLANG": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        double = sglang_double.install(patch)
+        double.group = double.Processes()
+        plugin.register()
+        double.HookRegistry.apply_hooks()
+        honest = double.head_probabilities
+        if rank:
+            double.head_probabilities = lambda context: honest(context).flip(0)
+        requests = requests_of(double)
+        worker, inputs = decode(double, requests)
+        names = ("draft_token", "positions", "custom_mask", "retrieve_next_token", "retrieve_next_sibling")
+        trees = [[getattr(each, name) for name in names] for each in inputs]
+        torch.save(
+            (trees, [each.output_ids.tolist() for each in requests], worker.draft_worker.decides), f"{folder}/{rank}.pt"
+        )
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_verify_the_tree_of_rank_0(tmp_path):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(serve_rank, (port, str(tmp_path)), nprocs=2)
+    (trees, texts, decides), (others, their_texts, they_decide) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)
+    )
+    assert decides and not they_decide
+    assert len(trees) == len(others) > 10 and texts == their_texts
+    for own, their in zip(trees, others, strict=True):
+        assert all(a.equal(b) for a, b in zip(own, their, strict=True))
+    for each, text in zip(requests_of(sglang_double), texts, strict=True):
+        length = each.sampling_params.length
+        assert text[:length] == plain(each)[:length]
