@@ -260,13 +260,13 @@ def main() -> None:
         run(policy, drafter, target_model, phrases.text(400), watch)
 
     watch.watch(policy, "grow", "grow")
-    watch.watch(policy, "new_candidates", "- candidates")
-    watch.watch(policy, "_draft", "- drafted levels")
+    watch.watch(policy.grafter, "begin", "- candidates, with copies")
+    watch.watch(policy.grafter, "draft", "- drafted levels")
     for retriever in policy.retrievers:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
-    watch.watch(policy, "best_of", "- merge and best")
+    watch.watch(policy.grafter, "best_of", "- merge and best")
     watch.watch(policy.budget, "best", "- number of nodes")
-    watch.watch(policy, "_judge_passes", "- worth of passes")
+    watch.watch(policy.grafter, "_judge_passes", "- worth of passes")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "likeliest", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")
