@@ -1,0 +1,197 @@
+"""Chains: what Graft proposes to an engine that verifies one path a request instead of a tree.
+
+All proposals are candidates with calibrated acceptance probabilities, as in our own engine. A chain's expected number
+of accepted tokens is the sum of its path probabilities, and the best of all chains is proposed: drafted, retrieved, or
+drafted at first and retrieved from there on. Drafting stops when another pass is not worth its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graft.integrations.vllm.settings import ChainSettings
+from graft.spec_decode.acceptance import Accepted
+from graft.spec_decode.budget import Plan
+from graft.spec_decode.candidates import Candidates, Level
+from graft.spec_decode.cost_model import UnitCost
+from graft.spec_decode.grafter import Grafter, Round, Text
+from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
+from graft.spec_decode.proposers import TargetTopK
+from graft.spec_decode.tree import DRAFTED, DraftTree
+
+_BLEND = 0.05  # weight of a new time in a running mean
+_USUAL_PASS_COST = 0.08  # of a draft pass, in steps without drafting, before one was timed
+
+
+class ChainGrafter(Grafter):
+    """A Grafter whose rows each get one path of a given length."""
+
+    def __init__(self, vocab_size: int, num_passes: int, length: int, settings: ChainSettings) -> None:
+        pass_cost = _USUAL_PASS_COST if settings.pass_cost is None else settings.pass_cost
+        policy = PolicySettings(budget=min(length, MAX_BUDGET), pass_cost=pass_cost, isolated=settings.isolated)
+        super().__init__(vocab_size, num_passes, policy, UnitCost())
+
+    def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
+        """All rows or none: the engine makes a pass for all of them."""
+        total = sum(reach)
+        return [self.budget.num_passes(len(going), num_done, total) > 0] * len(going)
+
+    def chains(self, round: Round) -> list[tuple[list[int], list[float]]]:
+        """The best chain of every row, its tokens and their path probabilities, in place of the best tree."""
+        self._retrieve(round, self._copies + self._tables if any(round.passes) else self._tables)
+        round.candidates.merge(DRAFTED, self._calibration.chances)
+        chains = Paths(round.candidates, round.caps).best()
+        gain = sum(sum(paths) for _, paths in chains)
+        round.plan = Plan(sum(len(tokens) for tokens, _ in chains), len(chains), gain, 1.0)
+        return chains
+
+    def _judge_passes(self, round: Round) -> None:
+        if round.reaches:
+            values = Paths(round.candidates, round.caps).values_by_need(len(round.reaches))
+            self.budget.passes_of(len(round.passes)).observe(round.reaches, values)
+
+
+class Paths:
+    """The paths down to every one of merged candidates, as chains."""
+
+    def __init__(self, candidates: Candidates, limits: Sequence[int]) -> None:
+        """limits: by row, the most tokens of a chain."""
+        nodes = candidates.nodes
+        self._tokens, self._parents, depths = (part.numpy() for part in (nodes.tokens, nodes.parents, nodes.depths))
+        self._paths: NDArray[np.float64] = nodes.paths.numpy().astype(np.float64)
+        self._needs = nodes.needs.numpy()
+        # Expected accepted tokens of the chain down to each node; a node may stand before its parent.
+        self._values = np.where(self._paths > 0, 0.0, -1.0)
+        for depth in range(1, int(depths.max()) + 1):
+            row, node = np.nonzero((depths == depth) & (self._paths > 0))
+            self._values[row, node] = self._values[row, self._parents[row, node]] + self._paths[row, node]
+        self._values[depths > np.asarray(limits)[:, None]] = -1.0
+
+    def best(self) -> list[tuple[list[int], list[float]]]:
+        """By row: the tokens of the chain with the most expected tokens, and their path probabilities."""
+        return [self._down_to(row, int(node)) for row, node in enumerate(self._values.argmax(axis=1))]
+
+    def values_by_need(self, max_passes: int) -> list[float]:
+        """Expected accepted tokens of the best chains, had there been 0, 1, 2 ... `max_passes` draft passes."""
+        return [
+            float(np.where(self._needs <= count, self._values, 0.0).max(axis=1).sum())
+            for count in range(max_passes + 1)
+        ]
+
+    def _down_to(self, row: int, node: int) -> tuple[list[int], list[float]]:
+        tokens, paths = [], []
+        while node:
+            tokens.append(int(self._tokens[row, node]))
+            paths.append(float(self._paths[row, node]))
+            node = int(self._parents[row, node])
+        return tokens[::-1], paths[::-1]
+
+
+@dataclass(eq=False)
+class ChainRound:
+    """A round of some rows while it is drafted, and until it is known what came of it."""
+
+    round: Round
+    texts: Sequence[Text]
+    lengths: list[int]  # of the texts, when it began
+    first: int  # candidates between the root and the first drafted node
+    reach: list[float]  # by row: P(all drafted tokens so far are accepted)
+    began: float
+    pass_times: list[float] = field(default_factory=list)  # when each pass had ended
+
+
+class Chains:
+    """Proposes a chain for every text, and learns from how the texts go on.
+
+    A round: `begin`, `drafted` for each pass while it says so, `end`. What was accepted is seen in the texts when the
+    next round begins.
+    """
+
+    def __init__(self, vocab_size: int, length: int, settings: ChainSettings, has_drafter: bool) -> None:
+        """length: tokens of the longest chain."""
+        num_passes = min(settings.passes or length, length) if has_drafter else 0
+        self.length, self.settings, self.num_passes = length, settings, num_passes
+        self.grafter = ChainGrafter(vocab_size, num_passes, length, settings)
+        self._last: ChainRound | None = None
+        self._seconds = [0.0, 0.0]  # of a draft pass behind the first, and of all else in a round; running means
+
+    def begin(self, texts: Sequence[Text], limits: Sequence[int]) -> ChainRound:
+        """A round for texts whose last tokens are known but not yet read. limits: by text, the most tokens that its
+        chain may have."""
+        now = time.perf_counter()
+        self._learn(now)
+        caps = [min(limit, self.length) for limit in limits]
+        round = self.grafter.begin(torch.tensor([text.ids[-1] for text in texts]), texts, caps, self.length)
+        assert round is not None, "a text without room for a token"
+        round.candidates.most_nodes = 4 * self.length  # retrievers look below a quarter as many nodes: all of a chain
+        lengths = [len(text.ids) for text in texts]
+        return ChainRound(round, texts, lengths, round.candidates.width - 1, [1.0] * len(texts), now)
+
+    def drafted(self, chains: ChainRound, tokens: Sequence[int], probabilities: Sequence[float]) -> bool:
+        """Takes a draft pass: each row's next token and the probability that the head gave it. Whether another pass is
+        worth its time."""
+        round, num_rows = chains.round, len(tokens)
+        number = round.passes[0]
+        column = torch.tensor(tokens).view(-1, 1)
+        q = torch.tensor(probabilities, dtype=torch.float32).view(-1, 1)
+        level = Level(column, torch.full_like(column, number), q, q)
+        going = [True] * num_rows
+        chances = self.grafter._calibration.chances
+        round.reaches.append(sum(chains.reach))
+        chains.reach = round.candidates.add_level(level, chances, DRAFTED, number + 1, chains.first, going, 1)
+        round.passes = [number + 1] * num_rows
+        chains.pass_times.append(time.perf_counter())
+        return number + 1 < self.num_passes and self.grafter.goes_on(number + 1, chains.reach, going)[0]
+
+    def end(self, chains: ChainRound) -> list[list[int]]:
+        """The chain of each row, perhaps empty."""
+        chosen = []
+        for tokens, paths in self.grafter.chains(chains.round):
+            count = next((at for at, path in enumerate(paths) if path < self.settings.least), len(tokens))
+            chosen.append(tokens[:count])
+        # The first pass is made in any case, as it takes the accepted tokens into the head's KV cache.
+        chains.round.num_ahead = min(1, max(chains.round.passes))
+        self._last = chains
+        return chosen
+
+    def _learn(self, now: float) -> None:
+        """Takes in how the texts of the last round have gone on."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        rows = list(zip(last.texts, last.lengths, strict=True))
+        roots = DraftTree.roots(torch.tensor([text.ids[length - 1] for text, length in rows]))
+        accepted = Accepted([[] for _ in rows], [text.ids[length:] for text, length in rows])
+        self.grafter.learn(last.round, roots, accepted, 1.0)
+        for text, length in rows:
+            if len(text.ids) > length:
+                self.grafter.learn_top_k(successors_in(text.ids, length, self.grafter.salt_of(text)))
+        self._learn_times(last, now)
+
+    def _learn_times(self, last: ChainRound, now: float) -> None:
+        """Measures what a draft pass costs in rounds without drafting, unless the user has said so."""
+        if self.settings.pass_cost is not None or len(last.pass_times) < 2:
+            return
+        drafting = last.pass_times[-1] - last.pass_times[0]  # the first pass is not to be decided on
+        seen = [drafting / (len(last.pass_times) - 1), now - last.began - drafting]
+        if not self._seconds[1]:
+            self._seconds = seen
+        # A pause between requests is no step.
+        seen = [min(new, 4 * mean) for new, mean in zip(seen, self._seconds, strict=True)]
+        self._seconds = [mean + _BLEND * (new - mean) for new, mean in zip(seen, self._seconds, strict=True)]
+        self.grafter.budget.pass_cost = self._seconds[0] / self._seconds[1]
+
+
+def successors_in(ids: Sequence[int], start: int, salt: int) -> TargetTopK:
+    """What followed what in the tokens of a text from `start` on: all that is seen of the target's distribution."""
+    chain = DraftTree.chain(torch.tensor([ids[start - 1 : -1]]))
+    successors = torch.tensor([ids[start:]], dtype=torch.int32).unsqueeze(2)
+    before = [ids[start - 2] if start > 1 else -1], [ids[start - 3] if start > 2 else -1]
+    logits = torch.zeros(successors.shape)
+    return TargetTopK(chain.tokens, chain.parents, chain.sources, successors, logits, *before, [salt], is_text=True)
