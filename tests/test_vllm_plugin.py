@@ -66,8 +66,14 @@ def test_the_best_chain_has_the_most_expected_accepted_tokens(rows, limits):
         of_rows = [row[place] if place < len(row) else (0, 0, 0.0, 0) for row in rows]
         for need in range(3):
             now = [node if node[3] == need else (node[0], node[1], 0.0, 0) for node in of_rows]
-            columns = [torch.tensor([[3 * (node[1] - 1) + 1 + rows_need(row, node[1]) if node[1] else 0]
-                                     for row, node in zip(rows, now, strict=True)])]
+            columns = [
+                torch.tensor(
+                    [
+                        [3 * (node[1] - 1) + 1 + rows_need(row, node[1]) if node[1] else 0]
+                        for row, node in zip(rows, now, strict=True)
+                    ]
+                )
+            ]
             tokens = torch.tensor([[node[0]] for node in now])
             chances = torch.tensor([[node[2]] for node in now])
             zeros = torch.zeros_like(tokens)
