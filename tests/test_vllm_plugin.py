@@ -1,16 +1,25 @@
 """Graft inside vLLM, as far as it needs no vLLM: chains, texts, settings. `make test-engines` runs it inside."""
 
+import os
 import random
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.errors import GraftError
+from graft.integrations.vllm import plugin
 from graft.integrations.vllm.chains import Chains, Paths, successors_in
+from graft.integrations.vllm.cpu_sampling import expand
+from graft.integrations.vllm.retrieval import RetrievalProposer
 from graft.integrations.vllm.settings import ChainSettings, is_on
 from graft.integrations.vllm.texts import Texts, UnnamedTexts
 from graft.spec_decode.candidates import Candidates
@@ -66,18 +75,11 @@ def test_the_best_chain_has_the_most_expected_accepted_tokens(rows, limits):
         of_rows = [row[place] if place < len(row) else (0, 0, 0.0, 0) for row in rows]
         for need in range(3):
             now = [node if node[3] == need else (node[0], node[1], 0.0, 0) for node in of_rows]
-            columns = [
-                torch.tensor(
-                    [
-                        [3 * (node[1] - 1) + 1 + rows_need(row, node[1]) if node[1] else 0]
-                        for row, node in zip(rows, now, strict=True)
-                    ]
-                )
-            ]
+            parents = [[place_of(row, node[1])] for row, node in zip(rows, now, strict=True)]
             tokens = torch.tensor([[node[0]] for node in now])
             chances = torch.tensor([[node[2]] for node in now])
             zeros = torch.zeros_like(tokens)
-            candidates.add(tokens, columns[0], chances, zeros + 1, zeros, need)
+            candidates.add(tokens, torch.tensor(parents), chances, zeros + 1, zeros, need)
     candidates.merge()
     found = Paths(candidates, limits)
     by_need = [0.0, 0.0, 0.0]
@@ -95,9 +97,9 @@ def test_the_best_chain_has_the_most_expected_accepted_tokens(rows, limits):
     assert found.values_by_need(2) == pytest.approx(by_need, rel=1e-5)
 
 
-def rows_need(row, parent):
-    """The place, of the three that each proposal takes, where it stands."""
-    return row[parent - 1][3]
+def place_of(row, number):
+    """Where a proposal stands among the candidates: behind the root each takes three places, one for each need."""
+    return 3 * (number - 1) + 1 + row[number - 1][3] if number else 0
 
 
 # Rounds
@@ -334,3 +336,93 @@ def test_a_wrong_setting_is_named_in_one_line(variable, value, message):
     with pytest.raises(GraftError) as error:
         ChainSettings.from_environment({variable: value})
     assert str(error.value) == message
+
+
+# At the border to vLLM
+
+
+def test_the_entry_point_names_the_plugin():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    value = project["entry-points"]["vllm.general_plugins"]["graft"]
+    assert EntryPoint("graft", value, "vllm.general_plugins").load() is plugin.register
+
+
+def test_a_plugin_that_is_not_switched_on_touches_nothing_but_names_a_misspelt_setting(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import would fail
+    for variable in [name for name in os.environ if name.startswith("GRAFT_VLLM")]:
+        monkeypatch.delenv(variable)
+    plugin.register()
+    monkeypatch.setenv("GRAFT_VLLM_PASSSES", "3")
+    with pytest.raises(GraftError, match="did you mean 'GRAFT_VLLM_PASSES'"):
+        plugin.register()
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.20.2", True), ("0.32.0+cpu", True), ("0.3.2", False)])
+def test_only_versions_that_were_read_are_taken(version, is_known):
+    if is_known:
+        plugin.check_version(version)
+    else:
+        with pytest.raises(GraftError, match="vLLM 0.20 and 0.32, not 0.3.2"):
+            plugin.check_version(version)
+
+
+def vllm_config(method="eagle3", is_async=False, ranks=1, parallel=False, length=4, max_model_len=64):
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, parallel_drafting=parallel, num_speculative_tokens=length),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: VOCAB),
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_async": True}, "--no-async-scheduling"),
+        ({"method": "medusa"}, "not medusa"),
+        ({"parallel": True}, "token by token"),
+        ({"ranks": 2}, "one GPU"),
+    ],
+)
+def test_what_cannot_be_grafted_is_refused_in_one_line(options, message):
+    plugin.check_config(vllm_config())
+    with pytest.raises(GraftError, match=message) as error:
+        plugin.check_config(vllm_config(**options))
+    assert "\n" not in str(error.value)
+
+
+def test_the_retrieval_proposer_gives_vllm_what_it_asks_for(monkeypatch):
+    """Rows of vLLM's arrays, one of which is still read; chains that fit the model's length."""
+    monkeypatch.delenv("GRAFT_VLLM", raising=False)
+    proposer = RetrievalProposer(vllm_config(length=4, max_model_len=40))
+    prompts, period, steps = prompts_of(2), 9, []
+    texts = np.zeros((3, 40), dtype=np.int32)
+    rows = [plain(prompts[0], 10), [1, 2, 3], plain(prompts[1], 10)]
+    new = [rows[0][-1:], [], rows[2][-1:]]
+    for _ in range(12):
+        for row, text in enumerate(rows):
+            texts[row, : len(text)] = text
+        proposed = proposer.propose(new, np.array([len(text) for text in rows]), texts, slot_mappings=None)
+        assert proposed[1] == [] and all(len(chain) <= 4 for chain in proposed)
+        assert all(len(text) + len(chain) < 40 for text, chain in zip(rows, proposed, strict=True))
+        for row in (0, 2):
+            new[row] = [follows(rows[row], period)]
+            for token in proposed[row]:
+                if token != new[row][-1]:
+                    break
+                new[row].append(follows(rows[row] + new[row], period))
+            new[row] = new[row][: 40 - len(rows[row])]
+            rows[row] = rows[row] + new[row]
+            steps.append(len(new[row]))
+        if max(map(len, rows)) == 40:
+            break
+    assert rows[0] == plain(prompts[0], len(rows[0])) and max(steps) > 2
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=5))
+def test_the_guard_gives_every_token_the_value_of_its_request(requests):
+    values = torch.tensor([value for value, _ in requests])
+    ends = torch.tensor([count for _, count in requests], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    wanted = [value or 1.0 for value, count in requests for _ in range(count)]
+    assert expand(values, ends, len(wanted), 0, 1).tolist() == wanted

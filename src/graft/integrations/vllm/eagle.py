@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from graft.integrations.vllm.chains import ChainRound, Chains
+from graft.integrations.vllm.cpu_sampling import guard
 from graft.integrations.vllm.plugin import check_config
 from graft.integrations.vllm.settings import ChainSettings
 from graft.integrations.vllm.texts import Texts
@@ -43,6 +44,8 @@ class GraftEagleProposer(EagleProposer):
         check_config(vllm_config)
         settings = ChainSettings.from_environment(os.environ)
         super().__init__(vllm_config, device, runner)
+        if device.type == "cpu":
+            guard()
         # Drafts that are grafted have no distribution of the head: vLLM takes them as certain, which stays exact.
         self._enable_probabilistic_draft_probs = False
         length = vllm_config.speculative_config.num_speculative_tokens

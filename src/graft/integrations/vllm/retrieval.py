@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from graft.integrations.vllm.chains import Chains
+from graft.integrations.vllm.cpu_sampling import guard
 from graft.integrations.vllm.settings import ChainSettings
 from graft.integrations.vllm.texts import UnnamedTexts
 
@@ -21,6 +22,8 @@ class RetrievalProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         settings = ChainSettings.from_environment(os.environ)
+        if vllm_config.device_config.device_type == "cpu":
+            guard()
         self._max_length = vllm_config.model_config.max_model_len
         length = vllm_config.speculative_config.num_speculative_tokens
         self._chains = Chains(vllm_config.model_config.get_vocab_size(), length, settings, has_drafter=False)
