@@ -1,6 +1,7 @@
 """Graft inside vLLM 0.32 on a CPU, with the packaged model and head: `make test-engines`.
 
-vLLM lives in an environment of its own, whose Python VLLM_PYTHON names. VLLM_DATA: a file of prompts, else packaged ones.
+vLLM lives in an environment of its own, whose Python VLLM_PYTHON names. VLLM_DATA: a file of prompts, where the
+packaged ones are not meant.
 """
 
 import json

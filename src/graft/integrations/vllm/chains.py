@@ -106,6 +106,24 @@ class ChainRound:
     pass_times: list[float] = field(default_factory=list)  # when each pass had ended
 
 
+@dataclass
+class Counts:
+    """What chains have brought so far."""
+
+    steps: int = 0
+    rows: int = 0  # in all steps together
+    passes: int = 0
+    proposed: int = 0
+    tokens: int = 0  # that came out of them
+
+    def __str__(self) -> str:
+        steps, rows = max(self.steps, 1), max(self.rows, 1)
+        return (
+            f"{self.steps} steps of {self.rows / steps:.1f} requests, {self.passes / steps:.2f} draft passes, "
+            f"{self.proposed / rows:.2f} tokens proposed and {self.tokens / rows:.2f} received by each"
+        )
+
+
 class Chains:
     """Proposes a chain for every text, and learns from how the texts go on.
 
@@ -118,6 +136,7 @@ class Chains:
         num_passes = min(settings.passes or length, length) if has_drafter else 0
         self.length, self.settings, self.num_passes = length, settings, num_passes
         self.grafter = ChainGrafter(vocab_size, num_passes, length, settings)
+        self.counts = Counts()
         self._last: ChainRound | None = None
         self._seconds = [0.0, 0.0]  # of a draft pass behind the first, and of all else in a round; running means
 
@@ -157,6 +176,10 @@ class Chains:
             chosen.append(tokens[:count])
         # The first pass is made in any case, as it takes the accepted tokens into the head's KV cache.
         chains.round.num_ahead = min(1, max(chains.round.passes))
+        self.counts.steps += 1
+        self.counts.rows += len(chosen)
+        self.counts.passes += max(chains.round.passes)
+        self.counts.proposed += sum(map(len, chosen))
         self._last = chains
         return chosen
 
@@ -168,6 +191,7 @@ class Chains:
         rows = list(zip(last.texts, last.lengths, strict=True))
         roots = DraftTree.roots(torch.tensor([text.ids[length - 1] for text, length in rows]))
         accepted = Accepted([[] for _ in rows], [text.ids[length:] for text, length in rows])
+        self.counts.tokens += sum(map(len, accepted.tokens))
         self.grafter.learn(last.round, roots, accepted, 1.0)
         for text, length in rows:
             if len(text.ids) > length:

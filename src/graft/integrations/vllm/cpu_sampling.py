@@ -1,8 +1,8 @@
 """A guard for vLLM 0.32 on a CPU, where steps with drafts read their sampling temperatures from uninitialised memory.
 
-`expand_batch_to_tokens` gives each drafted token its request's temperature, top-k and top-p. Its CPU kernel writes to an
-int64 copy of the result, which for floats is dropped. So texts drawn at a temperature, and greedy ones beside them, are
-wrong with every speculative method, not Graft's alone; `bench/vllm_cpu_sampling.py` shows it.
+`expand_batch_to_tokens` gives each drafted token its request's temperature, top-k and top-p. Its CPU kernel writes to
+an int64 copy of the result, which for floats is dropped. So texts drawn at a temperature, and greedy ones beside them,
+are wrong with every speculative method, not Graft's alone; `bench/vllm_cpu_sampling.py` shows it.
 """
 
 from __future__ import annotations

@@ -90,11 +90,13 @@ class GraftEagleProposer(EagleProposer):
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         """A chain for every row, as lists. vLLM 0.32 says how long it may be, by a keyword that 0.20 does not have."""
-        length = kwargs.get("num_speculative_tokens", self.num_speculative_tokens)
+        length: int = kwargs.get("num_speculative_tokens", self._chains.length)
         if length < 1:
             return super().propose(*args, **kwargs)
         texts = self._rows
-        limits = {row: min(length, self.max_model_len - len(text.ids) - 1) for row, text in texts.items()}
+        limits: dict[int, int] = {
+            row: min(length, self.max_model_len - len(text.ids) - 1) for row, text in texts.items()
+        }
         rows = [row for row in texts if limits[row] > 0]
         chains = self._chains.begin([texts[row] for row in rows], [limits[row] for row in rows]) if rows else None
         self._drafting = _Drafting(chains, rows)
@@ -110,6 +112,9 @@ class GraftEagleProposer(EagleProposer):
                 # A captured step has all rows of one length; what fills them up is rejected.
                 filling = [chain[-1] if chain else texts[row].ids[-1]] * (limits[row] - len(chain))
                 proposed[row] = chain + filling if self._pads else chain
+        every = self._chains.settings.log
+        if every and chains is not None and self._chains.counts.steps % every == 0:
+            logger.info("Graft: %s", self._chains.counts)
         return proposed
 
     def _greedy_sample(self, hidden_states: Tensor) -> Tensor:
