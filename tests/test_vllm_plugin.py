@@ -231,12 +231,11 @@ def test_a_pass_is_timed_in_rounds_without_drafting(monkeypatch):
 
 
 def test_tables_learn_what_followed_in_accepted_text():
-    ids = [1, 2, 3, 4, 5, 6, 7]
     learned = NgramTables(VOCAB)
-    learned.learn(successors_in(ids, 4, 0))
+    learned.learn(successors_in([([1, 2, 3, 4, 5, 6, 7], 4), ([20, 21], 1)], [0, 0]))
     entries = learned._tables.tables[2]._entries  # adjacency: a row a token
     known = {token: int(row[0]) for token, row in enumerate(entries) if int(row[0]) >= 0}
-    assert sorted(known) == [4, 5, 6]
+    assert sorted(known) == [4, 5, 6, 20]
     candidates = Candidates(torch.tensor([4]), [[2, 3, 4]])
     chances = torch.full((3, 8, 64), 0.5)
     learned.propose(candidates, [], 1, chances, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 from graft.integrations.vllm.settings import ChainSettings
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.budget import Plan
-from graft.spec_decode.candidates import Candidates, Level
+from graft.spec_decode.candidates import NO_TOKEN, Candidates, Level
 from graft.spec_decode.cost_model import UnitCost
 from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import DRAFTED, DraftTree
+from graft.spec_decode.tree import DRAFTED, PADDING, ROOT, DraftTree
 
 _BLEND = 0.05  # weight of a new time in a running mean
 _USUAL_PASS_COST = 0.08  # of a draft pass, in steps without drafting, before one was timed
@@ -36,6 +37,7 @@ class ChainGrafter(Grafter):
         pass_cost = _USUAL_PASS_COST if settings.pass_cost is None else settings.pass_cost
         policy = PolicySettings(budget=min(length, MAX_BUDGET), pass_cost=pass_cost, isolated=settings.isolated)
         super().__init__(vocab_size, num_passes, policy, UnitCost())
+        self._found: Paths | None = None  # of the last round
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """All rows or none: the engine makes a pass for all of them."""
@@ -46,14 +48,15 @@ class ChainGrafter(Grafter):
         """The best chain of every row, its tokens and their path probabilities, in place of the best tree."""
         self._retrieve(round, self._copies + self._tables if any(round.passes) else self._tables)
         round.candidates.merge(DRAFTED, self._calibration.chances)
-        chains = Paths(round.candidates, round.caps).best()
+        self._found = Paths(round.candidates, round.caps)
+        chains = self._found.best()
         gain = sum(sum(paths) for _, paths in chains)
         round.plan = Plan(sum(len(tokens) for tokens, _ in chains), len(chains), gain, 1.0)
         return chains
 
     def _judge_passes(self, round: Round) -> None:
-        if round.reaches:
-            values = Paths(round.candidates, round.caps).values_by_need(len(round.reaches))
+        if round.reaches and self._found is not None:
+            values = self._found.values_by_need(len(round.reaches))
             self.budget.passes_of(len(round.passes)).observe(round.reaches, values)
 
 
@@ -64,14 +67,22 @@ class Paths:
         """limits: by row, the most tokens of a chain."""
         nodes = candidates.nodes
         self._tokens, self._parents, depths = (part.numpy() for part in (nodes.tokens, nodes.parents, nodes.depths))
-        self._paths: NDArray[np.float64] = nodes.paths.numpy().astype(np.float64)
+        self._paths = nodes.paths.numpy()
         self._needs = nodes.needs.numpy()
-        # Expected accepted tokens of the chain down to each node; a node may stand before its parent.
-        self._values = np.where(self._paths > 0, 0.0, -1.0)
-        for depth in range(1, int(depths.max()) + 1):
-            row, node = np.nonzero((depths == depth) & (self._paths > 0))
-            self._values[row, node] = self._values[row, self._parents[row, node]] + self._paths[row, node]
-        self._values[depths > np.asarray(limits)[:, None]] = -1.0
+        # Expected accepted tokens of the chain down to each node, depth by depth: a node may stand before its parent.
+        num_rows, width = depths.shape
+        values, paths = np.full(num_rows * width, -1.0), self._paths.ravel()
+        parents = (self._parents + np.arange(0, num_rows * width, width)[:, None]).ravel()
+        valid = np.flatnonzero(paths > 0)
+        valid = valid[np.argsort(depths.ravel()[valid], kind="stable")]
+        values[valid[:num_rows]] = 0.0  # the roots
+        starts = np.searchsorted(depths.ravel()[valid], np.arange(1, max(limits) + 2))
+        for start, end in pairwise(starts):
+            level = valid[start:end]
+            values[level] = values[parents[level]] + paths[level]
+        self._values: NDArray[np.float64] = values.reshape(num_rows, width)
+        if min(limits) < max(limits):
+            self._values[depths > np.asarray(limits)[:, None]] = -1.0
 
     def best(self) -> list[tuple[list[int], list[float]]]:
         """By row: the tokens of the chain with the most expected tokens, and their path probabilities."""
@@ -193,9 +204,10 @@ class Chains:
         accepted = Accepted([[] for _ in rows], [text.ids[length:] for text, length in rows])
         self.counts.tokens += sum(map(len, accepted.tokens))
         self.grafter.learn(last.round, roots, accepted, 1.0)
-        for text, length in rows:
-            if len(text.ids) > length:
-                self.grafter.learn_top_k(successors_in(text.ids, length, self.grafter.salt_of(text)))
+        self.grafter.catch_up()
+        if grown := [(text, length) for text, length in rows if len(text.ids) > length]:
+            salts = [self.grafter.salt_of(text) for text, _ in grown]
+            self.grafter.learn_top_k(successors_in([(text.ids, length) for text, length in grown], salts))
         self._learn_times(last, now)
 
     def _learn_times(self, last: ChainRound, now: float) -> None:
@@ -212,10 +224,20 @@ class Chains:
         self.grafter.budget.pass_cost = self._seconds[0] / self._seconds[1]
 
 
-def successors_in(ids: Sequence[int], start: int, salt: int) -> TargetTopK:
-    """What followed what in the tokens of a text from `start` on: all that is seen of the target's distribution."""
-    chain = DraftTree.chain(torch.tensor([ids[start - 1 : -1]]))
-    successors = torch.tensor([ids[start:]], dtype=torch.int32).unsqueeze(2)
-    before = [ids[start - 2] if start > 1 else -1], [ids[start - 3] if start > 2 else -1]
-    logits = torch.zeros(successors.shape)
-    return TargetTopK(chain.tokens, chain.parents, chain.sources, successors, logits, *before, [salt], is_text=True)
+def successors_in(texts: Sequence[tuple[Sequence[int], int]], salts: Sequence[int]) -> TargetTopK:
+    """What followed what in texts, each from a place on at which it has a token: all that is seen of the target's
+    distribution."""
+    width = max(len(ids) - start for ids, start in texts)
+    tokens, successors, sources = [], [], []
+    for ids, start in texts:
+        padding = width - (len(ids) - start)
+        tokens.append([*ids[start - 1 : -1], *[0] * padding])
+        # Padding stands for the first token once more.
+        successors.append([*ids[start:], *[ids[start]] * padding])
+        sources.append([ROOT] * (width - padding) + [PADDING] * padding)
+    before = [ids[start - 2] if start > 1 else NO_TOKEN for ids, start in texts]
+    earlier = [ids[start - 3] if start > 2 else NO_TOKEN for ids, start in texts]
+    chain = DraftTree.chain(torch.tensor(tokens))
+    follow = torch.tensor(successors, dtype=torch.int32).unsqueeze(2)
+    columns = (chain.tokens, chain.parents, torch.tensor(sources), follow, torch.zeros(follow.shape))
+    return TargetTopK(*columns, before, earlier, salts, is_text=True)
