@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from graft.integrations.vllm.settings import ChainSettings
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.budget import Plan
-from graft.spec_decode.candidates import NO_TOKEN, Candidates, Level
+from graft.spec_decode.candidates import NO_TOKEN, OPPOSED, Candidates, Level
 from graft.spec_decode.cost_model import UnitCost
 from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
@@ -27,6 +27,8 @@ from graft.spec_decode.proposers import TargetTopK
 from graft.spec_decode.tree import DRAFTED, PADDING, ROOT, DraftTree
 
 _BLEND = 0.05  # weight of a new time in a running mean
+_WORTH_AGAINST_DRAFTS = 0.3  # of what is retrieved against the drafter, over what is retrieved where it says nothing
+_WORTH_OF_TABLES = {"trigram": 0.7, "bigram": 0.6, "adjacency": 0.5}  # that hold one successor, over those of a top-k
 _USUAL_PASS_COST = 0.08  # of a draft pass, in steps without drafting, before one was timed
 
 
@@ -38,6 +40,22 @@ class ChainGrafter(Grafter):
         policy = PolicySettings(budget=min(length, MAX_BUDGET), pass_cost=pass_cost, isolated=settings.isolated)
         super().__init__(vocab_size, num_passes, policy, UnitCost())
         self._found: Paths | None = None  # of the last round
+        self._start_with_doubt()
+
+    def _start_with_doubt(self) -> None:
+        """Lowers what is expected of retrieval before anything was counted.
+
+        A tree has room for what the drafter and retrieval propose against each other; a chain takes one of them, and
+        the head's likeliest token is right more often than not. And tables know the target's choices only, not its
+        distribution: what followed once is taken for certain.
+        """
+        state = self._calibration.state()
+        for number, name in enumerate(self.sources):
+            if name not in ("root", "drafted"):
+                state["fitted"][:, number] *= _WORTH_OF_TABLES.get(name, 1.0)
+                if self.budget.max_passes:
+                    state["fitted"][OPPOSED, number] *= _WORTH_AGAINST_DRAFTS
+        self._calibration.restore(state)
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
         """All rows or none: the engine makes a pass for all of them."""
