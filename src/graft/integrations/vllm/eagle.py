@@ -109,7 +109,7 @@ class GraftEagleProposer(EagleProposer):
         proposed: list[list[int]] = [[] for _ in self._sampled]
         if chains is not None:
             for row, chain in zip(rows, self._chains.end(chains), strict=True):
-                # A captured step has all rows of one length; what fills them up is rejected.
+                # In a captured step all rows have one length; what fills them up is verified, too, and mostly rejected.
                 filling = [chain[-1] if chain else texts[row].ids[-1]] * (limits[row] - len(chain))
                 proposed[row] = chain + filling if self._pads else chain
         every = self._chains.settings.log
