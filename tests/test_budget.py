@@ -372,3 +372,28 @@ def test_a_first_pass_is_judged_by_what_it_costs_when_it_is_made_ahead():
     for _ in range(300):
         budget.doubt_passes(1)
     assert budget.num_passes(1, 0, reach=1.0) == 1, "it is tried again"
+
+
+def test_passes_that_are_made_ahead_together_are_paid_for_once():
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), num_passes=6, pass_cost=0.1)
+    budget.step.observe(1, 1.0)
+    budget.drafting.observe(1, 0.5)
+    budget.ahead.observe(1, 0.9)
+    budget.num_ahead = 4
+    assert budget.num_passes(1, 0, reach=1.0) == 4, "0.6 (1 + 0.8 + 0.64 + 0.51) for 0.9, and the fifth costs 0.5"
+    for _ in range(100):
+        budget.ahead.observe(1, 2.0)
+    assert budget.num_passes(1, 0, reach=1.0) == 0, "fewer than are made ahead are not to be had"
+
+
+def test_what_other_numbers_of_rows_have_cost_is_doubted_too():
+    budget = Budget(StepCost(GRID, usual_shape("cuda")), num_passes=1, pass_cost=0.1)
+    budget.step.observe(1, 1.0)
+    budget.drafting.observe(1, 0.1)
+    budget.ahead.observe(8, 0.9)
+    assert budget.num_passes(1, 0, reach=1.0) == 0
+    for _ in range(300):
+        budget.doubt_passes(1)
+    assert budget.num_passes(1, 0, reach=1.0) == 1 and budget.ahead.at(8) == 0.9
+    budget.ahead.observe(1, 0.4)
+    assert budget.ahead.at(1) == pytest.approx(0.4), "the first observation is all that is known"

@@ -15,7 +15,11 @@ from conftest import Finished
 from graft import Engine, GraftError, load
 from graft.core.scheduler import Scheduler
 from graft.loading import load_drafter
+from graft.model.kv_cache import PAGE, Row
+from graft.model.step import FlatStep
+from graft.model.tensor_parallel import _Run, _Worker
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
+from graft.spec_decode.tree import DraftTree
 from ranks import BYTE_VOCAB, Ended, run_ranks, small_model_folder
 from tiny import ARCHITECTURES, tiny_model
 
@@ -26,6 +30,13 @@ SECONDS = 30  # until all have ended when one fails: a few, and the start of the
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return small_model_folder(tmp_path_factory.mktemp("model") / "whole")
+
+
+def test_a_first_step_may_lie_anywhere_in_rank_0s_pages() -> None:
+    worker, row = _Worker(tiny_model()), Row(line=1, pages=[100], length=0)
+    step = FlatStep([row], DraftTree.roots(torch.tensor([5])))
+    worker.do(_Run(1, 8192, [], step, 0))
+    assert bool(worker._stores[1].keys[0].view(8192, -1)[100 * PAGE].any())
 
 
 # The same text

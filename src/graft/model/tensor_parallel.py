@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
-from graft.model.kv_cache import KVStore, Row
+from graft.model.kv_cache import KVStore, PagePool, Row
 from graft.model.ranks import RankGroup, rank_group
 from graft.model.runner import TargetRunner
 from graft.model.step import FlatStep
@@ -192,6 +192,8 @@ class _Worker(TargetRunner):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self._stores: dict[int, KVStore] = {}
+        # Its pages are rank 0's. Made now, a pool of its own gives its size to a store that nobody uses.
+        self._use_pool(PagePool(self.device, self.max_positions))
 
     @torch.no_grad()
     def do(self, message: Any) -> None:

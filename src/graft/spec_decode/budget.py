@@ -100,6 +100,7 @@ class Budget:
         self.step = step
         self.drafting = ByRows()  # seconds of a draft pass
         self.ahead = ByRows()  # seconds that a round waits for the passes that were made ahead of it, if any were
+        self.num_ahead = 1  # how many these are, as of late
         self.host, self.plain_host = ByRows(), ByRows()  # of the host's part of a round, with a look and without
         self.max_passes = num_passes
         self.passes = PassGains(num_passes)  # of one row
@@ -197,11 +198,13 @@ class Budget:
         num_done: passes so far. reach: P(one of a row's beams is accepted), summed over the rows.
         """
         rate, own, best, most = self.rate(num_rows), self.pass_seconds(num_rows), 0, 0.0
-        # Who drafts in every round has the first pass made ahead, where that is possible.
-        first = self.ahead.at(num_rows) if num_done == 0 and self.ahead.is_known else own
-        for count, gain in enumerate(self.passes_of(num_rows).of_further(num_done, reach), start=1):
-            worth = self._truth * gain - rate * (first + (count - 1) * own)
-            if worth > most:
+        gains = self.passes_of(num_rows).of_further(num_done, reach)
+        # Who drafts in every round has the first passes made ahead, where that is possible: all or none of them.
+        ahead = self.num_ahead if num_done == 0 and self.ahead.is_known else 0
+        start = self.ahead.at(num_rows) if ahead else 0.0
+        for count, gain in enumerate(gains, start=1):
+            worth = self._truth * gain - rate * (start + max(count - ahead, 0) * own)
+            if worth > most and count >= min(ahead, len(gains)):
                 best, most = count, worth
         return best
 

@@ -204,9 +204,10 @@ class ByRows:
 
     def doubt(self, num_rows: int) -> None:
         """What is not tried looks a little better from round to round."""
-        mean, count = self._means.get(row_class(num_rows), (0.0, 0))
-        if count:
-            self._means[row_class(num_rows)] = (mean * (1 - DOUBT), count)
+        if self._means:
+            own = row_class(num_rows)
+            _, count = self._means.get(own, (0.0, 0))  # of none: the first observation will replace it
+            self._means[own] = (self.at(num_rows) * (1 - DOUBT), count)
 
     def state(self) -> Tensor:
         """[n, 3] class, mean and count of each."""

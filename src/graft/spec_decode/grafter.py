@@ -329,6 +329,7 @@ class Grafter:
             return
         if round.num_ahead:
             budget.ahead.observe(num_rows, round.ahead_seconds, most=seconds)
+            budget.num_ahead = round.num_ahead
         # Where passes are made ahead, a first one that was not includes what else was to be done before it.
         if round.num_further and (round.num_ahead or not budget.ahead.is_known):
             budget.drafting.observe(num_rows, round.further_seconds / round.num_further, most=seconds)

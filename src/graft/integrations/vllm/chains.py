@@ -212,6 +212,10 @@ class Chains:
         self._last = chains
         return chosen
 
+    def skip(self) -> None:
+        """A step goes by without chains: nobody will know what came of the last ones."""
+        self._last = None
+
     def _learn(self, now: float) -> None:
         """Takes in how the texts of the last round have gone on."""
         last, self._last = self._last, None

@@ -92,6 +92,7 @@ class GraftEagleProposer(EagleProposer):
         """A chain for every row, as lists. vLLM 0.32 says how long it may be, by a keyword that 0.20 does not have."""
         length: int = kwargs.get("num_speculative_tokens", self._chains.length)
         if length < 1:
+            self._chains.skip()
             return super().propose(*args, **kwargs)
         texts = self._rows
         limits: dict[int, int] = {
