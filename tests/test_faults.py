@@ -165,7 +165,7 @@ class Shared:
     """What all runs have in common, made once."""
 
     def __init__(self, make_drafter=Eagle3Drafter):
-        self.model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
+        self.model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
         self.tokenizer = byte_tokenizer()
         self.head = make_head(self.model)
         self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
@@ -373,12 +373,12 @@ def first_of(parts):
 
 @pytest.mark.parametrize("part", first_of(3))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=3, every=40)
+    fail_everywhere(shared, CallTracer, part, of=3, every=64)
 
 
 @pytest.mark.parametrize("part", first_of(2))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=2, every=24)
+    fail_everywhere(shared, AllocationTracer, part, of=2, every=40)
 
 
 def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared):
@@ -401,7 +401,7 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("kind", [CallTracer, AllocationTracer])
 def test_what_fails_where_steps_are_captured_harms_nobody_else(captured, kind):
     """A run takes seconds here, so a few points stand for all."""
-    fail_everywhere(captured, kind, of=40 if kind is CallTracer else 30, every=8)
+    fail_everywhere(captured, kind, of=80 if kind is CallTracer else 60, every=8)
 
 
 @pytest.mark.slow

@@ -43,7 +43,11 @@ def test_a_first_step_may_lie_anywhere_in_rank_0s_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["no draft", pytest.param("draft model", marks=pytest.mark.slow), "EAGLE-3 head, tied embedding"]
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("no draft", "draft model")),
+        "EAGLE-3 head, tied embedding",
+    ],
 )
 def test_text_is_that_of_transformers_on_the_same_ranks_and_of_one_process(tmp_path: Path, kind: str) -> None:
     folder = small_model_folder(tmp_path / "model", tie_word_embeddings="tied" in kind)
