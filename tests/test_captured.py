@@ -144,7 +144,13 @@ def test_a_model_with_hooks_is_left_to_transformers():
 # Captured steps
 
 
-@pytest.mark.parametrize("name", [*FAST, "gpt_neox"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=SLOW) for name in ("mistral", "qwen2", "qwen3")), "qwen2_window", "gpt_neox"],
+)
 def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkeypatch):
     """Greedy and sampled, over trees of many sizes, with gpt_neox in transformers' own layers."""
     model = model_of(name)

@@ -469,7 +469,7 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-@pytest.mark.parametrize("most", [1, 3, 16])
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 16])
 def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
     ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
 
@@ -525,7 +525,7 @@ def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
     assert generation.ids == expected and generation.stats.draft_passes == 0
 
 
-@pytest.mark.parametrize("policy_name", ["graft", "dense"])
+@pytest.mark.parametrize("policy_name", ["graft", pytest.param("dense", marks=pytest.mark.slow)])
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
     monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedEagle3Drafter, model)

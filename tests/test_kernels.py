@@ -236,14 +236,14 @@ def forest(group: int = 2, **shape) -> Problem:
 
 @pytest.mark.parametrize(
     ("group", "window"),
-    [(1, None), (3, 20), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8)), (16, 7), (20, 20)],
+    [(1, None), (3, 20), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8, 16)), (20, 20)],
 )
 def test_trees_and_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(group, window):
     """Sixteen tokens a tile of 16 rows; five, with a row that is not used; four, two, one; more than a tile each."""
     some = {0: [0, 1, 2, 3, 7, 8, 9, 10, 18, 21], 22: range(9), 31: [0, 6, 7, 15, 16, 19, 20, 21, 22], 54: [2]}
     some |= {57: [0, 3], 61: [0, 4, 5, 9, 10, 11], 73: [0]}  # of each row, by its first token
     tokens = [first + place for first, places in some.items() for place in places]
-    check(forest(group), window, tokens=tokens if group < 16 else tokens[::2])
+    check(forest(group), window, tokens=tokens if group < 16 else tokens[::4])
 
 
 def test_a_node_has_the_same_bits_in_a_strip_and_alone_in_a_tile():
@@ -270,7 +270,8 @@ def test_a_wrong_strip_is_a_wrong_result(strips):
 
 # Chunks that start inside of a block, at a split's and a page's border, at the text's start and inside of a split.
 @pytest.mark.parametrize(
-    ("length", "width", "window"), [(5, 136, None), (64, 136, 40), (0, 40, 16), (75, 40, None), (75, 40, 16)]
+    ("length", "width", "window"),
+    [pytest.param(5, 136, None, marks=pytest.mark.slow), (64, 136, 40), (0, 40, 16), (75, 40, None), (75, 40, 16)],
 )
 def test_a_chunk_gets_the_bits_of_decoding_it_token_by_token(length, width, window):
     """Around borders of tiles, which are 8 tokens, of blocks, splits and pages."""
@@ -663,7 +664,7 @@ SOME_NUMBERS = sorted(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32], ids=str)
 def test_a_tokens_product_is_the_same_beside_any_number_of_others(dtype):
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(*size).to(DEVICE, dtype) for size in ((64, 64), (64,), (512, 64)))
@@ -754,7 +755,7 @@ def test_products_need_sizes_of_multiples_of_64():
 # Choices
 
 
-@pytest.mark.parametrize(("vocab_size", "k"), [(5, 4), (1024, 4), (2500, 4), (1100, 20)])
+@pytest.mark.parametrize(("vocab_size", "k"), [(5, 4), (1024, 4), (2500, 4), (60, 20)])
 def test_the_highest_come_in_order_and_of_equals_the_first(vocab_size, k):
     torch.manual_seed(0)
     logits = torch.randn(3, vocab_size).round(decimals=1).to(DEVICE)  # many are equal

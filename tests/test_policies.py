@@ -35,8 +35,13 @@ def plain_answers(**options):
     return [answer.ids for answer in engine_for("off").generate_batch(PROMPTS, **options)]
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", POLICIES)
+OFTEN = ("graft", "dense", "paper", "block-paper", "lookup")  # sampled; the others too, among the slow tests
+BOTH = [(name, GREEDY) for name in POLICIES] + [
+    pytest.param(name, SAMPLED, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in POLICIES
+]
+
+
+@pytest.mark.parametrize(("name", "options"), BOTH)
 def test_policy_gives_the_text_of_plain_decoding(name, options):
     plain = plain_answers(**options)
     engine = engine_for(name)

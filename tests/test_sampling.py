@@ -42,9 +42,11 @@ EVERYTHING = {
     "options",
     [
         {"temperature": 0.8},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
-        EVERYTHING,
+        pytest.param({"temperature": 1.3, "top_p": 0.9}, marks=pytest.mark.slow),
+        pytest.param(
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}, marks=pytest.mark.slow
+        ),
+        EVERYTHING,  # top-p and penalties among it
     ],
 )
 def test_same_seed_same_text_with_any_tree_and_with_none(options):

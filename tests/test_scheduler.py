@@ -609,7 +609,15 @@ def mixed_load(scheduler, rng, count):
     return asked
 
 
-@pytest.mark.parametrize(("most", "kept"), [(1300, 0), (2500, 512), (1300, None), (6000, None)])
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (1300, 0),
+        pytest.param(2500, 512, marks=pytest.mark.slow),
+        (1300, None),
+        pytest.param(6000, None, marks=pytest.mark.slow),
+    ],
+)
 def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, schedule, most, kept):
     scheduler = schedule(max_cache_tokens=most, max_rows=8, prefix_cache_tokens=kept, max_batched_tokens=64)
     pool = scheduler.pool
