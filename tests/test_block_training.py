@@ -332,6 +332,7 @@ def test_of_equally_likely_tokens_the_first_is_the_guess():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_new_batches_compile_nothing_anew(model, monkeypatch):
     """On a GPU: every step has a mask of its own, whose functions are new, but of the same kind."""
     from torch._dynamo.testing import CompileCounterWithBackend

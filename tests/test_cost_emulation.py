@@ -198,6 +198,7 @@ def test_the_command_widens_block_heads_too(model):
     assert engine.target.model.config.hidden_size == WIDE.hidden
 
 
+@pytest.mark.slow
 def test_default_model_and_its_head_keep_text_and_accepted_lengths():
     plain = load(DEFAULT_MODEL, policy="off", dtype="fp32", device="cpu")
     shape = Shape(layers=32, hidden=640, intermediate=1600, heads=16, kv_heads=4, head_dim=128)

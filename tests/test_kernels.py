@@ -236,7 +236,12 @@ def forest(group: int = 2, **shape) -> Problem:
 
 @pytest.mark.parametrize(
     ("group", "window"),
-    [(1, None), (3, 20), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8, 16)), (20, 20)],
+    [
+        (1, None),
+        (3, 20),
+        *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8, 16)),
+        pytest.param(20, 20, marks=pytest.mark.slow),
+    ],
 )
 def test_trees_and_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(group, window):
     """Sixteen tokens a tile of 16 rows; five, with a row that is not used; four, two, one; more than a tile each."""
