@@ -117,9 +117,7 @@ class Grafter:
             priors.extend(retriever.prior)
         self.sources = tuple(names)
         self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
-        self._uncounted: tuple[Candidates, Accepted] | None = None  # the last round's, not yet in the calibration
-        self._unjudged: Round | None = None  # the last one, whose passes are not yet judged
-        self._unobserved: _Outcome | None = None  # the last round's, of which the budget does not know yet
+        self._unlearned: _Outcome | None = None  # the last round's, of which neither calibration nor budget know yet
 
     # What ablations override
 
@@ -171,9 +169,8 @@ class Grafter:
 
         caps: by row, the most nodes that it may get. num_others: tokens of the step that are no rows'.
         """
-        num_rows = len(histories)
-        most = min(self.budget.max_nodes(num_rows, num_others), sum(caps))
-        if most < 1 or max_depth < 1 or not self.budget.may_look(num_rows):
+        num_rows, most = len(histories), self._most_nodes(caps, max_depth, num_others)
+        if most == 0:
             return None
         candidates = Candidates(
             roots, [history.ids for history in histories], [self.salt_of(history) for history in histories]
@@ -268,10 +265,8 @@ class Grafter:
         one, 0 if there was none. is_time_usual: whether times may be learned from.
         """
         self.catch_up()
-        if round is not None:
-            self._uncounted, self._unjudged = (round.candidates, accepted), round
         is_usual = self.adapts and is_time_usual
-        self._unobserved = _Outcome(tree, accepted, round, num_others, seconds, took, is_usual)
+        self._unlearned = _Outcome(tree, accepted, round, num_others, seconds, took, is_usual)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
         """Learns the target's top-k successors of verified tokens."""
@@ -285,15 +280,13 @@ class Grafter:
 
     def catch_up(self) -> None:
         """Does postponed learning."""
-        # Cleared first, so that what fails is not tried again in every round.
-        uncounted, unjudged, unobserved = self._uncounted, self._unjudged, self._unobserved
-        self._uncounted = self._unjudged = self._unobserved = None
-        if uncounted is not None:
-            self.calibrate(*uncounted)
-        if unjudged is not None:
-            self._judge_passes(unjudged)
-        if unobserved is not None:
-            self._observe(unobserved)
+        outcome, self._unlearned = self._unlearned, None  # first, so that what fails is not tried again in every round
+        if outcome is None:
+            return
+        if outcome.round is not None:
+            self.calibrate(outcome.round.candidates, outcome.accepted)
+            self._judge_passes(outcome.round)
+        self._observe(outcome)
 
     def _judge_passes(self, round: Round) -> None:
         """Learns what the round's candidates would have been worth with fewer passes."""
@@ -353,7 +346,7 @@ class Grafter:
         """Replaces what was learned by what `state` once gave; what is missing there starts anew."""
         for retriever in self.retrievers:
             retriever.restore(state)
-        self._uncounted = self._unjudged = self._unobserved = None
+        self._unlearned = None
         self._restore_calibration(part_of(state, "calibration"))
         self._path_calibration.restore(part_of(state, "paths"))
         self.budget.passes.restore(part_of(state, "prospect"))
