@@ -16,6 +16,8 @@ from graft.cli.check import check
 from graft.cli.demo import demo
 from graft.cli.drafters import drafters
 from graft.cli.env import env
+from graft.cli.export_head import export_head
+from graft.cli.export_hub import export_hub
 from graft.cli.generate import generate
 from graft.cli.index import index
 from graft.cli.load_check import load_check
@@ -26,7 +28,8 @@ from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, train, load_check, pull, env)
+_HEADS = (train, load_check, export_head)
+VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, *_HEADS, export_hub, pull, env)
 
 app = typer.Typer(
     name="graft",

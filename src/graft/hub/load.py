@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -95,6 +96,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load the tokenizer of {name}: {_reason(source, error)}") from error
     return tokenizer
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The config of the model called `name`; its weights are not read."""
+    source = _source(name)
+    try:
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the config of {name}: {_first_line(error)}") from error
 
 
 def _source(name: str) -> Path | str:

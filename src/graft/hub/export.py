@@ -1,0 +1,209 @@
+"""Folders made to be published: a draft head as another engine reads it, and Graft as transformers' custom generate.
+
+A head goes out with a model card: what it is, what was measured of it, and the command that serves it. Figures come
+from files that benchmarks wrote; none is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from graft import __version__
+from graft.errors import GraftError
+from graft.settings import require
+from graft.spec_decode.proposers import block, eagle3
+from graft.spec_decode.proposers.checkpoints import folder_of, read_config
+from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
+from graft.spec_decode.proposers.head_kinds import kind_of
+
+# By engine: the layout of EAGLE-3 heads that it reads.
+ENGINES = {"sglang": "specforge", "vllm": "safeailab", "speculators": "speculators"}
+_VLLM = """vllm serve {model} \\
+    --speculative-config '{{"method": "{method}", "model": ".", "num_speculative_tokens": {drafts}}}'"""
+_SERVE = {  # by engine and kind of head, where it lies in the folder one is in
+    ("sglang", "eagle3"): """python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 \\
+    --speculative-draft-model-path . --speculative-num-steps 6 --speculative-eagle-topk 8 \\
+    --speculative-num-draft-tokens 48""",
+    ("sglang", "block"): """python -m sglang.launch_server --model-path {model} --speculative-algorithm DFLASH \\
+    --speculative-draft-model-path .""",
+    ("vllm", "eagle3"): _VLLM.replace("{method}", "eagle3"),
+    ("vllm", "block"): _VLLM.replace("{method}", "dflash"),
+    ("speculators", "eagle3"): "vllm serve .    # the config names its model, {model}",
+}
+_TRAINING = ("training.json", "log.jsonl", "loss.png")  # what `graft train` leaves beside a head
+
+CUSTOM_GENERATE = '''"""Decodes with Graft: the same text as `generate`, faster.
+
+    model.generate(**inputs, custom_generate="HERE", trust_remote_code=True, max_new_tokens=100)
+
+Graft's own arguments (policy, draft, budget ...) may be given beside those of `generate`.
+"""
+
+import graft
+from transformers import GenerationMixin
+
+
+def generate(model, **arguments):
+    return GenerationMixin.generate(model, custom_generate=graft.decode, **arguments)
+'''
+CUSTOM_GENERATE_CARD = """---
+library_name: transformers
+tags:
+- custom_generate
+- speculative-decoding
+---
+
+# Graft as a custom generation method
+
+Decodes any decoder-only model faster and gives exactly the text that `generate` gives. Works with the arguments,
+logits processors and stopping criteria of `generate`.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("MODEL")
+model = AutoModelForCausalLM.from_pretrained("MODEL")
+inputs = tokenizer("Count to ten, twice.", return_tensors="pt")
+out = model.generate(**inputs, custom_generate="HERE", trust_remote_code=True, max_new_tokens=100)
+print(tokenizer.decode(out[0]))
+```
+
+`HERE` is this folder, or the name it has on the hub. It needs `pip install graft-decoding` ({version} or newer), which
+has the code; `custom_generate/generate.py` only calls it.
+"""
+
+
+def export_custom_generate(folder: Path) -> None:
+    """Writes what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
+    inner = _new_folder(folder) / "custom_generate"
+    inner.mkdir()
+    (inner / "generate.py").write_text(CUSTOM_GENERATE)
+    (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n")
+    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__))
+
+
+def export_head(
+    head: Path | str,
+    folder: Path,
+    engine: str,
+    model: str,
+    target: PreTrainedConfig,
+    results: Sequence[Path] = (),
+    load: Sequence[Path] = (),
+) -> None:
+    """Writes a head as an engine reads it, with a card.
+
+    model: what the card calls the target. results: files of `graft bench --out`; load: of `bench/batched_serving.py`.
+    """
+    require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
+    tables = [_accepted_table(_read_json(path), path) for path in results]
+    tables += [_load_table(_read_json(path), path) for path in load]
+    source = folder_of(head)
+    kind = kind_of(source)
+    require(kind != "model", f"{head} is a whole model, not a head: any engine takes it as it is")
+    dtype = _dtype(source)
+    if kind == "eagle3":
+        own = eagle3.load_head(source, target, dtype, "cpu")
+        verifier = {"name_or_path": model, "architectures": list(target.architectures or [])}
+        eagle3.save_head(own, _new_folder(folder), ENGINES[engine], _named(engine, verifier))
+        about, drafts = f"One decoder layer, {own.config.draft_vocab_size:,} draft tokens", 5
+    else:
+        require(engine != "speculators", "speculators has no layout here for a block head: export it to sglang or vllm")
+        other = block.load_head(source, target, dtype, "cpu")
+        block.save_head(other, _new_folder(folder))
+        about = f"{other.config.num_layers} layers, blocks of {other.config.block_size} slots"
+        drafts = other.config.num_drafts
+    command = _SERVE[engine, kind].format(model=model, drafts=drafts)
+    for name in _TRAINING:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    (folder / "README.md").write_text(_card(source, kind, model, engine, about, command, tables), encoding="utf-8")
+
+
+def _named(engine: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
+    """What a speculators config says of the target."""
+    if engine != "speculators":
+        return {}
+    constants: Any = EAGLE3_LAYOUTS["speculators"].constants["speculators_config"]
+    return {"speculators_config": {**constants, "verifier": verifier}}
+
+
+def _card(source: Path, kind: str, model: str, engine: str, about: str, command: str, tables: Sequence[str]) -> str:
+    name = "EAGLE-3" if kind == "eagle3" else "block"
+    parts = [
+        f"---\nbase_model: {model}\ntags:\n- speculative-decoding\n- {kind}\n---",
+        f"# A draft head ({name}) for {model}",
+        f"{about}. Files are laid out for {engine}. What a draft head proposes the model itself verifies: it changes "
+        "the speed of an answer, not the answer.",
+        f"```\n{command}\n```",
+        *tables,
+    ]
+    if training := _training_text(source / "README.md"):
+        parts.append(f"## Training\n\n{training}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _training_text(card: Path) -> str:
+    """What `graft train` said of a head, below its title; nothing of a card with front matter, which is another's."""
+    text = card.read_text(encoding="utf-8") if card.is_file() else "---"
+    return "" if text.startswith("---") else text.partition("\n")[2].strip()
+
+
+def _accepted_table(facts: Any, path: Path) -> str:
+    """Mean accepted length and speed by task, of a file that `graft bench --out` wrote."""
+    try:
+        runs = [run for run in [*facts["runs"], *facts["averages"]] if run["method"] != "off"]
+        methods = list(dict.fromkeys(run["method"] for run in runs))
+        tasks = list(dict.fromkeys(run["task"] for run in runs))
+        cell = {(r["task"], r["method"]): f"{r['mean_accepted']:.2f} ({r['speedup']:.2f})" for r in runs}
+        place = facts["environment"]
+    except (KeyError, TypeError) as error:
+        raise GraftError(f"{path} is not what graft bench --out writes: it has no {error}") from error
+    head = f"| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}"
+    rows = [f"| {task} | {' | '.join(cell.get((task, m), '') for m in methods)} |" for task in tasks]
+    device = place.get("gpu") or place.get("device") or place.get("cpu") or "an unnamed device"
+    title = f"## Mean accepted length by task\n\nIn brackets the speed over plain decoding; with Graft, on {device}."
+    return "\n\n".join([title, "\n".join([head, *rows])])
+
+
+def _load_table(facts: Any, path: Path) -> str:
+    """Tokens per second by concurrency, of a file that `bench/batched_serving.py --out` wrote."""
+    try:
+        rows = [
+            f"| {r['concurrency']} | {r['plain']['tokens_per_second']:,.0f} | {r['graft']['tokens_per_second']:,.0f} |"
+            for r in facts["results"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise GraftError(f"{path} is not what bench/batched_serving.py --out writes: it has no {error}") from error
+    return "\n".join(["## Tokens per second by concurrency\n", "| at once | plain | Graft |", "|---|---|---|", *rows])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GraftError(f"cannot read {path}: {error}") from error
+
+
+def _dtype(folder: Path) -> torch.dtype:
+    """The weights' own, as the config says; bf16, as heads are published, where it does not."""
+    name = read_config(folder).get("torch_dtype") or read_config(folder).get("dtype")
+    found = getattr(torch, str(name), None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def _new_folder(folder: Path) -> Path:
+    require(not folder.exists() or folder.is_dir(), f"{folder} is a file: choose a folder")
+    require(not (folder.is_dir() and any(folder.iterdir())), f"{folder} is not empty: choose a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GraftError(f"cannot write to {folder}: {error.strerror}") from error
+    return folder
