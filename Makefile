@@ -10,7 +10,10 @@ SOURCES := setup.py pyproject.toml constraints.txt src/graft/spec_decode/native.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed-$(shell uname -m)
 
-.PHONY: help demo test test-engines lint model setup clean
+DOCS := .venv-docs
+DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)
+
+.PHONY: help demo test test-engines lint docs model setup clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -28,6 +31,10 @@ lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(DOCS_INSTALLED)  ## The documentation as a site, in docs/_build; a link that leads nowhere is an error
+	$(DOCS)/bin/sphinx-build -q -W --keep-going docs docs/_build
+	@echo "open docs/_build/index.html"
 
 model: $(INSTALLED)  ## Fetch the default model
 	@$(BIN)/graft pull > /dev/null
@@ -51,6 +58,11 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	@$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
+$(DOCS_INSTALLED): pyproject.toml
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet 'furo>=2025.12' 'myst-parser>=5.1,<6' 'sphinx>=9,<10'
+	@touch $@
+
 clean:  ## Remove caches and build leftovers; .venv and models stay
-	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
