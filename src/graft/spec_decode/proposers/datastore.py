@@ -22,7 +22,7 @@ class DatastoreLookup:
 
     names: tuple[str, ...] = ("datastore",)
     common: tuple[str, ...] = names
-    # Measured on held-out source code (docs/datastore.md); high ones are lowered, as a model's text is less predictable.
+    # Measured on held-out source code (docs/datastore.md); high ones are lowered: a model is less predictable.
     prior = torch.tensor(
         [
             # share below .15, .35, .6, .85, above
