@@ -365,6 +365,7 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False):
     return SimpleNamespace(
         reqs=requests,
         seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
         sampling_info=info,
         mask_buffer=mask_buffer,
         forward_mode=SimpleNamespace(is_idle=lambda: False),

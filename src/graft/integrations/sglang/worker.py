@@ -67,6 +67,9 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, seq_lens_sum: int, mask: Tensor | None
     ) -> VerifyArrays:
         """Rank 0's tree as the verify's inputs."""
+        if self._batch.seq_lens_cpu is not None:
+            # SGLang gives 0 where it has a buffer for the mask; a batch beyond those captured may not fit there.
+            seq_lens_sum = int(self._batch.seq_lens_cpu.sum())
 
         def decide() -> tuple[DraftTree, int]:
             assert self._rounds is not None
