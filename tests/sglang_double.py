@@ -24,6 +24,7 @@ NAMES = (
     "sglang.srt.distributed",
     "sglang.srt.layers",
     "sglang.srt.layers.dp_attention",
+    "sglang.srt.layers.sampler",
     "sglang.srt.speculative",
     "sglang.srt.speculative.eagle_utils",
     "sglang.srt.speculative.eagle_worker_v2",
@@ -36,7 +37,7 @@ def install(monkeypatch):
     double = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(double)
     double.__path__ = []  # a package
-    double.eagle_worker_v2 = double
+    double.eagle_worker_v2 = double.sampler = double
     for name in NAMES:
         monkeypatch.setitem(sys.modules, name, double)
     monkeypatch.delitem(sys.modules, "graft.integrations.sglang.worker", raising=False)
@@ -302,6 +303,33 @@ def verify_tree_greedy_func(
         accept_token_num[row] = count
 
 
+# SGLang's own draws in deterministic mode, by noise of seed and position
+
+
+def sampling_from_probs_torch(probs, sampling_seed=None, positions=None):
+    return torch.tensor(
+        [
+            int((row.log() + own_noise(int(seed), int(position))).argmax())
+            for row, seed, position in zip(probs, sampling_seed, positions, strict=True)
+        ],
+        dtype=torch.int32,
+    )
+
+
+def own_noise(seed, position):
+    uniform = torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 4099 + position))
+    return -(-uniform.log()).log()
+
+
+def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions):
+    assert not need_min_p
+    ordered, tokens = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    ordered[(torch.arange(VOCAB) >= top_ks[:, None]) | (before > top_ps[:, None])] = 0.0
+    places = sampling_from_probs_torch(ordered, seeds, positions).long()
+    return tokens.gather(1, places[:, None]).flatten().int()
+
+
 # Requests
 
 
@@ -316,7 +344,7 @@ class Request:
         return len(self.output_ids) >= self.sampling_params.length
 
 
-def batch_of(requests, mask_buffer=None):
+def batch_of(requests, mask_buffer=None, is_deterministic=False):
     params = [request.sampling_params for request in requests]
     columns = {name: torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p")}
     bias = torch.zeros(len(params), VOCAB)
@@ -327,12 +355,17 @@ def batch_of(requests, mask_buffer=None):
         temperatures=torch.tensor([[p.temperature] for p in params]),
         **{name + "s": column for name, column in columns.items()},
         is_all_greedy=all(p.top_k <= 1 for p in params),
+        need_top_k_sampling=any(p.top_k < VOCAB for p in params),
+        need_top_p_sampling=any(p.top_p < 1 for p in params),
+        need_min_p_sampling=any(p.min_p > 0 for p in params),
+        sampling_seed=torch.tensor([p.sampling_seed or 42 for p in params]) if is_deterministic else None,
         logit_bias=bias if any(p.logit_bias for p in params) else None,
     )
     lengths = [len(request.origin_input_ids) + len(request.output_ids) - 1 for request in requests]
     return SimpleNamespace(
         reqs=requests,
         seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
         sampling_info=info,
         mask_buffer=mask_buffer,
         forward_mode=SimpleNamespace(is_idle=lambda: False),

@@ -323,14 +323,14 @@ def sglang(monkeypatch):
 PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
 
 
-def decode(double, requests, rounds_each_joins=3, mask_buffer=None, **flags):
+def decode(double, requests, rounds_each_joins=3, mask_buffer=None, is_deterministic=False, **flags):
     """Decodes requests that join one after the other and leave when they have ended; how many rounds it took."""
     worker = double.EAGLEWorkerV2(double.server_args(**flags), double.target_worker())
     waiting, running, inputs = list(requests), [], []
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:
             running.append(waiting.pop(0))
-        inputs.append(worker.forward_batch_generation(double.batch_of(running, mask_buffer)))
+        inputs.append(worker.forward_batch_generation(double.batch_of(running, mask_buffer, is_deterministic)))
         running = [each for each in running if not each.finished()]
     return worker, inputs
 
@@ -364,10 +364,10 @@ def requests_of(double):
     ]
 
 
-@pytest.mark.parametrize("has_buffer", [False, True])
-def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, has_buffer):
+@pytest.mark.parametrize("room", [None, 5 * 12 * 100, 5 * 12 * 20])  # the last: too little for most rounds
+def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room):
     requests = requests_of(sglang)
-    buffer = torch.zeros(5 * 12 * 100, dtype=torch.uint8) if has_buffer else None
+    buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
     worker, inputs = decode(sglang, requests, mask_buffer=buffer)
     for each in requests:
         length = each.sampling_params.length
@@ -416,6 +416,33 @@ def test_a_request_without_a_seed_gets_one_of_its_own(sglang):
         decode(sglang, [one])
         texts.append(one.output_ids.tolist())
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.7}])
+def test_in_deterministic_mode_the_text_is_the_one_that_sglang_draws_without_speculation(sglang, monkeypatch, limits):
+    from graft.integrations.sglang import worker
+
+    monkeypatch.setattr(worker, "_DRAWN_AT_ONCE", 5)  # less than a tree: parts cut through it
+    drawn = {"top_k": 1 << 30, "temperature": 0.8} | limits
+    requests = [sglang.Request(str(seed), PROMPT * 2 + [seed], **drawn, sampling_seed=seed) for seed in (3, 4)]
+    _, inputs = decode(sglang, requests, is_deterministic=True)
+    assert len(inputs) < 60
+    for each in requests:
+        params = each.sampling_params
+        ids = [*each.origin_input_ids, each.origin_input_ids[0]]
+        for _ in range(params.length - 1):
+            probabilities = (sglang_double.target_logits(ids) / params.temperature).softmax(0)[None]
+            place = [torch.tensor([params.sampling_seed]), torch.tensor([len(ids) - 1])]
+            if limits:
+                cut = [torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.zeros(1)]
+                token = sglang_double.top_k_top_p_min_p_sampling_from_probs_torch(probabilities, *cut, False, *place)
+            else:
+                token = sglang_double.sampling_from_probs_torch(probabilities, *place)
+            ids.append(int(token))
+        assert each.output_ids[: params.length].tolist() == ids[len(each.origin_input_ids) :]
+    with_our_noise = [sglang.Request(str(seed), PROMPT * 2 + [seed], **drawn, sampling_seed=seed) for seed in (3, 4)]
+    decode(sglang, with_our_noise)
+    assert [each.output_ids[:60] for each in with_our_noise] != [each.output_ids[:60] for each in requests]
 
 
 def test_flushing_the_cache_forgets_what_was_learned(sglang):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers import sampler
 from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attention_enabled
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
@@ -25,6 +26,8 @@ from graft.integrations.sglang.settings import SGLangSettings, check_head, check
 from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, target_tokens, verify_arrays
 from graft.model.verified import likeliest
 from graft.spec_decode.tree import DraftTree
+
+_DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 _drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
 _choosing: ContextVar[Callable[[], Tensor] | None] = ContextVar("graft_choosing", default=None)
@@ -64,6 +67,9 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, seq_lens_sum: int, mask: Tensor | None
     ) -> VerifyArrays:
         """Rank 0's tree as the verify's inputs."""
+        if self._batch.seq_lens_cpu is not None:
+            # SGLang gives 0 where it has a buffer for the mask; a batch beyond those captured may not fit there.
+            seq_lens_sum = int(self._batch.seq_lens_cpu.sum())
 
         def decide() -> tuple[DraftTree, int]:
             assert self._rounds is not None
@@ -80,10 +86,12 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         info: SGLang's `SamplingBatchInfo`. logits: with penalties.
         """
         shape = (len(requests), self.speculative_num_draft_tokens)
-        if self._rounds is not None:
-            chosen = target_tokens(logits, positions, self._sampling(requests, info)).view(shape)
-        else:
+        if self._rounds is None:
             chosen = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        elif info.sampling_seed is not None and not info.is_all_greedy and not info.need_min_p_sampling:
+            chosen = _tokens_without_speculation(logits, positions, info, shape[1]).view(shape)
+        else:
+            chosen = target_tokens(logits, positions, self._sampling(requests, info)).view(shape)
         if self._group.world_size > 1:
             self._group.broadcast(chosen, src=0)
         return chosen
@@ -228,6 +236,29 @@ HOOKS = {
     "eagle_utils.eagle_sample": _sample,
     "eagle_utils.verify_tree_greedy_func": _walk,
 }
+
+
+def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, num_places: int) -> Tensor:
+    """The tokens [B * D] that SGLang's own sampler draws there in its deterministic mode, by its noise of seed and
+    position: a text is then the one that it draws without speculation. (It refuses seeds with min-p.)"""
+    columns = (info.temperatures.flatten(), info.sampling_seed, info.top_ks, info.top_ps, info.min_ps)
+    temperatures, seeds, *limits = (column.repeat_interleave(num_places) for column in columns)
+    is_truncated = info.need_top_k_sampling or info.need_top_p_sampling
+    drawn = []
+    for first in range(0, len(logits), _DRAWN_AT_ONCE):
+        part = slice(first, first + _DRAWN_AT_ONCE)
+        probabilities = torch.softmax(logits[part] / temperatures[part, None], dim=-1)
+        if is_truncated:
+            now = [column[part] for column in limits]
+            tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+                probabilities, *now, False, seeds[part], positions[part]
+            )
+        else:
+            tokens = sampler.sampling_from_probs_torch(
+                probabilities, sampling_seed=seeds[part], positions=positions[part]
+            )
+        drawn.append(tokens.long())
+    return torch.cat(drawn)
 
 
 def _settings() -> SGLangSettings:
