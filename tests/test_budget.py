@@ -114,10 +114,29 @@ def test_no_fixed_budget_is_better_by_more_than_3_percent(machine, num_rows, kin
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_hopeless_text_costs_2_percent_from_the_first_round_on(machine, num_rows):
+def test_a_hopeless_text_costs_3_percent_of_400_rounds_from_the_first_on(machine, num_rows):
     seconds, sizes, device = MACHINES[machine]
     simulation = Simulation(seconds, HOPELESS, num_rows, sizes, device)
-    assert simulation.run(400) >= 0.98 * Simulation(seconds, HOPELESS, num_rows).run(10, fixed=0)
+    assert simulation.run(400) >= 0.97 * Simulation(seconds, HOPELESS, num_rows).run(10, fixed=0)
+
+
+class UnevenText(Simulation):
+    """Of a small model on a GPU, where a look takes nearly as long as a step: every other round finds nothing."""
+
+    def candidates(self):
+        self.kind = (0.85, 0.05) if self.rng.random() < 0.5 else HOPELESS
+        return super().candidates()
+
+    def host(self, looks):
+        return 9e-4 if looks else 5e-5
+
+
+def test_rounds_that_find_nothing_do_not_end_looks_that_usually_pay():
+    def seconds(num_tokens):
+        return gpu(num_tokens) / 4
+
+    own = [UnevenText(seconds, GOOD, 1, seed=seed).run(300) for seed in range(6)]
+    assert sum(own) / len(own) >= 0.97 * UnevenText(seconds, GOOD, 1).run(2000, fixed=31)
 
 
 @pytest.mark.parametrize(("before", "after"), [(HOPELESS, GOOD), (GOOD, HOPELESS)], ids=["to good", "to hopeless"])

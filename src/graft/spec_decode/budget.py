@@ -90,8 +90,9 @@ def _filled(values: Tensor | None, count: int, missing: float) -> list[float]:
 class Budget:
     """Chooses the number of nodes of each round, and says when there is to be a round without a look for any.
 
-    A look takes time, and may find nothing that pays. Its cost beyond what it brings is booked as a debt, in plain
-    rounds, of which every round pays off a small share; no look is made in debt.
+    A look takes time, and may find nothing that pays. What looks have usually cost of late beyond what they brought is
+    booked as a debt, in plain rounds, of which every round pays off a small share; no look is made in debt. It is the
+    usual look that counts, not each: rounds differ, and one that finds nothing says little of the next.
     """
 
     def __init__(self, step: StepCost, num_passes: int, pass_cost: float | None, fixed: int | None = None) -> None:
@@ -112,6 +113,7 @@ class Budget:
         self._passes = {0: self.passes}  # by `row_class`
         self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
         self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
+        self._worth = 0.0  # of a look, in plain rounds beyond what it costs: a running mean
         self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
 
     # What things cost
@@ -234,11 +236,13 @@ class Budget:
                 more = self.step.seconds(base + plan.num_nodes) - self.step.seconds(base)
             time += (look + more) / plain
             # What the next look may bring: nodes that have turned out too dear will not be chosen again.
-            gain = max(plan.gain / num_rows - more / plain, 0.0) - look / plain
+            found = max(plan.gain / num_rows - more / plain, 0.0) - look / plain
             self._judge(plan, num_tokens - num_rows)
             if self._is_other(num_rows):
-                self._balance = 0.0
+                self._balance, self._worth = 0.0, 0.0
             self._num_rows = num_rows
+            self._worth += BLEND * (found - self._worth)
+            gain = self._worth
         self._balance = min(self._balance + _SHARE + gain, 1.0)  # what trees have saved is not kept for long
         self._tokens += BLEND * (num_tokens / num_rows - self._tokens)
         self._time += BLEND * (time - self._time)
