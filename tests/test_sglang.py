@@ -244,7 +244,10 @@ def test_settings_come_from_the_environment():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"GRAFT_SGLANG_BUGDET": "3"}, "unknown variable 'GRAFT_SGLANG_BUGDET': did you mean 'GRAFT_SGLANG_BUDGET'?"),
+        (
+            {"GRAFT_SGLANG_BUGDET": "3"},
+            "unknown environment variable 'GRAFT_SGLANG_BUGDET': did you mean 'GRAFT_SGLANG_BUDGET'?",
+        ),
         ({"GRAFT_SGLANG_BUDGET": "few"}, "GRAFT_SGLANG_BUDGET must be a whole number, not 'few'"),
         ({"GRAFT_SGLANG_BUDGET": "0"}, "GRAFT_SGLANG_BUDGET must be at least 1, not 0"),
         ({"GRAFT_SGLANG_BUDGET": "128"}, "GRAFT_SGLANG_BUDGET must be at most 127, not 128"),

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.errors import GraftError
+from graft.integrations.environment import is_on
 from graft.integrations.vllm import plugin
 from graft.integrations.vllm.chains import Chains, Paths, successors_in
 from graft.integrations.vllm.cpu_sampling import expand
 from graft.integrations.vllm.retrieval import RetrievalProposer
-from graft.integrations.vllm.settings import ChainSettings, is_on
+from graft.integrations.vllm.settings import SWITCH, ChainSettings
 from graft.integrations.vllm.texts import Texts, UnnamedTexts
 from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.grafter import Text
@@ -321,7 +322,7 @@ def test_a_request_that_began_again_under_its_name_is_another_text():
 
 def test_settings_come_from_the_environment():
     environment = {"GRAFT_VLLM": "1", "GRAFT_VLLM_PASSES": "4", "GRAFT_VLLM_PAD": "0", "GRAFT_VLLM_LEAST": "0.1"}
-    assert is_on(environment) and not is_on({}) and not is_on({"GRAFT_VLLM": "0"})
+    assert is_on(SWITCH, environment) and not is_on(SWITCH, {}) and not is_on(SWITCH, {"GRAFT_VLLM": "0"})
     assert ChainSettings.from_environment(environment) == ChainSettings(passes=4, pad=False, least=0.1)
     assert ChainSettings.from_environment({"GRAFT_HOME": "/x"}) == ChainSettings()
 
@@ -331,7 +332,7 @@ def test_settings_come_from_the_environment():
     [
         ("GRAFT_VLLM_PASES", "4", "unknown environment variable 'GRAFT_VLLM_PASES': did you mean 'GRAFT_VLLM_PASSES'?"),
         ("GRAFT_VLLM_PASSES", "many", "GRAFT_VLLM_PASSES must be a whole number, not 'many'"),
-        ("GRAFT_VLLM_PAD", "yes", "GRAFT_VLLM_PAD must be 0 or 1, not 'yes'"),
+        ("GRAFT_VLLM_PAD", "perhaps", "GRAFT_VLLM_PAD must be 1 or 0, not 'perhaps'"),
         ("GRAFT_VLLM_LEAST", "1.5", "least must be a probability below 1, not 1.5"),
     ],
 )

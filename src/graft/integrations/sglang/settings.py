@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graft.errors import GraftError
-from graft.settings import Settings, require, require_known
+from graft.integrations.environment import is_on, settings_of, variable
+from graft.settings import Settings, require
 from graft.spec_decode.policy_settings import MAX_BUDGET
 
 SWITCH = "GRAFT_SGLANG"
-PREFIX = "GRAFT_SGLANG_"
+_BUDGET = variable(SWITCH, "budget")
 VERSION = "0.5.15"  # of SGLang: hooks name its private functions
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
-_YES, _NO = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,18 @@ class SGLangSettings(Settings):
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "max_texts"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"{_variable(name)} must be at least 1, not {value}")
+            require(value is None or value >= 1, f"{variable(SWITCH, name)} must be at least 1, not {value}")
         if self.budget is not None:
-            require(self.budget <= MAX_BUDGET, f"{_variable('budget')} must be at most {MAX_BUDGET}, not {self.budget}")
+            require(
+                self.budget <= MAX_BUDGET,
+                f"{variable(SWITCH, 'budget')} must be at most {MAX_BUDGET}, not {self.budget}",
+            )
 
 
 def from_environment(environment: Mapping[str, str]) -> SGLangSettings | None:
     """The settings; None where the plugin is not switched on. Unknown names are errors."""
-    options: dict[str, int | bool] = {}
-    known = [_variable(field.name) for field in fields(SGLangSettings)]
-    for name, value in environment.items():
-        if name.startswith(PREFIX):
-            require_known("variable", name, known)
-            key = name.removeprefix(PREFIX).lower()
-            options[key] = _yes_or_no(name, value) if key == "isolated" else _whole_number(name, value)
-    settings = SGLangSettings.of(options)
-    return settings if _yes_or_no(SWITCH, environment.get(SWITCH, "")) else None
+    settings = settings_of(SGLangSettings, SWITCH, environment)
+    return settings if is_on(SWITCH, environment) else None
 
 
 def check_version(version: str) -> None:
@@ -67,7 +63,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
     )
     require(
         settings.budget is None or settings.budget < num_places,
-        f"{_variable('budget')} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
+        f"{_BUDGET} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
     require(
         server_args.disable_overlap_schedule,
@@ -93,20 +89,3 @@ def check_head(architectures: Sequence[str]) -> None:
         f'the head\'s config.json must say "architectures": ["{HEAD}"], by which SGLang knows an EAGLE-3 head; '
         f"it names {named}",
     )
-
-
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
-
-
-def _whole_number(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise GraftError(f"{name} must be a whole number, not {value!r}") from None
-
-
-def _yes_or_no(name: str, value: str) -> bool:
-    word = value.strip().lower()
-    require(word in _YES + _NO, f"{name} must be 1 or 0, not {value!r}")
-    return word in _YES

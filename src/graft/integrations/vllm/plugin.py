@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from graft.integrations.vllm.settings import SWITCH, ChainSettings, is_on
+from graft.integrations.environment import is_on
+from graft.integrations.vllm.settings import SWITCH, ChainSettings
 from graft.settings import require
 
 VERSIONS = ("0.20", "0.32")  # whose proposers were read; others may have changed what is overridden
@@ -19,7 +20,7 @@ _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 def register() -> None:
     """Puts Graft's proposer where the first model runner looks for EAGLE's."""
     ChainSettings.from_environment(os.environ)  # a misspelt name is an error, whether or not the plugin is on
-    if not is_on(os.environ):
+    if not is_on(SWITCH, os.environ):
         return
     import vllm
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from graft.errors import GraftError
-from graft.settings import Settings, require, require_known
+from graft.integrations.environment import settings_of
+from graft.settings import Settings, require
 
 SWITCH = "GRAFT_VLLM"  # 1: the plugin is on
-_PREFIX = f"{SWITCH}_"
-_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
 @dataclass(frozen=True)
@@ -33,31 +30,4 @@ class ChainSettings(Settings):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ChainSettings:
-        known = [_variable(field.name) for field in fields(cls)]
-        types = {_variable(field.name): (field.name, field.type) for field in fields(cls)}
-        found: dict[str, Any] = {}
-        for variable in sorted(environment):
-            if variable.startswith(_PREFIX):
-                require_known("environment variable", variable, known)
-                name, kind = types[variable]
-                found[name] = _read(variable, environment[variable], str(kind))
-        return cls.of(found)
-
-
-def is_on(environment: Mapping[str, str]) -> bool:
-    """Whether the plugin is switched on."""
-    return bool(_read(SWITCH, environment.get(SWITCH, "0"), "bool"))
-
-
-def _variable(name: str) -> str:
-    return _PREFIX + name.upper()
-
-
-def _read(variable: str, text: str, kind: str) -> bool | int | float:
-    try:
-        if kind.startswith("bool"):
-            return _WORDS[text.strip().lower()]
-        return int(text) if kind.startswith("int") else float(text)
-    except (KeyError, ValueError):
-        wanted = {"b": "0 or 1", "i": "a whole number", "f": "a number"}[kind[0]]
-        raise GraftError(f"{variable} must be {wanted}, not {text!r}") from None
+        return settings_of(cls, SWITCH, environment)
