@@ -7,7 +7,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 61
 BYTE_VOCAB = 259
@@ -52,7 +58,31 @@ def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrai
     model_type = options.pop("model_type", name)
     config = AutoConfig.for_model(model_type, **{k: v for k, v in options.items() if v is not None})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return _made_varied(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+_IMAGE_TOKENS = {"image_token_id": 58, "vision_start_token_id": 57, "vision_end_token_id": 56, "video_token_id": 55}
+
+
+def tiny_multimodal(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A random model in fp32 that takes images too: gemma3 or qwen2_5_vl."""
+    text = {**_COMMON, **ARCHITECTURES.get(f"{kind}_text", {})}
+    if kind == "gemma3":
+        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 7}
+        options = {"text_config": {**text, "model_type": "gemma3_text"}, "vision_config": vision}
+        options |= {"mm_tokens_per_image": 4, "image_token_index": 58, "boi_token_index": 57, "eoi_token_index": 56}
+    else:
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        text = {key: value for key, value in text.items() if key != "head_dim"}
+        options = {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_VISION, **_IMAGE_TOKENS}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **options)
+    return _made_varied(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+
+
+def _made_varied(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -22,6 +22,7 @@ from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
 from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.support import uncompiled
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
@@ -101,6 +102,7 @@ class Engine:
         exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
         are slower. What is promised without it: docs/exactness.md.
         """
+        model = uncompiled(model)
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
         self.drafter = drafter

@@ -17,7 +17,7 @@ from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.ranks import rank_group
-from graft.model.support import is_tensor_parallel
+from graft.model.support import is_tensor_parallel, uncompiled
 from graft.model.tensor_parallel import embedding_of, lm_head_of, work
 from graft.settings import require
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
@@ -93,6 +93,7 @@ def load(
         else:
             model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
+    model = uncompiled(model)
     split = is_tensor_parallel(model)
     require(split or not tensor_parallel, "the model in memory is whole: load it with a tensor-parallel plan")
     if split:
@@ -168,7 +169,7 @@ def load_drafter(
     if not isinstance(draft, str):
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
-        return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
+        return _small_model_drafter("the draft model", uncompiled(draft), draft_tokenizer, model, tokenizer, tree)
     own_layers = draft == mtp.MTP or is_early_exit(draft)
     require(
         not (own_layers and is_tensor_parallel(model)),

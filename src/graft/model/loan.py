@@ -1,18 +1,21 @@
 """Loans: what our forwards change about the user's model while they run, and undo afterwards, whatever happened.
 
 A model's code reads its attention function from the config, so that is set while one of our forwards runs; and a model
-in training mode is in evaluation mode meanwhile. Several threads may run forwards at once: the first sets, the last
+in training mode is in evaluation mode meanwhile, and what the owner has compiled runs as it was written, since steps of
+all sizes would have it compiled again and again. Several threads may run forwards at once: the first sets, the last
 undoes, and a forward of the model's owner, in yet another thread, uses the attention that the owner chose.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -46,12 +49,27 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = NAME
         return _Loan(before, lambda: setattr(config, "_attn_implementation", before))
 
-    with _lent(("attention", id(config)), begin):
+    with _lent(("attention", id(config)), begin), _uncompiled():
         outside, _THREAD.is_ours = is_ours(), True
         try:
             yield
         finally:
             _THREAD.is_ours = outside
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context in which nothing compiled by torch.compile runs compiled."""
+
+    def begin() -> _Loan:
+        stance: Any = torch.compiler.set_stance("force_eager")
+        return _Loan(None, lambda: stance.__exit__(None, None, None))
+
+    if "torch._dynamo" not in sys.modules:  # takes seconds to import, and nothing can be compiled without it
+        yield
+        return
+    with _lent(("compiler", 0), begin):
+        yield
 
 
 def is_ours() -> bool:

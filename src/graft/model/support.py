@@ -24,6 +24,12 @@ TESTED_ARCHITECTURES = (
 )
 
 
+def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside what torch.compile made of it; any other as it is."""
+    inner: PreTrainedModel = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
     """Whether transformers has split the model over several processes."""
     return (getattr(model, "tp_size", None) or 1) > 1
