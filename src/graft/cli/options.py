@@ -67,7 +67,7 @@ SAMPLING: Group = {
     "frequency_penalty": _sampling(float, "--frequency-penalty", "Lower it once per occurrence.", "0"),
     "logit_bias": _sampling(list[str], "--logit-bias", "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
     "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
-    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256"),
+    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256, or the room there is"),
     "min_tokens": _ending(int, "--min-tokens", "Not before this many.", "0"),
     "stop": _ending(list[str], "--stop", "Before this text; repeatable.", metavar="TEXT"),
     "stop_token_ids": _ending(list[int], "--stop-token-id", "At this token; repeatable.", metavar="ID"),

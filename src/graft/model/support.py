@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from graft.errors import GraftError
@@ -24,9 +25,12 @@ TESTED_ARCHITECTURES = (
 )
 
 
-def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside what torch.compile made of it; any other as it is."""
+def usable_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside what torch.compile made of it; any other as it is. A GraftError if it is none."""
     inner: PreTrainedModel = getattr(model, "_orig_mod", model)
+    # Not by its class: adapters of other libraries wrap models and pass on what they are asked for.
+    if not (isinstance(inner, nn.Module) and hasattr(inner, "config") and hasattr(inner, "get_input_embeddings")):
+        raise GraftError(f"a model is a transformers model, not {type(inner).__name__}: graft.load takes names too")
     return inner
 
 
@@ -39,6 +43,11 @@ def check_supported(model: PreTrainedModel) -> None:
     """Raises a GraftError that says why, if a model cannot verify trees."""
     kind = type(model).__name__
     config = model.config.get_text_config()
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
+        raise GraftError(
+            f"{kind} was quantized by quantize_dynamic, which scales a token by all others of its forward, so that its "
+            "text depends on their number: quantize with torchao"
+        )
     if model.config.is_encoder_decoder:
         raise GraftError(f"{kind} is an encoder-decoder; Graft decodes decoder-only models")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
