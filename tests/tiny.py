@@ -52,13 +52,55 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 }
 
 
+_GEMMA4 = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+    **{"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB},
+}
+_HYBRID = {"layer_types": ["attention"] * 3, "shared_intermediate_size": 48, "position_embedding_type": "rope"}
+_HYBRID |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
+# Whose attention is no plain softmax over all keys or a window, or whose code is another in some way.
+UNUSUAL_ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gpt_oss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # The caps are low, so that they matter.
+    "gemma2": {
+        **{"sliding_window": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        **{"query_pre_attn_scalar": 8, "attn_implementation": "eager"},
+    },
+    "gemma2_uncapped": {"model_type": "gemma2", "sliding_window": 8, "attn_logit_softcapping": 3.0},  # with sdpa
+    # Chunks are short, and the scale of layers without rotation begins to grow early.
+    "llama4_text": {
+        **{"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8},
+        **{"interleave_moe_layer_step": 1, "no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 0.5},
+        **{
+            "attn_temperature_tuning": True,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        },
+    },
+    "gemma4_text": {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gemma4_shared": {
+        **_GEMMA4,
+        "model_type": "gemma4_text",
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+    },
+    "nemotron": {},
+    "stablelm": {},
+    "granitemoehybrid": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
 def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random model in fp32. Weights are large enough that its choices are far from ties."""
-    options = {**_COMMON, **ARCHITECTURES.get(name, {}), **changes}
+    options = {**_COMMON, **(ARCHITECTURES | UNUSUAL_ARCHITECTURES).get(name, {}), **changes}
     model_type = options.pop("model_type", name)
+    attention = options.pop("attn_implementation", None)
     config = AutoConfig.for_model(model_type, **{k: v for k, v in options.items() if v is not None})
     torch.manual_seed(seed)
-    return _made_varied(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return _made_varied(model)
 
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -54,6 +54,8 @@ def load_model(
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                attn_implementation = "eager"  # transformers' usual choice would leave the soft cap out
             if num_ranks > 1:
                 check_divisible(config, num_ranks)
                 split["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)

@@ -477,12 +477,13 @@ class CapturedTarget(TargetRunner):
         if rows not in graphs.moves:
             graphs.moves[rows] = Moves(rows, self.device)
         numbers = graphs.moves[rows]
-        keys, values = self._store.stored
+        pairs = self._store.pairs
 
         def run() -> None:
-            attention_kernels.commit(
-                keys, values, tables, numbers.lines, numbers.lengths, numbers.places, numbers.counts
-            )
+            for keys, values in pairs:
+                attention_kernels.commit(
+                    keys, values, tables, numbers.lines, numbers.lengths, numbers.places, numbers.counts
+                )
 
         if ("move", rows) not in graphs.steps:
             numbers.load([])  # warm-up runs move nothing

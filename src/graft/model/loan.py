@@ -37,10 +37,11 @@ _THREAD = threading.local()
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model's own code uses tree attention, in this thread.
+def tree_attention(model: PreTrainedModel, seen: Any) -> Iterator[None]:
+    """Context in which the model's own code uses tree attention, in this thread, on a step that sees what `seen` says.
 
-    Set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
+    It is not handed through the model as an argument: not every model's layers hand on what they do not know.
+    The attention is set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
     """
     config = model.config.get_text_config()
 
@@ -50,11 +51,11 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
         return _Loan(before, lambda: setattr(config, "_attn_implementation", before))
 
     with _lent(("attention", id(config)), begin), _uncompiled():
-        outside, _THREAD.is_ours = is_ours(), True
+        outside, _THREAD.seen = seen_now(), seen
         try:
             yield
         finally:
-            _THREAD.is_ours = outside
+            _THREAD.seen = outside
 
 
 @contextmanager
@@ -72,9 +73,14 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
+def seen_now() -> Any:
+    """What the tokens of this thread's forward see; None if it is not one of ours."""
+    return getattr(_THREAD, "seen", None)
+
+
 def is_ours() -> bool:
     """Whether this thread is inside one of our forwards."""
-    return getattr(_THREAD, "is_ours", False)
+    return seen_now() is not None
 
 
 def owners_attention(config: PreTrainedConfig) -> str:

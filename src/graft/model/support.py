@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from graft.errors import GraftError
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 # Architectures that the tests compare, token for token, with transformers' own `generate`.
 TESTED_ARCHITECTURES = (
@@ -50,14 +52,26 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder:
         raise GraftError(f"{kind} is an encoder-decoder; Graft decodes decoder-only models")
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if getattr(model, "_is_stateful", False) or strange:
+    types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    strange = sorted(types - _LAYER_TYPES)
+    if strange or (getattr(model, "_is_stateful", False) and not types):
         what = f"has layers of type {', '.join(strange)}" if strange else "keeps a recurrent state"
         raise GraftError(
             f"{kind} {what}, which cannot be rolled back when a drafted token is rejected; "
             "choose a model that has only attention layers"
         )
-    if not model._supports_attention_backend:
-        raise GraftError(f"{kind} does not take other attention functions, which tree verification needs")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise GraftError(f"{kind} soft-caps its attention, which tree verification does not support")
+    if not _takes_attention_functions(model):
+        raise GraftError(
+            f"{kind} computes attention in code of its own in transformers, which does not ask for another attention "
+            "function, as tree verification needs; choose a model whose code does"
+        )
+
+
+def _takes_attention_functions(model: PreTrainedModel) -> bool:
+    """Whether its code asks transformers' attention interface. Some does so without saying it."""
+    code = sys.modules[_decoder_class(model).__module__]
+    return bool(model._supports_attention_backend) or hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _decoder_class(model: PreTrainedModel) -> type:
+    return type(getattr(model, "base_model", model))
