@@ -61,7 +61,7 @@ def load(
     exact: bool = False,
     tensor_parallel: bool = False,
 ) -> Engine:
-    """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
+    """An engine for a packaged model, a local folder or GGUF file, a hub id, or a transformers model already in memory.
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16, or as torch spells them. A model in memory keeps its own.

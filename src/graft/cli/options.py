@@ -34,7 +34,7 @@ _sampling = functools.partial(option, rich_help_panel="Sampling")
 _ending = functools.partial(option, rich_help_panel="Where an answer ends")
 
 MODEL: Group = {
-    "model": _model(str, "--model", "A packaged model, a folder or a hub id.", DEFAULT_MODEL),
+    "model": _model(str, "--model", "A packaged model, a folder, a .gguf file or a hub id.", DEFAULT_MODEL),
     "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto takes a GPU if any.", "auto"),
     "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
 }

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer by name: a packaged model, a local folder, or a hub id.
+"""Loads a model and its tokenizer by name: a packaged model, a local folder, a GGUF file, or a hub id.
 
 transformers does the loading; what it raises when a folder is incomplete is turned into a line that names
 the file. Code that comes with a model is never run.
@@ -23,7 +23,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from graft.errors import GraftError, ModelError
-from graft.hub.pull import pull
+from graft.hub.pull import convert_once, pull
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
@@ -106,8 +106,10 @@ def _source(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return convert_once(path)
     if path.is_file():
-        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights")
+        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
     if _HUB_ID.fullmatch(name):
         return name
     raise ModelError(
