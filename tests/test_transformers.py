@@ -169,6 +169,42 @@ def test_text_alone_is_taken_by_multimodal_models(kind):
     assert torch.equal(model.generate(ids, custom_generate=graft.decode, **options), expected)
 
 
+def image_inputs(kind):
+    """Two prompts with an image each, of different lengths and, for qwen2_5_vl, images of different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "gemma3":
+        images, counts = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}, (4, 4)
+    else:
+        grid = torch.tensor([[1, 4, 4], [1, 4, 8]])  # in patches, of which four make a token
+        patches = torch.randn(int(grid.prod(dim=1).sum()), 3 * 2 * 14 * 14, generator=generator)
+        images, counts = {"pixel_values": patches, "image_grid_thw": grid}, (4, 8)
+    before, after = ([3, 17, 42, 57], [9]), ([56, 9, 30, 5, 9, 30], [56, 21, 9, 30, 5, 11, 40])
+    rows = [[*before[i], *[58] * counts[i], *after[i]] for i in range(2)]
+    longest = max(map(len, rows)) + 1
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    types = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+    return ids, {"attention_mask": (ids != 0) * 1, types: (ids == 58) * 1, **images}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_images_are_read_by_the_models_own_forward_and_answers_decoded_with_trees(kind):
+    model = tiny_multimodal(kind)
+    ids, inputs = image_inputs(kind)
+    options = {"max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True, **inputs}
+    other = {**options, "pixel_values": -inputs["pixel_values"]}
+    assert not torch.equal(model.generate(ids, **options).sequences, model.generate(ids, **other).sequences)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
+        texts = []
+        for own in ({}, {"custom_generate": graft.decode, "policy": "recycle", "budget": 8}):
+            torch.manual_seed(3)
+            result = model.generate(ids, **options, **sampling, **own)
+            texts.append(result.sequences)
+        assert torch.equal(*texts)
+        assert sum(stats.nodes for stats in result.stats) > 0
+    with pytest.raises(ValueError, match="a drafter reads tokens alone"):
+        model.generate(ids, custom_generate=graft.decode, draft="early-exit:1", **options)
+
+
 def test_several_answers_are_drawn_apart(model):
     options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 4}
     assert len({tuple(row) for row in model.generate(PROMPT, custom_generate=graft.decode, **options).tolist()}) == 4

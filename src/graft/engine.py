@@ -193,10 +193,14 @@ class Engine:
     # The round and its loop
 
     def rounds(
-        self, sequences: list[TokenSequence], chooser: Chooser | None = None
+        self,
+        sequences: list[TokenSequence],
+        chooser: Chooser | None = None,
+        prefill: Callable[[Batch], None] | None = None,
     ) -> Generator[list[TokenSequence], None, None]:
         """Decodes the sequences together until all have ended; yields, after every round, those that were in it.
 
+        prefill: commits every prompt but its last token in the engine's stead, where there is more in it than tokens.
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
@@ -204,7 +208,7 @@ class Engine:
         start = time.perf_counter()
         batch = self.open(sequences, chooser)
         try:
-            self._prefill(batch)
+            (prefill or self._prefill)(batch)
             prefill_seconds = time.perf_counter() - start
             clock = Clock()
             while batch.sequences:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, StopStringCriteria
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -26,9 +26,11 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
+from graft.model.loan import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
 from graft.model.support import is_tensor_parallel
 from graft.model.verified import Step
@@ -47,6 +49,11 @@ _WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or
 # What `generate` passes beside its own arguments; decoding computes these by itself.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 # Speculation of transformers' own does not change the text, so what asks for it is no reason to refuse.
+# What comes with images and videos: the prompt is then read by the model's own forward.
+_IMAGE_INPUTS = {
+    *("mm_encoder_outputs", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("token_type_ids", "mm_token_type_ids", "second_per_grid_ts"),
+}
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 _Pick = Callable[[Tensor, int], Tensor]  # a token from its scores [V] and its number in the answer
 
@@ -91,18 +98,31 @@ def decode(
             raise GraftError("stop needs the tokenizer: give text_tokenizer= too")
         criterion = StopStringCriteria(text_tokenizer, [stop] if isinstance(stop, str) else list(stop))
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, criterion])
+    has_images = any(
+        not _says_nothing(name, value) for name, value in model_kwargs.items() if name not in _KNOWN_INPUTS
+    )
+    if has_images:
+        good = draft in (None, "auto")
+        require(good, "a drafter reads tokens alone, and the prompt has more than these: draft=None")
+        draft = None
     engine = _engine_of(model, policy, draft, budget, datastore, profile, text_tokenizer)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
     picks = _picks(len(input_ids), input_ids.device, noise if generation_config.do_sample else None)
-    unpadded = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    most = engine.target.vocab_size
+    unpadded = [
+        # The place of an image may be held by an id that is no token's.
+        [token if token < most else 0 for token in row]
+        for row in _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    ]
     batch = [
         _CriteriaSequence(padded, prompt, max_new_tokens, stopping_criteria, pick, keep_scores)
         for padded, prompt, pick in zip(input_ids, unpadded, picks, strict=True)
     ]
     for sequence in batch:
         engine.check_room(sequence)
-    for _ in engine.rounds(list(batch), _ProcessorChooser(batch, logits_processor)):
+    prefill = _Prefill(model, input_ids, model_kwargs) if has_images else None
+    for _ in engine.rounds(list(batch), _ProcessorChooser(batch, logits_processor), prefill):
         pass
 
     longest = max(len(sequence.new_ids) for sequence in batch)
@@ -172,6 +192,29 @@ class _TorchDraws:
             q = scores.new_empty(self._num_rows, len(scores)).exponential_(1, generator=generator)
             self._last = (step, q)
         return self._last[1]
+
+
+class _Prefill:
+    """Reads prompts with images as `generate` does, by the model's own forward, and takes over its KV cache."""
+
+    def __init__(self, model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        self._model, self._ids = model, input_ids
+        # Not the prepared one, of which layers with a window keep less than the last token sees.
+        self._kwargs = model_kwargs | {"past_key_values": DynamicCache()}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> None:
+        model, kwargs, (num_rows, length) = self._model, self._kwargs, self._ids.shape
+        inputs = model.prepare_inputs_for_generation(self._ids, is_first_iteration=True, **kwargs)
+        with evaluating(model):
+            model(**inputs, return_dict=True)
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        for row in range(num_rows):
+            first = 0 if mask is None else length - int(mask[row].sum())
+            last = length - first - 1  # of the text's places; it is the first round's root
+            # Of several positions of a token, those of its rotation come last.
+            offset = 0 if positions is None else int(positions.view(-1, num_rows, length)[-1, row, -1]) - last
+            batch.cache.fill(row, kwargs["past_key_values"], row, first, length - 1, offset)
 
 
 class _CriteriaSequence(Sequence):
@@ -305,7 +348,8 @@ def _check(
     for name in ("output_attentions", "output_hidden_states"):
         require(not getattr(config, name), f"graft.decode does not return {name.removeprefix('output_')}")
     for name, value in model_kwargs.items():
-        require(name in _KNOWN_INPUTS or _says_nothing(name, value), f"graft.decode does not take {name!r}")
+        known = name in _KNOWN_INPUTS or name in _IMAGE_INPUTS or _says_nothing(name, value)
+        require(known, f"graft.decode does not take {name!r}")
     cache = model_kwargs.get("past_key_values")
     require(cache is None or cache.get_seq_length() == 0, "graft.decode starts from the whole prompt, not from a cache")
     for processor in processors:

@@ -386,7 +386,7 @@ class CapturedTarget(TargetRunner):
         self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_run: int = 0
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         graphs, rows = self._graphs, cache.rows if cache is not None else []
-        if graphs.failure is not None:
+        if graphs.failure is not None or any(row.offset for row in rows):  # graphs take positions from the texts
             return super().step(cache, tree, chunks, num_run)
         # A graph runs all nodes: with few tokens a step takes as long as its weights take to be read.
         self._make_room(rows, tree, chunks)

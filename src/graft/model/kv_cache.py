@@ -44,6 +44,7 @@ class Row:
     line: int
     pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
     length: int = 0  # committed tokens of the target
+    offset: int = 0  # of its tokens' rotary positions from their places in the text: an image takes fewer than it has
     begun: Begun | None = None  # tokens behind them that an early-exit drafter has run through the first layers
 
     def take_begun(self) -> Begun | None:
@@ -507,6 +508,23 @@ class KVCache(Cache):
     def advance(self, counts: Sequence[int]) -> None:
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
+
+    def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
+        """Commits to an empty row what the model's own forward has cached of a text, from one place to another.
+
+        offset: of the rotary positions of what comes behind it.
+        """
+        own = self.rows[row]
+        self.pool.ensure(own, end - first)
+        slots = self.slots_of([(own, position) for position in range(end - first)])
+        for layer, cached in enumerate(source.layers):
+            states: Any = (getattr(cached, "keys", None), getattr(cached, "values", None))
+            if states[0] is None:  # it shares those of another layer
+                continue
+            states = [part[source_row : source_row + 1, :, first:end] for part in states]
+            for stored, part in zip(self.store.of_layer(layer, *states), states, strict=True):
+                stored.index_copy_(0, slots, part[0].transpose(0, 1))
+        own.length, own.offset = end - first, offset
 
     def with_rows(self, rows: list[Row]) -> KVCache:
         """The same pool's cache of other rows."""

@@ -228,6 +228,8 @@ class TargetRunner:
         device = self.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
+        if any(row.offset for row in step.rows):
+            at = at + np.repeat([row.offset for row in step.rows], step.by_row[1, : len(step.rows)])
         if is_run is not None:
             slots, ids, at = slots[is_run], ids[is_run], at[is_run]
         seen = attention.Visibility.of_step(step, device, self.model.dtype, is_run)
