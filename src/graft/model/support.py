@@ -24,6 +24,13 @@ TESTED_ARCHITECTURES = (
     "olmo2",
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
+    "gemma2",
+    "llama4_text",
+    "gemma4_text",
+    "nemotron",
+    "stablelm",
+    "granitemoehybrid",
 )
 
 
