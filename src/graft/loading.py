@@ -138,7 +138,7 @@ def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: A
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     if datastore is not None:
         read_header(Path(datastore))
-    if profile not in (None, "auto"):
+    if profile not in (None, "auto") and policy != "off":
         Profile.read(Path(profile).expanduser())
     if isinstance(draft, str) and draft not in (*PACKAGED_MODELS, "auto", mtp.MTP):
         if is_early_exit(draft):
