@@ -126,6 +126,9 @@ def tree_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     tiles: attention_kernels.Tiles | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -136,6 +139,8 @@ def tree_attention(
     position = lengths + depths
     steps = torch.arange(int(position.max()) + 1, device=query.device)  # positions
     is_seen = (steps <= position) & (steps > position - (window or len(steps) + 1))
+    if chunk is not None:
+        is_seen &= steps // chunk == position // chunk
     step = (steps - lengths).clamp(min=0)  # of the path
     stored = layout.paths.long().gather(1, step.clamp(max=layout.paths.shape[1] - 1))
     place = torch.where(depths == layout.places[:, None], step, stored)
@@ -144,7 +149,12 @@ def tree_attention(
     group = heads // keys.shape[1]
     key, value = (part[slots].repeat_interleave(group, dim=2) for part in (keys, values))  # [T, S, heads, D]
     scores = torch.einsum("thd,tshd->ths", query, key) * (head_dim**-0.5 if scale is None else scale)
-    weights = scores.masked_fill(~is_seen[:, None], -torch.inf).softmax(dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~is_seen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None].expand(len(scores), -1, -1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(steps)]
     return torch.einsum("ths,tshd->thd", weights, value).flatten(1)
 
 

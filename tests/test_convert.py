@@ -1,5 +1,6 @@
 """GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import Finished
 from graft.hub.convert import convert_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
@@ -122,6 +124,35 @@ def test_qwen_keeps_its_chat_template_output_layer_and_biases(qwen: Path) -> Non
 def test_weights_are_as_readable_as_the_other_files(converted: Path) -> None:
     modes = {path.stat().st_mode for path in converted.iterdir()}
     assert len(modes) == 1
+
+
+def test_a_gguf_file_is_a_model_and_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: Callable[..., Finished]
+) -> None:
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, "qwen2")
+    words = ("generate", "ab", "--model", str(file), "--max-new-tokens", "4", "--ignore-eos", "--draft", "none")
+    first = graft(*words)
+    assert first.status == 0 and "Converting tiny.gguf, once" in first.err
+    again = graft(*words)
+    assert (again.out, again.err) == (first.out, "")
+    (folder,) = (tmp_path / "home" / "models").glob("tiny-*")
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_start|>", "as the file says"
+
+    (folder / "model.safetensors").write_bytes(b"")
+    assert "and it is converted again" in graft(*words).err
+
+
+def test_what_is_no_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft) -> None:
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "cut.gguf"
+    write_gguf(file)
+    file.write_bytes(file.read_bytes()[:200])
+    result = graft("generate", "ab", "--model", str(file))
+    lines = [line for line in result.err.splitlines() if line.startswith("error")]
+    assert result.status == 2 and len(lines) == 1 and "cannot convert" in lines[0]
+    assert not list((tmp_path / "home" / "models").glob("cut-*"))
 
 
 def test_conversion_draws_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

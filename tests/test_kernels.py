@@ -139,16 +139,26 @@ class Problem:
         assert not out[len(out) - self.padding :].any(), "padding gets zeros"
         return out[: len(out) - self.padding]
 
-    def expected(self, window: int | None = None) -> Tensor:
+    def expected(
+        self,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Softmax over each token's own text, in double precision."""
         _, heads, head_dim = self.query.shape
         group = heads // self.keys.shape[1]
         out = torch.empty(len(self.query) - self.padding, heads, head_dim, dtype=torch.float64, device=DEVICE)
         for token, (_, slots) in enumerate(self.texts()):
-            slots = slots[-(window or 0) :]
+            slots = slots[(len(slots) - 1) // chunk * chunk :] if chunk else slots[-(window or 0) :]
             key, value = (stored[slots].double().repeat_interleave(group, dim=1) for stored in (self.keys, self.values))
             scores = torch.einsum("hd,shd->hs", self.query[token].double(), key) * head_dim**-0.5
-            out[token] = torch.einsum("hs,shd->hd", scores.softmax(dim=1), value)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            out[token] = torch.einsum("hs,shd->hd", scores.softmax(dim=1)[:, : len(slots)], value)
         return out.flatten(1)
 
     def holding(self, texts: list[list[int]], query: Tensor, source: "Problem") -> "Problem":
@@ -202,13 +212,16 @@ def chain(width: int) -> list[int]:
     return [max(place - 1, 0) for place in range(width)]
 
 
-def check(problem: Problem, window: int | None = None, tiles: Tiles = SMALL, tokens: list[int] | None = None) -> None:
+def check(
+    problem: Problem, window: int | None = None, tiles: Tiles = SMALL, tokens: list[int] | None = None, **options
+) -> None:
     """Attention is what it should be, and for every token, or for these, has the very bits of plain decoding."""
-    out = problem.attend(tiles, window=window)
+    options = {"window": window, **options}
+    out = problem.attend(tiles, **options)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
-    torch.testing.assert_close(out.double(), problem.expected(window), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.double(), problem.expected(**options), atol=tolerance, rtol=tolerance)
     chosen = out if tokens is None else out[tokens]
-    assert torch.equal(chosen, problem.decoded_plainly(tokens).attend(tiles, window=window))
+    assert torch.equal(chosen, problem.decoded_plainly(tokens).attend(tiles, **options))
 
 
 # No text at all, then lengths around the borders of blocks (16), of short splits (32) and of long ones (64, 112).
@@ -249,6 +262,30 @@ def test_trees_and_chunks_have_tiles_of_whole_tokens_for_groups_of_any_size(grou
     some |= {57: [0, 3], 61: [0, 4, 5, 9, 10, 11], 73: [0]}  # of each row, by its first token
     tokens = [first + place for first, places in some.items() for place in places]
     check(forest(group), window, tokens=tokens if group < 16 else tokens[::4])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 24},
+        {"softcap": 0.7, "sinks": True},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"chunk": 64}, {"softcap": 0.7, "window": 20})),
+    ],
+    ids=str,
+)
+def test_chunks_soft_caps_and_sinks_are_those_of_a_plain_softmax_in_trees_and_prompts(options):
+    """Paths and tiles of a chunk of a prompt cross the borders of chunks, inside of blocks and at splits."""
+    problem = Problem.make([57, 0, 60], [LONG_BRANCH, [0] * 4, chain(12)], padding=2)
+    if "sinks" in options:
+        options = options | {"sinks": torch.tensor([1.5, -2.0], device=DEVICE)}
+    check(problem, tokens=[0, 1, 7, 8, 14, 15, 21, 25, 26, 29, 30, 37], **options)
+
+
+def test_a_sink_takes_its_share_of_whatever_is_seen():
+    problem = Problem.make([40], [[0]], group=1)
+    none, all_of_it = (torch.tensor([score], device=DEVICE) for score in (-100.0, 100.0))
+    assert torch.equal(problem.attend(sinks=none), problem.attend())
+    assert problem.attend(sinks=all_of_it).abs().max() < 1e-20
 
 
 def test_a_node_has_the_same_bits_in_a_strip_and_alone_in_a_tile():

@@ -356,7 +356,7 @@ def test_damaged_profile_is_one_line_of_warning_and_the_answer_comes(graft_tiny:
     [
         (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--limit", "0"], "limit must be at least 1"),
-        (["--out", "/dev/null/profile"], "cannot write /dev/null/profile"),
+        (["--out", "/dev/null/profile"], "cannot write to /dev/null"),
     ],
 )
 def test_bad_option_of_tune_is_one_line(words: list[str], message: str, graft_tiny: Run, prompts: str) -> None:

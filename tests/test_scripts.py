@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from tiny import BYTE_VOCAB, tiny_model
 
 SCRIPTS = Path(__file__).parent.parent / "bench"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
@@ -33,6 +35,16 @@ def test_everything_a_script_imports_from_graft_is_there(script):
         for name in (alias.name for alias in node.names):
             there = hasattr(importlib.import_module(module), name) or find_spec(f"{module}.{name}") is not None
             assert there, f"{script.name} imports {name} from {module}"
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"]), ids=lambda path: path.stem)
+def test_files_that_a_page_names_are_there(page):
+    """Files of this repository: links to other pages, and paths below its own folders."""
+    text, root = page.read_text(), DOCS.parent
+    named = {page.parent / link for link in re.findall(r"\]\((?!http)([^)#]+\.md)", text)}
+    paths = re.findall(r"\b((?:src/graft|bench|docs)/[\w./-]+\.(?:py|c|md|json|safetensors))", text)
+    missing = sorted(str(path) for path in named | {root / path for path in paths} if not path.exists())
+    assert not missing
 
 
 def run_script(monkeypatch, name, *words):

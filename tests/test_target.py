@@ -11,7 +11,7 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.model import TargetRunner
 from graft.spec_decode.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
-from tiny import ARCHITECTURES, VOCAB, tiny_model
+from tiny import ARCHITECTURES, UNUSUAL_ARCHITECTURES, VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 
@@ -52,6 +52,31 @@ def test_a_nodes_logits_are_those_of_its_path_alone(name):
     for node, path in enumerate(([7], [7, 8], [7, 9], [7, 8, 10], [7, 9, 11], [7, 8, 10, 12])):
         alone = model(torch.tensor([PROMPT + path])).logits[0, -1]
         torch.testing.assert_close(logits[node], alone, atol=2e-5, rtol=1e-4)
+
+
+_REPEATS = ("gemma2_uncapped", "stablelm")  # of what others do
+_MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name in _REPEATS)) for name in UNUSUAL_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("name", _MARKED)
+def test_unusual_attention_gives_the_text_of_transformers_generate_in_trees_and_batches(name):
+    """Past windows, chunks and pages, with accepted paths moved in layers of every shape."""
+    model = tiny_model(name, seed=2)
+    prompts = [PROMPT * 6, PROMPT[:3]]
+    expected = [transformers_answer(model, prompt, 16) for prompt in prompts]
+    assert len(set(expected[0])) > 6, "a text that repeats itself proves little"
+    together = Engine(model, policy=RandomTrees(merge=True)).generate_batch(prompts, max_new_tokens=16)
+    assert [answer.ids for answer in together] == expected
+    result = Engine(model, policy=Oracle(expected[0], len(prompts[0]))).generate(prompts[0], max_new_tokens=16)
+    assert result.ids == expected[0] and result.stats.rounds <= 4
+
+
+def test_a_soft_cap_is_there_where_the_models_owner_chose_attention_that_has_one():
+    model = tiny_model("gemma2")
+    capped = transformers_answer(model, PROMPT, 12)
+    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids == capped
+    model.set_attn_implementation("sdpa")
+    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids != capped
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
@@ -222,7 +247,7 @@ def test_a_longrope_model_ends_where_its_rotation_would_change():
             },
             "rolled back",
         ),
-        ("gemma2", {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 16}, "soft-caps"),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "attention in code of its own"),
     ],
 )
 def test_models_that_cannot_verify_trees_are_refused_with_a_reason(model_type, options, words):

@@ -10,7 +10,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import graft
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model, tiny_multimodal
 
 PROMPT = torch.tensor([[3, 17, 42, 9, 9, 30, 5]])
 
@@ -79,15 +79,130 @@ def test_scores_and_logits_are_returned_when_asked_for(model):
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=2e-5, rtol=1e-4)
 
 
-def test_sampling_follows_torchs_seed_and_not_the_policy(model):
-    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.2, "top_p": 0.9}
+@pytest.mark.parametrize(
+    "ids", [PROMPT, torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6], [0, 3, 3, 3]])], ids=["one", "batch"]
+)
+def test_sampled_text_is_that_of_generate_and_so_is_what_is_drawn_next(model, ids):
+    options = {
+        "max_new_tokens": 30,
+        "do_sample": True,
+        "temperature": 1.2,
+        "top_p": 0.9,
+        "attention_mask": (ids != 0) * 1,
+    }
+    options |= {"eos_token_id": list(range(9)), "pad_token_id": 0}  # rows end apart, some inside a tree
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected, next_draw = model.generate(ids, **options), torch.rand(1)
+        for policy in ("graft", "recycle"):
+            torch.manual_seed(seed)
+            given = {"custom_generate": graft.decode, "policy": policy, "budget": 8}
+            assert torch.equal(model.generate(ids, **given, **options), expected)
+            assert torch.equal(torch.rand(1), next_draw)
+
+
+def test_keyed_noise_follows_torchs_seed_and_not_the_rows_beside_it(model):
+    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.2, "custom_generate": graft.decode}
     texts = []
-    for policy in ("off", "graft", "graft"):
+    for ids, policy in ((PROMPT, "off"), (PROMPT, "graft"), (PROMPT.repeat(2, 1), "graft")):
         torch.manual_seed(7)
-        texts.append(model.generate(PROMPT, custom_generate=graft.decode, policy=policy, **options).tolist())
+        texts.append(model.generate(ids, noise="keyed", policy=policy, **options)[0].tolist())
     assert texts[0] == texts[1] == texts[2]
-    torch.manual_seed(8)
-    assert model.generate(PROMPT, custom_generate=graft.decode, **options).tolist() != texts[0]
+    torch.manual_seed(7)
+    assert model.generate(PROMPT, **options)[0].tolist() != texts[0]
+
+
+def test_settings_of_load_are_taken_and_statistics_returned(model):
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(PROMPT, **options).sequences
+    given = {"custom_generate": graft.decode, "draft": tiny_model(num_hidden_layers=1), "budget": 5, "profile": None}
+    result = model.generate(PROMPT, **given, **options)
+    (stats,) = result.stats
+    assert torch.equal(result.sequences, expected)
+    assert stats.tokens == 30 and stats.draft_passes > 0
+    assert stats.nodes <= 5 * stats.rounds
+
+
+def test_stop_ends_an_answer_where_stop_strings_would():
+    tokenizer, model = byte_tokenizer(), tiny_model(vocab_size=BYTE_VOCAB)
+    ids = torch.tensor([tokenizer.encode("graft")])
+    options = {"max_new_tokens": 40, "do_sample": False}
+    text = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :])
+    word = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
+    expected = model.generate(ids, stop_strings=[word], tokenizer=tokenizer, **options)
+    own = {"custom_generate": graft.decode, "stop": word, "text_tokenizer": tokenizer}
+    assert torch.equal(model.generate(ids, **own, **options), expected)
+    assert expected.shape[1] < ids.shape[1] + 40
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_not_compiled_again_for_every_step():
+    model = tiny_model()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(PROMPT, **options)
+    whole = torch.compile(model, backend=backend)
+    assert (
+        graft.load(whole, budget=4).generate(PROMPT[0], max_new_tokens=12).ids
+        == expected[0, PROMPT.shape[1] :].tolist()
+    )
+    model.forward = torch.compile(model.forward, backend=backend)  # as transformers' own documentation does
+    assert torch.equal(model.generate(PROMPT, custom_generate=graft.decode, **options), expected)
+    assert not compiled
+    model(PROMPT)  # the owner's own calls are
+    assert compiled
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_text_alone_is_taken_by_multimodal_models(kind):
+    model, options = tiny_multimodal(kind), {"max_new_tokens": 20, "do_sample": False}
+    ids = torch.tensor([[0, 0, 5, 6, 8, 9], [9, 8, 7, 6, 5, 4]])
+    options |= {"attention_mask": (ids != 0) * 1, "pad_token_id": 0}
+    if kind == "gemma3":
+        options["token_type_ids"] = torch.zeros_like(ids)  # what its processor gives with text
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, custom_generate=graft.decode, **options), expected)
+
+
+def image_inputs(kind):
+    """Two prompts with an image each, of different lengths and, for qwen2_5_vl, images of different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "gemma3":
+        images, counts = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}, (4, 4)
+    else:
+        grid = torch.tensor([[1, 4, 4], [1, 4, 8]])  # in patches, of which four make a token
+        patches = torch.randn(int(grid.prod(dim=1).sum()), 3 * 2 * 14 * 14, generator=generator)
+        images, counts = {"pixel_values": patches, "image_grid_thw": grid}, (4, 8)
+    before, after = ([3, 17, 42, 57], [9]), ([56, 9, 30, 5, 9, 30], [56, 21, 9, 30, 5, 11, 40])
+    rows = [[*before[i], *[58] * counts[i], *after[i]] for i in range(2)]
+    longest = max(map(len, rows)) + 1
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    types = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+    return ids, {"attention_mask": (ids != 0) * 1, types: (ids == 58) * 1, **images}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_images_are_read_by_the_models_own_forward_and_answers_decoded_with_trees(kind):
+    model = tiny_multimodal(kind)
+    ids, inputs = image_inputs(kind)
+    options = {"max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True, **inputs}
+    other = {**options, "pixel_values": -inputs["pixel_values"]}
+    assert not torch.equal(model.generate(ids, **options).sequences, model.generate(ids, **other).sequences)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
+        texts = []
+        for own in ({}, {"custom_generate": graft.decode, "policy": "recycle", "budget": 8}):
+            torch.manual_seed(3)
+            result = model.generate(ids, **options, **sampling, **own)
+            texts.append(result.sequences)
+        assert torch.equal(*texts)
+        assert sum(stats.nodes for stats in result.stats) > 0
+    with pytest.raises(ValueError, match="a drafter reads tokens alone"):
+        model.generate(ids, custom_generate=graft.decode, draft="early-exit:1", **options)
 
 
 def test_several_answers_are_drawn_apart(model):
@@ -99,6 +214,9 @@ def test_several_answers_are_drawn_apart(model):
     ("options", "words"),
     [
         ({"num_beams": 2}, "beams"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
+        ({"noise": "white", "do_sample": True}, "unknown noise"),
+        ({"stop": "x"}, "text_tokenizer"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
         ({"policy": "nonsense"}, "unknown policy"),
         ({"max_new_tokens": 300}, "at most"),

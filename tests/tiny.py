@@ -7,7 +7,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 61
 BYTE_VOCAB = 259
@@ -46,13 +52,79 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 }
 
 
+_GEMMA4 = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+    **{"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB},
+}
+_HYBRID = {"layer_types": ["attention"] * 3, "shared_intermediate_size": 48, "position_embedding_type": "rope"}
+_HYBRID |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
+# Whose attention is no plain softmax over all keys or a window, or whose code is another in some way.
+UNUSUAL_ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gpt_oss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    # The caps are low, so that they matter.
+    "gemma2": {
+        **{"sliding_window": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        **{"query_pre_attn_scalar": 8, "attn_implementation": "eager"},
+    },
+    "gemma2_uncapped": {"model_type": "gemma2", "sliding_window": 8, "attn_logit_softcapping": 3.0},  # with sdpa
+    # Chunks are short, and the scale of layers without rotation begins to grow early.
+    "llama4_text": {
+        **{"intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8},
+        **{"interleave_moe_layer_step": 1, "no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 0.5},
+        **{
+            "attn_temperature_tuning": True,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        },
+    },
+    "gemma4_text": {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gemma4_shared": {
+        **_GEMMA4,
+        "model_type": "gemma4_text",
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+    },
+    "nemotron": {},
+    "stablelm": {},
+    "granitemoehybrid": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
 def tiny_model(name: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random model in fp32. Weights are large enough that its choices are far from ties."""
-    options = {**_COMMON, **ARCHITECTURES.get(name, {}), **changes}
+    options = {**_COMMON, **(ARCHITECTURES | UNUSUAL_ARCHITECTURES).get(name, {}), **changes}
     model_type = options.pop("model_type", name)
+    attention = options.pop("attn_implementation", None)
     config = AutoConfig.for_model(model_type, **{k: v for k, v in options.items() if v is not None})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return _made_varied(model)
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+_IMAGE_TOKENS = {"image_token_id": 58, "vision_start_token_id": 57, "vision_end_token_id": 56, "video_token_id": 55}
+
+
+def tiny_multimodal(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A random model in fp32 that takes images too: gemma3 or qwen2_5_vl."""
+    text = {**_COMMON, **ARCHITECTURES.get(f"{kind}_text", {})}
+    if kind == "gemma3":
+        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 7}
+        options = {"text_config": {**text, "model_type": "gemma3_text"}, "vision_config": vision}
+        options |= {"mm_tokens_per_image": 4, "image_token_index": 58, "boi_token_index": 57, "eoi_token_index": 56}
+    else:
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        text = {key: value for key, value in text.items() if key != "head_dim"}
+        options = {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_VISION, **_IMAGE_TOKENS}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **options)
+    return _made_varied(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+
+
+def _made_varied(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

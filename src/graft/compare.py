@@ -71,12 +71,13 @@ def plain_twin(engine: Engine) -> Engine:
 def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSettings) -> Comparison:
     """Answers a prompt with both engines, and with transformers where it decodes by the same rule."""
     ids = engine.encode(prompt)
+    settings = settings.fitted(len(ids), engine.target.max_positions)
     expected = Answer("plain", plain.generate(ids, **vars(settings)).ids)
     generation = engine.generate(ids, **vars(settings))
     found = Answer("graft", generation.ids)
     difference = find_difference(engine.target.model, ids, expected, found)
     if difference is None and comparable_to_transformers(engine, settings):
-        reference = Answer("transformers", transformers_answer(engine, ids, settings.max_new_tokens))
+        reference = Answer("transformers", transformers_answer(engine, ids, settings.most_new_tokens))
         difference = find_difference(engine.target.model, ids, reference, found)
     return Comparison(len(expected.ids), generation.stats, difference)
 

@@ -13,21 +13,24 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.core.batch import Batch
+from graft.data import user_message
 from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
 from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.support import usable_model
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
-from graft.settings import require
+from graft.settings import check_size, require, require_known
 from graft.spec_decode.acceptance import Chooser, choose_ahead, walk
-from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, Policy, make_policy
+from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
 from graft.spec_decode.policies.base import DraftResult
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.spec_decode.tree import DraftTree
@@ -101,13 +104,25 @@ class Engine:
         exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
         are slower. What is promised without it: docs/exactness.md.
         """
+        model = usable_model(model)
+        good = tokenizer is None or hasattr(tokenizer, "decode")
+        require(good, f"a tokenizer is an object such as AutoTokenizer gives, not {tokenizer!r}")
+        check_size("chunk_size", chunk_size)
         self.target = target_for(model, drafter.hidden_layers if drafter is not None else (), chunk_size, exact)
         self.tokenizer = tokenizer
         self.drafter = drafter
-        if isinstance(policy, str):
+        if not isinstance(policy, Policy):
+            require_known("policy", policy, POLICIES)
             policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
+
+    def __repr__(self) -> str:
+        model = self.target.model
+        kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+        policy = next((name for name, known in POLICIES.items() if type(self.policy) is known), repr(self.policy))
+        drafter = type(self.drafter).__name__ if self.drafter is not None else None
+        return f"Engine({kind} on {model.device} in {dtype}, policy={policy!r}, drafter={drafter})"
 
     # The verbs
 
@@ -168,13 +183,24 @@ class Engine:
         require(bool(ids), "the prompt is empty; give at least one token of text")
         return ids
 
+    def user_message(self, text: str, system: str | None = None) -> str | list[dict[str, str]]:
+        """A prompt that puts `text` as `graft generate` does: a user's chat message, if the model has a chat template.
+
+        `generate(text)` continues the text as it is, as `graft generate --raw` does.
+        """
+        return user_message(text, self._tokenizer_for("chat"), system)
+
     # The round and its loop
 
     def rounds(
-        self, sequences: list[TokenSequence], chooser: Chooser | None = None
+        self,
+        sequences: list[TokenSequence],
+        chooser: Chooser | None = None,
+        prefill: Callable[[Batch], None] | None = None,
     ) -> Generator[list[TokenSequence], None, None]:
         """Decodes the sequences together until all have ended; yields, after every round, those that were in it.
 
+        prefill: commits every prompt but its last token in the engine's stead, where there is more in it than tokens.
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
@@ -182,7 +208,7 @@ class Engine:
         start = time.perf_counter()
         batch = self.open(sequences, chooser)
         try:
-            self._prefill(batch)
+            (prefill or self._prefill)(batch)
             prefill_seconds = time.perf_counter() - start
             clock = Clock()
             while batch.sequences:
@@ -288,7 +314,7 @@ class Engine:
 
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences with an empty KV cache. chooser: replaces the sampler of their settings."""
-        num_slots = max(s.num_prompt_tokens + s.settings.max_new_tokens for s in sequences) + MAX_BUDGET + 1
+        num_slots = max(s.num_prompt_tokens + s.settings.most_new_tokens for s in sequences) + MAX_BUDGET + 1
         return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
 
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
@@ -349,6 +375,7 @@ class Engine:
     def new_sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
         """`settings.n` sequences of a prompt, checked, with no new tokens yet."""
         settings.check_vocabulary(self.target.vocab_size)
+        settings = settings.fitted(len(prompt), self.target.max_positions)
         require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
         assert settings.seed is not None
         answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
@@ -376,11 +403,20 @@ class Engine:
         if prompt >= limit:
             raise ContextError(
                 f"the prompt has {prompt} tokens and the model's context holds {limit}: shorten the prompt"
+                + self._why_so_short()
             )
         raise ContextError(
             f"{prompt} prompt tokens and max_new_tokens={new} exceed the model's context of {limit}: "
-            f"ask for at most {limit - prompt} new tokens"
+            f"ask for at most {limit - prompt} new tokens{self._why_so_short()}"
         )
+
+    def _why_so_short(self) -> str:
+        """Of a model whose context is cut here, words that say why."""
+        config, limit = self.target.model.config.get_text_config(), self.target.max_positions
+        own = getattr(config, "max_position_embeddings", None)
+        if own is None or limit is None or own <= limit:
+            return ""
+        return f" (longrope turns all tokens otherwise once a text is longer, so {own} cannot be verified in trees)"
 
     def _tokenizer_for(self, what: str) -> Any:
         require(self.tokenizer is not None, f"{what} prompts need a tokenizer; pass one, or give token ids")
@@ -388,11 +424,12 @@ class Engine:
 
     def _apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         tokenizer = self._tokenizer_for("chat")
-        for message in messages:
-            good = isinstance(message, Mapping) and {"role", "content"} <= set(message)
-            require(good, f"a chat message needs 'role' and 'content', got {message!r}")
+        plain = [_plain_message(message, number) for number, message in enumerate(messages, start=1)]
         require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # raised by the template itself, of roles that it does not take
+            raise GraftError(f"the model's chat template refuses these messages: {error}") from error
         return _encode(tokenizer, text, add_special_tokens=False)
 
 
@@ -451,11 +488,33 @@ def _token_ids(prompt: object, vocab_size: int) -> list[int]:
     return ids
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+def _plain_message(message: Any, number: int) -> dict[str, Any]:
+    """A chat message with its content as text: parts of text are joined. number: of the message, from 1."""
+    good = isinstance(message, Mapping) and {"role", "content"} <= set(message)
+    require(good, f"a chat message needs 'role' and 'content', got {message!r}")
+    role, content = message["role"], message["content"]
+    require(isinstance(role, str), f"the role of a chat message is text, not {role!r}")
+    if isinstance(content, list | tuple):
+        for part in content:
+            good = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            require(good, f"message {number} has a part {kind!r}: parts of a chat message are of type 'text' here")
+        content = "".join(part["text"] for part in content)
+    calls = content is None and bool(message.get("tool_calls"))
+    require(isinstance(content, str) or calls, f"the content of message {number} is text, not {content!r}")
+    _check_text(content or "", f"message {number}")
+    return {**message, "content": content}
+
+
+def _check_text(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise GraftError(f"the prompt is not text: it holds half a character at place {error.start}") from error
+        raise GraftError(f"{what} is not text: it holds half a character at place {error.start}") from error
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    _check_text(text, "the prompt")
     # verbose=False: no warning about the length, which the engine checks itself.
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 

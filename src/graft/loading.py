@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from graft.datastore.format import read_header
 from graft.datastore.lookup import Datastore
 from graft.drafters import NONE, best_draft, best_exit
 from graft.engine import Engine
@@ -17,12 +19,12 @@ from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
 from graft.model.ranks import rank_group
-from graft.model.support import is_tensor_parallel
+from graft.model.support import is_tensor_parallel, usable_model
 from graft.model.tensor_parallel import embedding_of, lm_head_of, work
-from graft.settings import require
+from graft.settings import require, require_known
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
-from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
-from graft.spec_decode.profile import About, equip
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, PolicySettings
+from graft.spec_decode.profile import About, Profile, equip
 from graft.spec_decode.proposers import block, mtp
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config, said_of
@@ -43,15 +45,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load(
-    model: str | PreTrainedModel = DEFAULT_MODEL,
+    model: str | Path | PreTrainedModel = DEFAULT_MODEL,
     *,
     tokenizer: Any | None = None,
-    draft: str | PreTrainedModel | None = "auto",
+    draft: str | Path | PreTrainedModel | None = "auto",
     draft_tokenizer: Any | None = None,
     policy: str = DEFAULT_POLICY,
     budget: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     chunk_size: int = 256,
     profile: str | Path | None = "auto",
     datastore: str | Path | None = None,
@@ -59,10 +61,10 @@ def load(
     exact: bool = False,
     tensor_parallel: bool = False,
 ) -> Engine:
-    """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
+    """An engine for a packaged model, a local folder or GGUF file, a hub id, or a transformers model already in memory.
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
-    fp32, bf16, fp16. A model in memory keeps its own.
+    fp32, bf16, fp16, or as torch spells them. A model in memory keeps its own.
     draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name or in
     memory; or mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the model's own
     first layers, of which early-exit chooses how many. auto takes the one that `graft tune` measured as the fastest for
@@ -82,7 +84,10 @@ def load(
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
     (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
     """
-    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
+    model = str(model) if isinstance(model, Path) else model
+    draft = str(draft) if isinstance(draft, Path) else draft
+    _check_names(model, draft, policy, datastore, profile)
+    PolicySettings(budget)  # which checks it
     name = None
     if isinstance(model, str):
         from graft.hub.load import load_model
@@ -93,6 +98,7 @@ def load(
         else:
             model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
+    model = usable_model(model)
     split = is_tensor_parallel(model)
     require(split or not tensor_parallel, "the model in memory is whole: load it with a tensor-parallel plan")
     if split:
@@ -118,6 +124,27 @@ def load(
     )
     equip(engine, profile if policy != "off" else None)
     return engine
+
+
+def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: Any) -> None:
+    """What is wrong with a name is said before anybody waits for the model."""
+    where = "a packaged name, a folder or a hub id"
+    for what, given in (("model", model), ("draft", draft)):
+        good = isinstance(given, str | nn.Module) or (what == "draft" and given is None)
+        require(good, f"{what} must be {where}, or a transformers model, not {given!r}")
+    require_known("policy", policy, POLICIES)
+    for what, given in (("datastore", datastore), ("profile", profile)):
+        require(given is None or isinstance(given, str | Path), f"{what} must be a path, not {given!r}")
+    require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
+    if datastore is not None:
+        read_header(Path(datastore))
+    if profile not in (None, "auto") and policy != "off":
+        Profile.read(Path(profile).expanduser())
+    if isinstance(draft, str) and draft not in (*PACKAGED_MODELS, "auto", mtp.MTP):
+        if is_early_exit(draft):
+            named_layer(draft)
+        else:
+            read_config(folder_of(draft, ("config.json",)))
 
 
 def _load_part(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
@@ -168,7 +195,7 @@ def load_drafter(
     if not isinstance(draft, str):
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
-        return _small_model_drafter("the draft model", draft, draft_tokenizer, model, tokenizer, tree)
+        return _small_model_drafter("the draft model", usable_model(draft), draft_tokenizer, model, tokenizer, tree)
     own_layers = draft == mtp.MTP or is_early_exit(draft)
     require(
         not (own_layers and is_tensor_parallel(model)),
@@ -255,20 +282,23 @@ def packaged_head(name: str) -> Path | None:
     return folder if name in PACKAGED_MODELS and folder.is_dir() else None
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise GraftError(f"device {name!r} is not usable here: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise GraftError(f"device {str(name)!r} is not usable here: {str(error).splitlines()[0]}") from error
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
+def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """By our name or torch's; or as it is."""
+    if isinstance(name, str) and name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in _DTYPES:
-        raise GraftError(f"unknown dtype {name!r}: known are auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    spelt = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()} | _DTYPES
+    chosen = spelt.get(str(name).removeprefix("torch."))
+    if chosen is None:
+        raise GraftError(f"unknown dtype {str(name)!r}: known are auto, {', '.join(_DTYPES)}")
+    return chosen

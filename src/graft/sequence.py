@@ -62,7 +62,7 @@ class Sequence:
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
-        self._most_ids = len(prompt) + settings.max_new_tokens
+        self._most_ids = len(prompt) + settings.most_new_tokens
 
     @property
     def new_ids(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from graft.errors import GraftError
@@ -15,10 +15,16 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
+        """From keywords; `settings` may be one of its kind, which the others change."""
+        options = dict(options)
+        given = options.pop("settings", None)
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for key in options:
             require_known("setting", key, known)
-        return cls(**options)
+        if given is None:
+            return cls(**options)
+        require(isinstance(given, cls), f"settings must be {cls.__name__}, not {type(given).__name__}")
+        return replace(given, **options)
 
 
 def require(condition: bool, message: str) -> None:
@@ -29,12 +35,13 @@ def require(condition: bool, message: str) -> None:
 
 def check_size(name: str, value: Any) -> None:
     """Raises a GraftError unless `value` is a positive whole number."""
-    require(isinstance(value, int) and value > 0, f"{name} must be a positive whole number, not {value!r}")
+    good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(good, f"{name} must be a positive whole number, not {value!r}")
 
 
 def require_known(what: str, name: str, known: Collection[str]) -> None:
     """Raises a GraftError, with the closest known name, unless `name` is `known`. what: setting, policy ..."""
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
+    if not isinstance(name, str) or name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise GraftError(f"unknown {what} {name!r}: {hint}")

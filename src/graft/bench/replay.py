@@ -250,7 +250,7 @@ def replay(policy: Policy, trace: Trace, max_new_tokens: int | None = None) -> S
     """
     policy.prepare()
     settings = SamplingSettings(max_new_tokens=max_new_tokens or len(trace.answer))
-    ended = [int(trace.answer[-1])] if len(trace.answer) < settings.max_new_tokens else []
+    ended = [int(trace.answer[-1])] if len(trace.answer) < settings.most_new_tokens else []
     sequence = TokenSequence(trace.prompt.tolist(), settings, ended)
     state = SimpleNamespace(trace=trace, place=0)
     batch = Batch([sequence], cast(Any, None), cast(Any, None), state)

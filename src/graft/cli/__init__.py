@@ -3,6 +3,8 @@
 A verb is a plain function with typer annotations. To add one: write `cli/VERB.py`, list it in `VERBS`.
 """
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -27,6 +29,8 @@ from graft.cli.serve import serve
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # of the user's machine
 
 _HEADS = (train, load_check, export_head)
 VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, *_HEADS, export_hub, pull, env)
@@ -62,6 +66,8 @@ def graft(
 
 def main() -> None:
     """Run the command; what the user can fix is one line on stderr and exit status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks by number
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()
@@ -71,6 +77,18 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # The reader (`head`, say) has gone; keep the interpreter from flushing into the closed pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (`head`, say) has gone.
+        _leave_stdout()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        _leave_stdout()
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot write{where}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _leave_stdout() -> None:
+    """Keeps the interpreter from flushing into a stdout that takes nothing any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, option, takes
-from graft.cli.terminal import aside, load_engine
+from graft.cli.terminal import aside, checked_folder, load_engine
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
@@ -127,14 +127,14 @@ def bench(
         given = [_flag(name) for name in [*(name for name in own if own[name]), *loading, *decoding]]
         given += [_flag(name) for name in heads if name not in ("budget", "pass_cost")]
         require(not given, f"{', '.join(given)}: was settled when the traces were recorded; leave it out with --replay")
-        replay_traces(replay, names, states, _checked_folder(out), limit, heads, learning)
+        replay_traces(replay, names, states, checked_folder(out), limit, heads, learning)
         return
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     if record is not None:
         require(settings.temperature == 0, "--record takes the greedy answers: leave out --temperature")
         require(shape is None, "--as-cost-of changes times, and --record writes down none: leave it out")
-    folder = _checked_folder(record or out)
+    folder = checked_folder(record or out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
     model_name = loading.get("model", DEFAULT_MODEL)
@@ -229,14 +229,3 @@ def _public(name: str | None) -> str | None:
 
 def _flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
-
-
-def _checked_folder(out: Path | None) -> Path:
-    """Makes the results folder before the run, so that an error does not come an hour later."""
-    if out is None:
-        raise GraftError("name a folder for the results with --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GraftError(f"cannot write to {out}: {error.strerror}") from error
-    return out

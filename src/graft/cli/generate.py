@@ -11,7 +11,6 @@ import typer
 
 from graft.cli.options import LOADING, RANKS, SAMPLING, Given, Group, option, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes, utf8_stdin
-from graft.data import user_message
 from graft.settings import require
 
 if TYPE_CHECKING:
@@ -30,7 +29,9 @@ ANSWERS: Group = {
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to go before the prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is: no chat template, as generate(text) in Python.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what speculation did.")] = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw every round's tree on stderr.")] = False,
@@ -59,7 +60,7 @@ def generate(
     alone = settings.n == 1 and not as_json
     require(alone or not (show_tree or color_by_origin), "--show-tree and --color-by-origin take no --json and no --n")
     engine = load_engine(loading)
-    put = text if raw else user_message(text, engine.tokenizer, system)
+    put = text if raw else engine.user_message(text, system)
     if show_tree or color_by_origin:
         generation = _watched(engine, put, settings, show_tree, color_by_origin)
     elif alone:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_check(
-    head: Annotated[str, typer.Argument(help="A folder or hub id of a draft head.", show_default=False)],
+    head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or packaged name.", show_default=False)],
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
     slots: Annotated[
         str | None, typer.Option(help="Of a block head whose config does not say: in-place or shifted.")
@@ -30,10 +30,12 @@ def load_check(
     import torch
 
     from graft.hub.load import load_config
+    from graft.loading import packaged_head
     from graft.spec_decode.proposers import block, eagle3
     from graft.spec_decode.proposers.checkpoints import folder_of
     from graft.spec_decode.proposers.head_kinds import kind_of
 
+    head = str(packaged_head(head) or head)
     kind = kind_of(folder_of(head, ("config.json",)))  # of a model on the hub no more is fetched
     require(
         kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is, if its tokens are the same"

@@ -34,7 +34,7 @@ _sampling = functools.partial(option, rich_help_panel="Sampling")
 _ending = functools.partial(option, rich_help_panel="Where an answer ends")
 
 MODEL: Group = {
-    "model": _model(str, "--model", "A packaged model, a folder or a hub id.", DEFAULT_MODEL),
+    "model": _model(str, "--model", "A packaged model, a folder, a .gguf file or a hub id.", DEFAULT_MODEL),
     "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto takes a GPU if any.", "auto"),
     "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
 }
@@ -67,7 +67,7 @@ SAMPLING: Group = {
     "frequency_penalty": _sampling(float, "--frequency-penalty", "Lower it once per occurrence.", "0"),
     "logit_bias": _sampling(list[str], "--logit-bias", "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
     "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
-    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256"),
+    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256, or the room there is"),
     "min_tokens": _ending(int, "--min-tokens", "Not before this many.", "0"),
     "stop": _ending(list[str], "--stop", "Before this text; repeatable.", metavar="TEXT"),
     "stop_token_ids": _ending(list[int], "--stop-token-id", "At this token; repeatable.", metavar="ID"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -55,6 +57,19 @@ def _show_preparation(report: Report) -> None:
 def _show_warning(message: Warning | str, *where: object) -> None:
     """Shows a warning as errors are shown: one line, without the code location."""
     notes().print(f"warning: {message}", markup=False, soft_wrap=True)
+
+
+def checked_folder(out: Path | None) -> Path:
+    """Makes the folder of a command's results before its run, so that an error does not come an hour later."""
+    if out is None:
+        raise GraftError("name a folder for the results with --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise GraftError(f"cannot write to {out}: {error.strerror}") from error
+    return out
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.cli.options import MODEL, Given, Group, option, takes
-from graft.cli.terminal import ProgressBars, load_engine, notes
+from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
 from graft.data import read_prompts
 from graft.errors import GraftError
 from graft.settings import require
@@ -142,6 +142,7 @@ def train(
         training,
         {"eagle3": eagle3, "shape": layers | shape, "block": block, "files": files, "pruned": layers | pruned},
     )
+    checked_folder(out)
     texts = [prompt.text for path in prompts or () for prompt in read_prompts(path, limit)]
     engine = load_engine(loading | {"policy": "off"})
     with ProgressBars() as progress:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from graft.cli.options import LOADING, MODEL, Given, Group, takes
-from graft.cli.terminal import ProgressBars, load_engine, notes
+from graft.cli.terminal import ProgressBars, checked_folder, load_engine, notes
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import require
 
@@ -44,6 +44,9 @@ def tune(
 
     require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
+    if out is not None:
+        require(not out.is_dir(), f"cannot write {out}: it is a folder, and a profile is a file")
+        checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # which is not chosen by what is to be measured here

@@ -361,7 +361,7 @@ class Scheduler:
 
     def _num_pages_of_all(self, sequence: Sequence) -> int:
         """Of its whole text."""
-        return _pages(sequence.num_prompt_tokens + sequence.settings.max_new_tokens + self._ahead)
+        return _pages(sequence.num_prompt_tokens + sequence.settings.most_new_tokens + self._ahead)
 
     # Joining
 

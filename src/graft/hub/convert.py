@@ -11,8 +11,9 @@ from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PackagedModel
 
 
-def convert_gguf(gguf: Path, folder: Path, model: PackagedModel) -> None:
-    """Write the weights and tokenizer in `gguf` to the new `folder`."""
+def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -> None:
+    """Write the weights and tokenizer in `gguf` to the new `folder`. model: whose special tokens they are to have;
+    None: those that the file names."""
     # The bar that transformers draws while it unpacks GGUF tensors obeys no switch, hence the redirection.
     with quiet_transformers(), redirect_stderr(io.StringIO()):
         network = AutoModelForCausalLM.from_pretrained(
@@ -22,19 +23,32 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        tokenizer.bos_token = model.bos_token
-        tokenizer.eos_token = model.eos_tokens[0]
-        tokenizer.pad_token = model.pad_token
+        if model is not None:
+            tokenizer.bos_token = model.bos_token
+            tokenizer.eos_token = model.eos_tokens[0]
+            tokenizer.pad_token = model.pad_token
+            endings = [tokenizer.convert_tokens_to_ids(token) for token in model.eos_tokens]
+        else:
+            endings = list(dict.fromkeys([tokenizer.eos_token_id, *_ends_of_turns(gguf)]))
         tokenizer.model_max_length = network.config.max_position_embeddings
         for config in (network.config, network.generation_config):
             config.bos_token_id = tokenizer.bos_token_id
             config.eos_token_id = tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
-        if len(model.eos_tokens) > 1:
-            network.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(model.eos_tokens))
+        if len(endings) > 1:
+            network.generation_config.eos_token_id = endings
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     # safetensors makes its files private to their owner; a shared GRAFT_HOME needs the umask's mode.
     mode = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
         weights.chmod(mode)
+
+
+def _ends_of_turns(gguf: Path) -> list[int]:
+    """Tokens that end a message, as far as the file names any beside its end of text."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(gguf).fields
+    named = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    return [int(field.parts[field.data[0]][0]) for field in named if field is not None]

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer by name: a packaged model, a local folder, or a hub id.
+"""Loads a model and its tokenizer by name: a packaged model, a local folder, a GGUF file, or a hub id.
 
 transformers does the loading; what it raises when a folder is incomplete is turned into a line that names
 the file. Code that comes with a model is never run.
@@ -24,7 +24,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from graft.errors import GraftError, ModelError
-from graft.hub.pull import pull
+from graft.hub.pull import convert_once, pull
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
@@ -55,6 +55,8 @@ def load_model(
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                attn_implementation = "eager"  # transformers' usual choice would leave the soft cap out
             if num_ranks > 1:
                 check_divisible(config, num_ranks)
                 split["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
@@ -115,8 +117,10 @@ def _source(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return convert_once(path)
     if path.is_file():
-        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights")
+        raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
     if _HUB_ID.fullmatch(name):
         return name
     raise ModelError(

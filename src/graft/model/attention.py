@@ -1,7 +1,7 @@
 """Tree attention as one of transformers' attention functions, under the name "graft".
 
-The model's own code calls it in every layer. What each token may see is passed as the forward's keyword argument
-`tree`, so no model is patched. While a model is lent (`loan`), forwards of its owner come here too, and are handed on
+The model's own code calls it in every layer, and so no model is patched. What each token may see is known to the thread
+that runs the forward. While a model is lent (`loan`), forwards of its owner come here too, and are handed on
 to the attention function that the owner chose.
 """
 
@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from graft.model.kernels.attention import Plan, Tiles
 
 # Attention arguments that change the result and that this function does not compute.
-_UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "position biases"}
+_UNSUPPORTED = {"position_bias": "position biases"}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer makes of the products of queries and keys before their softmax."""
+
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    window: int | None = None  # keys this many positions back or more are not seen
+    chunk: int | None = None  # keys of earlier chunks of this many positions are not seen; not with a window
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [heads] scores of one more key each, whose value is 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class Visibility:
     def __init__(self, rows: Sequence[RowKeys], dtype: torch.dtype) -> None:
         """rows: in the order of their tokens in the step."""
         self._rows, self._dtype = rows, dtype
-        self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int | None, int], Tensor | None] = {}
 
     @classmethod
     def of_step(
@@ -127,31 +138,33 @@ class Visibility:
         """The first slot behind all keys that are seen."""
         return max(row.end for row in self._rows)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention [1, T, heads, D] of queries [1, heads, T, D] over a layer's store, [1, kv_heads, slots, D]."""
         parts, groups = [], query.shape[1] // key.shape[1]
         each = query.split([row.count for row in self._rows], dim=2)
         for number, (row, own) in enumerate(zip(self._rows, each, strict=True)):
-            mask = self._mask(number, window, groups)
-            parts.append(attend(own, row.of(key), row.of(value), mask, scale))
+            mask = self._mask(number, scores.window, scores.chunk, groups)
+            parts.append(attend(own, row.of(key), row.of(value), mask, scores))
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
-    def _mask(self, number: int, window: int | None, num_groups: int) -> Tensor | None:
+    def _mask(self, number: int, window: int | None, chunk: int | None, num_groups: int) -> Tensor | None:
         """Additive mask [1, 1, groups * n, keys] of a row, None when every key is seen; made once for all layers of a
         kind. num_groups: query heads that share a key head."""
-        key = (number, window, num_groups)
+        key = (number, window, chunk, num_groups)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(self._rows[number], window, num_groups)
+            self._masks[key] = self._make_mask(self._rows[number], window, chunk, num_groups)
         return self._masks[key]
 
-    def _make_mask(self, row: RowKeys, window: int | None, num_groups: int) -> Tensor | None:
+    def _make_mask(self, row: RowKeys, window: int | None, chunk: int | None, num_groups: int) -> Tensor | None:
         num_keys = len(row.positions)
-        if row.count == 1 and bool(row.seen.all()) and (window is None or num_keys <= window):
+        if row.count == 1 and bool(row.seen.all()) and num_keys <= min(window or num_keys, chunk or num_keys):
             return None
         committed = torch.ones(row.count, num_keys - row.seen.shape[1], dtype=torch.bool)
         seen = torch.cat([committed, row.seen], dim=1)
         if window is not None:
             seen &= row.own_positions[:, None] - row.positions < window
+        if chunk is not None:
+            seen &= row.own_positions[:, None] // chunk == row.positions // chunk
         mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf)
         return mask.to(row.device)[None, None].repeat(1, 1, num_groups, 1)
 
@@ -192,30 +205,50 @@ def _seen_among(parents: np.ndarray, depths: np.ndarray) -> Tensor:
 
 
 def tree_attention(
-    module: nn.Module,
+    module: Any,  # a model's attention layer
     query: Tensor,  # [1, heads, T, head_dim]
     key: Tensor,  # [1, kv_heads, slots, head_dim], the layer's whole store
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: Visibility | KernelStep | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if not loan.is_ours():
-        given = {"scaling": scaling, "sliding_window": sliding_window, **kwargs}
+    step: Visibility | KernelStep | None = loan.seen_now()
+    if step is None:
+        rare = {"softcap": softcap, "s_aux": s_aux}
+        given = {name: value for name, value in rare.items() if value is not None} | kwargs
+        given |= {"scaling": scaling, "sliding_window": sliding_window}
         return _as_the_owner_chose(module, query, key, value, attention_mask, **given)
-    if tree is None:
-        raise GraftError(f"{type(module).__name__} does not hand attention arguments on, so it cannot verify trees")
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
-    if isinstance(tree, KernelStep):
-        return _by_kernels(query, key, value, tree, scaling, sliding_window), None
-    return tree.attend(query, key, value, sliding_window, scaling), None
+    if softcap is not None and loan.owners_attention(module.config) == "sdpa":
+        softcap = None  # PyTorch's function has none: the owner's own texts are without it
+    window, chunk = _reach(module, sliding_window)
+    scores = Scores(scaling, window, chunk, softcap, s_aux)
+    if isinstance(step, KernelStep):
+        return _by_kernels(query, key, value, step, scores), None
+    return step.attend(query, key, value, scores), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
+    """The window and the chunk of a layer; it need not hand on what its mask, which it does not get, would say."""
+    kinds = getattr(module.config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds and hasattr(module, "layer_idx") else None
+    if kind == "chunked_attention":
+        return None, module.config.attention_chunk_size
+    if kind == "sliding_attention" and window is None:
+        window = module.config.sliding_window
+    return window, None
+
+
+_PLAIN = Scores()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores = _PLAIN) -> Tensor:
     """Attention [B, heads, W, D] of queries [B, heads, W, D] over keys and values [B, kv_heads, S, D].
 
     mask: [B, 1, groups * W, S], repeated for each of the heads / kv_heads query heads that share a key head, since one
@@ -224,13 +257,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     batch, heads, width, head_dim = query.shape
     # Query heads that share keys are folded into more queries, so that no keys are copied for them.
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
-    out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    if scores.softcap is None and scores.sinks is None:
+        out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scores.scale)
+    else:
+        out = _attend_step_by_step(folded, key, value, mask, scores)
     return out.reshape(batch, heads, width, -1)
 
 
-def _by_kernels(
-    query: Tensor, key: Tensor, value: Tensor, step: KernelStep, scale: float | None, window: int | None
-) -> Tensor:
+def _attend_step_by_step(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attention of folded queries [B, kv_heads, groups * W, D], with what PyTorch's own function does not know."""
+    scale = folded.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    products = (folded @ key.transpose(2, 3)).float() * scale
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    if mask is not None:
+        products = products + mask
+    if scores.sinks is not None:
+        width = folded.shape[2] // (len(scores.sinks) // key.shape[1])
+        sinks = scores.sinks.float().view(key.shape[1], -1, 1).expand(-1, -1, width).reshape(1, key.shape[1], -1, 1)
+        products = torch.cat([products, sinks.expand(len(products), -1, -1, -1)], dim=-1)
+    weights = products.softmax(dim=-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+def _by_kernels(query: Tensor, key: Tensor, value: Tensor, step: KernelStep, scores: Scores) -> Tensor:
     from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
 
     tiles = attention_kernels.tiles_for(query.shape[3], query.dtype)
@@ -240,8 +290,11 @@ def _by_kernels(
         value[0].transpose(0, 1),
         step.layout,
         step.plan(query.shape[1] // key.shape[1], tiles),
-        scale=scale,
-        window=window,
+        scale=scores.scale,
+        window=scores.window,
+        chunk=scores.chunk,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
         tiles=tiles,
     )
     return out.unflatten(1, (query.shape[1], -1))[None]

@@ -386,7 +386,7 @@ class CapturedTarget(TargetRunner):
         self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_run: int = 0
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         graphs, rows = self._graphs, cache.rows if cache is not None else []
-        if graphs.failure is not None:
+        if graphs.failure is not None or any(row.offset for row in rows):  # graphs take positions from the texts
             return super().step(cache, tree, chunks, num_run)
         # A graph runs all nodes: with few tokens a step takes as long as its weights take to be read.
         self._make_room(rows, tree, chunks)
@@ -477,12 +477,13 @@ class CapturedTarget(TargetRunner):
         if rows not in graphs.moves:
             graphs.moves[rows] = Moves(rows, self.device)
         numbers = graphs.moves[rows]
-        keys, values = self._store.stored
+        pairs = self._store.pairs
 
         def run() -> None:
-            attention_kernels.commit(
-                keys, values, tables, numbers.lines, numbers.lengths, numbers.places, numbers.counts
-            )
+            for keys, values in pairs:
+                attention_kernels.commit(
+                    keys, values, tables, numbers.lines, numbers.lengths, numbers.places, numbers.counts
+                )
 
         if ("move", rows) not in graphs.steps:
             numbers.load([])  # warm-up runs move nothing

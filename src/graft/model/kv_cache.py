@@ -8,6 +8,7 @@ rows; nobody writes to a shared page.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
@@ -43,6 +44,7 @@ class Row:
     line: int
     pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
     length: int = 0  # committed tokens of the target
+    offset: int = 0  # of its tokens' rotary positions from their places in the text: an image takes fewer than it has
     begun: Begun | None = None  # tokens behind them that an early-exit drafter has run through the first layers
 
     def take_begun(self) -> Begun | None:
@@ -51,14 +53,21 @@ class Row:
         return begun if begun is not None and begun.length == self.length else None
 
 
+Pair = tuple[Tensor, Tensor]  # keys and values
+
+
 class KVStore:
-    """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + place."""
+    """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + place.
+
+    Layers whose heads are others than the first layer's have tensors of their own.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._num_slots = 0
         self.keys: Tensor | None = None  # made when heads, dtype and device are known
         self.values: Tensor | None = None
+        self._others: dict[int, Pair] = {}  # by layer, [1, slots, heads, head_dim]
 
     @property
     def num_slots(self) -> int:
@@ -75,39 +84,61 @@ class KVStore:
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
-    def grown(self, num_slots: int) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values with room for so many slots, what is stored at its place; for `take`."""
-        keys, values = (
-            None if stored is None else _zeros(stored, (self._num_layers, num_slots, *stored.shape[2:]))
-            for stored in (self.keys, self.values)
-        )
-        for larger, stored in ((keys, self.keys), (values, self.values)):
-            if larger is not None and stored is not None:
-                larger[:, : self._num_slots] = stored[:, :num_slots]
-        return keys, values
+    @property
+    def pairs(self) -> list[Pair]:
+        """All keys and values, [layers, slots, heads, head_dim]: of layers that are alike, and of each other one."""
+        alike = [(self.keys, self.values)] if self.keys is not None and self.values is not None else []
+        return [*alike, *self._others.values()]
 
-    def take(self, num_slots: int, stored: tuple[Tensor | None, Tensor | None]) -> None:
+    def of_layer(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
+        """What is stored of a layer, [slots, heads, head_dim], which has keys and values [1, heads, T, head_dim]."""
+        heads = _heads_of(keys), _heads_of(values)
+        if self.keys is None:
+            self.shape(keys, *heads)
+        stored = self._others.get(layer, self.stored)
+        if heads == (stored[0].shape[2:], stored[1].shape[2:]):
+            place = 0 if layer in self._others else layer
+            return stored[0][place], stored[1][place]
+        own = tuple(_zeros(keys, (1, self._num_slots, *shape)) for shape in heads)
+        self._others[layer] = own[0], own[1]
+        return own[0][0], own[1][0]
+
+    def grown(self, num_slots: int) -> list[Pair]:
+        """`pairs` with room for so many slots, what is stored at its place; for `take`."""
+
+        def larger(stored: Tensor) -> Tensor:
+            new = _zeros(stored, (len(stored), num_slots, *stored.shape[2:]))
+            new[:, : self._num_slots] = stored[:, :num_slots]
+            return new
+
+        return [(larger(keys), larger(values)) for keys, values in self.pairs]
+
+    def take(self, num_slots: int, grown: list[Pair]) -> None:
         self._num_slots = num_slots
-        self.keys, self.values = stored
+        if grown:
+            self.keys, self.values = grown[0]
+            self._others = dict(zip(self._others, grown[1:], strict=True))
 
     def move(self, source: Tensor, target: Tensor, num_layers: int | None = None) -> None:
         """Copies what is in some slots into others, in the first layers; None: in all."""
         for stored in self.stored:
             stored[:num_layers, target] = stored[:num_layers, source]
+        for layer, pair in self._others.items():
+            if num_layers is None or layer < num_layers:
+                for stored in pair:
+                    stored[:, target] = stored[:, source]
 
     def copy_page(self, source: int, target: int) -> None:
-        for stored in (self.keys, self.values):
-            if stored is not None:
-                stored[:, target * PAGE : (target + 1) * PAGE] = stored[:, source * PAGE : (source + 1) * PAGE]
+        for stored in itertools.chain(*self.pairs):
+            stored[:, target * PAGE : (target + 1) * PAGE] = stored[:, source * PAGE : (source + 1) * PAGE]
 
     @property
     def bytes_per_token(self) -> int:
-        keys, values = self.stored
-        return sum(t[:, :1].numel() * t.element_size() for t in (keys, values))
+        return sum(stored[:, :1].numel() * stored.element_size() for stored in itertools.chain(*self.pairs))
 
     @property
     def nbytes(self) -> int:
-        return sum(stored.nbytes for stored in (self.keys, self.values) if stored is not None)
+        return sum(stored.nbytes for stored in itertools.chain(*self.pairs))
 
 
 class PagePool:
@@ -439,6 +470,7 @@ class KVCache(Cache):
         self.pool, self.store, self.rows = pool, store, rows
         self._slots: Tensor | None = None  # [T] that the current forward writes
         self._end: int | None = None  # of the slots that it may read; None: all
+        self._positions: Tensor | None = None  # [T] of its tokens
 
     @property
     def num_rows(self) -> int:
@@ -477,6 +509,23 @@ class KVCache(Cache):
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
 
+    def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
+        """Commits to an empty row what the model's own forward has cached of a text, from one place to another.
+
+        offset: of the rotary positions of what comes behind it.
+        """
+        own = self.rows[row]
+        self.pool.ensure(own, end - first)
+        slots = self.slots_of([(own, position) for position in range(end - first)])
+        for layer, cached in enumerate(source.layers):
+            states: Any = (getattr(cached, "keys", None), getattr(cached, "values", None))
+            if states[0] is None:  # it shares those of another layer
+                continue
+            states = [part[source_row : source_row + 1, :, first:end] for part in states]
+            for stored, part in zip(self.store.of_layer(layer, *states), states, strict=True):
+                stored.index_copy_(0, slots, part[0].transpose(0, 1))
+        own.length, own.offset = end - first, offset
+
     def with_rows(self, rows: list[Row]) -> KVCache:
         """The same pool's cache of other rows."""
         return KVCache(self.pool, self.store, rows)
@@ -504,25 +553,24 @@ class KVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes one layer's new keys and values [1, heads, T, head_dim]; returns what may be read, likewise."""
-        store = self.store
         assert self._slots is not None
-        if store.keys is None:
-            store.shape(key_states, _heads_of(key_states), _heads_of(value_states))
-        for stored, states in zip(store.stored, (key_states, value_states), strict=True):
-            if stored.shape[2:] != _heads_of(states):
-                heads, size = _heads_of(states)
-                raise GraftError(
-                    f"layer {layer_idx} has {heads} key/value heads of {size}, other layers "
-                    f"{stored.shape[2]} of {stored.shape[3]}: models whose layers differ in shape are not supported"
-                )
-            stored[layer_idx].index_copy_(0, self._slots, states[0].transpose(0, 1))
-        keys, values = store.stored
+        keys, values = self.store.of_layer(layer_idx, key_states, value_states)
+        for stored, states in ((keys, key_states), (values, value_states)):
+            stored.index_copy_(0, self._slots, states[0].transpose(0, 1))
         end = self._end
-        return keys[layer_idx, :end].transpose(0, 1)[None], values[layer_idx, :end].transpose(0, 1)[None]
+        return keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row; transformers would derive positions from it, but ours are given."""
-        return max(self.lengths, default=0)
+    def place_at(self, positions: Tensor) -> None:
+        """Sets the positions [T] of the next forward's tokens."""
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """What transformers adds 0, 1, 2, ... to where a layer asks for its tokens' positions: Llama 4 does, and trees
+        have others. A number, the tokens of the longest row, until positions are set."""
+        positions = self._positions
+        if positions is None:
+            return max(self.lengths, default=0)
+        return positions - torch.arange(len(positions), device=positions.device)
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,18 +1,21 @@
 """Loans: what our forwards change about the user's model while they run, and undo afterwards, whatever happened.
 
 A model's code reads its attention function from the config, so that is set while one of our forwards runs; and a model
-in training mode is in evaluation mode meanwhile. Several threads may run forwards at once: the first sets, the last
+in training mode is in evaluation mode meanwhile, and what the owner has compiled runs as it was written, since steps of
+all sizes would have it compiled again and again. Several threads may run forwards at once: the first sets, the last
 undoes, and a forward of the model's owner, in yet another thread, uses the attention that the owner chose.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,10 +37,11 @@ _THREAD = threading.local()
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model's own code uses tree attention, in this thread.
+def tree_attention(model: PreTrainedModel, seen: Any) -> Iterator[None]:
+    """Context in which the model's own code uses tree attention, in this thread, on a step that sees what `seen` says.
 
-    Set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
+    It is not handed through the model as an argument: not every model's layers hand on what they do not know.
+    The attention is set on the config directly: `set_attn_implementation` does the same, but takes 1 ms.
     """
     config = model.config.get_text_config()
 
@@ -46,17 +50,37 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = NAME
         return _Loan(before, lambda: setattr(config, "_attn_implementation", before))
 
-    with _lent(("attention", id(config)), begin):
-        outside, _THREAD.is_ours = is_ours(), True
+    with _lent(("attention", id(config)), begin), _uncompiled():
+        outside, _THREAD.seen = seen_now(), seen
         try:
             yield
         finally:
-            _THREAD.is_ours = outside
+            _THREAD.seen = outside
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context in which nothing compiled by torch.compile runs compiled."""
+
+    def begin() -> _Loan:
+        stance: Any = torch.compiler.set_stance("force_eager")
+        return _Loan(None, lambda: stance.__exit__(None, None, None))
+
+    if "torch._dynamo" not in sys.modules:  # takes seconds to import, and nothing can be compiled without it
+        yield
+        return
+    with _lent(("compiler", 0), begin):
+        yield
+
+
+def seen_now() -> Any:
+    """What the tokens of this thread's forward see; None if it is not one of ours."""
+    return getattr(_THREAD, "seen", None)
 
 
 def is_ours() -> bool:
     """Whether this thread is inside one of our forwards."""
-    return getattr(_THREAD, "is_ours", False)
+    return seen_now() is not None
 
 
 def owners_attention(config: PreTrainedConfig) -> str:

@@ -7,6 +7,7 @@ It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class TargetRunner:
         config = model.config.get_text_config()
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
+        self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))  # its layers, of the cache
         self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
         self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
@@ -226,6 +228,8 @@ class TargetRunner:
         device = self.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
+        if any(row.offset for row in step.rows):
+            at = at + np.repeat([row.offset for row in step.rows], step.by_row[1, : len(step.rows)])
         if is_run is not None:
             slots, ids, at = slots[is_run], ids[is_run], at[is_run]
         seen = attention.Visibility.of_step(step, device, self.model.dtype, is_run)
@@ -256,10 +260,21 @@ class TargetRunner:
         hidden = known[0].new_empty(step.num_tokens, known[0].shape[1])
         is_new = torch.from_numpy(is_run).to(self.device)
         hidden[~is_new] = torch.cat(known)
-        with tree_attention(self.model), evaluating(self.model):
-            if is_run.any():
-                hidden[is_new] = split.hidden_of(**_arguments(*self._inputs(step, is_run)))[0]
-            return split.run_rest(hidden[None], **_arguments(*self._inputs(step)))
+        if is_run.any():
+            with self._lent(*self._inputs(step, is_run)) as arguments:
+                hidden[is_new] = split.hidden_of(**arguments)[0]
+        with self._lent(*self._inputs(step)) as arguments:
+            return split.run_rest(hidden[None], **arguments)
+
+    @contextmanager
+    def _lent(
+        self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility | attention.KernelStep
+    ) -> Iterator[dict[str, Any]]:
+        """The model with our attention, and the arguments of its own forward."""
+        if self._asks_for_positions:
+            cache.place_at(positions[0])
+        with tree_attention(self.model, seen), evaluating(self.model):
+            yield {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
 
     def _clamped(self, positions: Tensor) -> Tensor:
         """Positions at most the model's last: nodes beyond cannot become text, but must not index past its tables."""
@@ -273,8 +288,7 @@ class TargetRunner:
         seen: attention.Visibility | attention.KernelStep,
     ) -> tuple[Tensor, Tensor]:
         """Logits [1, T, V] in the model's dtype, and the hidden states asked for, concatenated."""
-        with tree_attention(self.model), evaluating(self.model):
-            arguments = _arguments(cache, tokens, positions, seen)
+        with self._lent(cache, tokens, positions, seen) as arguments:
             output = self.model(**arguments, output_hidden_states=bool(self._hidden_layers))
         return output.logits, side_by_side(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
@@ -294,8 +308,8 @@ class FirstLayersRunner(TargetRunner):
 
     def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         is_run = step.leave_out(num_run) if num_run else None
-        with tree_attention(self.model), evaluating(self.model):
-            logits, hidden = self._split.run_first(**_arguments(*self._inputs(step, is_run)))
+        with self._lent(*self._inputs(step, is_run)) as arguments:
+            logits, hidden = self._split.run_first(**arguments)
         counts = step.by_row[1, : len(step.rows)].tolist()
         new = hidden[0].split([count - num_run for count in counts])
         for row, start, count, own in zip(step.rows, step.by_row[0].tolist(), counts, new, strict=False):
@@ -304,19 +318,6 @@ class FirstLayersRunner(TargetRunner):
             tokens, parents = step.tokens[part].tolist(), step.parents[part].tolist()
             row.begun = Begun(self._split, row.length, tokens, parents, torch.cat([*before, own]))
         return outputs_of(step, logits[0].float(), hidden[0])
-
-
-def _arguments(
-    cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility | attention.KernelStep
-) -> dict[str, Any]:
-    """Of the model's own forward."""
-    return {
-        "input_ids": tokens,
-        "position_ids": positions,
-        "past_key_values": cache,
-        "use_cache": True,
-        "tree": seen,
-    }
 
 
 def outputs_of(
@@ -346,7 +347,8 @@ def _bytes_per_token(model: PreTrainedModel) -> int | None:
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and heads and getattr(config, "hidden_size", None):
         head_dim = config.hidden_size // config.num_attention_heads
-    differs = any(getattr(config, name, None) for name in ("v_head_dim", "kv_lora_rank", "num_kv_shared_layers"))
+    other = ("v_head_dim", "kv_lora_rank", "num_kv_shared_layers", "per_layer_config")
+    differs = any(getattr(config, name, None) for name in other)
     if not isinstance(heads, int) or not isinstance(head_dim, int) or differs:
         return None
     return 2 * int(config.num_hidden_layers) * heads * head_dim * model.dtype.itemsize

@@ -10,7 +10,7 @@ import copy
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import torch
@@ -21,12 +21,14 @@ from graft.model.grammar import Constraint
 from graft.model.verified import Step
 from graft.settings import Settings, require
 
+_USUAL_NEW_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
     """How tokens are chosen and when an answer ends. The defaults are greedy."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None  # None: 256, or as many as the prompt leaves room for in the model's context
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
@@ -52,12 +54,15 @@ class SamplingSettings(Settings):
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(31))
         for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed"):
+            if name == "max_new_tokens" and self.max_new_tokens is None:
+                continue
             require(_is_int(getattr(self, name)), f"{name} must be a whole number, not {getattr(self, name)!r}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             require(finite, f"{name} must be a finite number, not {value!r}")
-        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        longest = self.most_new_tokens
+        require(longest >= 1, f"max_new_tokens must be at least 1, not {longest}")
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
         require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
         require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
@@ -65,9 +70,11 @@ class SamplingSettings(Settings):
         require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
         require(
-            self.min_tokens <= self.max_new_tokens,
-            f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({self.max_new_tokens})",
+            self.min_tokens <= longest,
+            f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({longest})",
         )
+        texts = isinstance(self.stop, Sequence) and all(isinstance(text, str) for text in self.stop)
+        require(texts, f"stop must be text, or a list of texts, not {self.stop!r}")
         require(isinstance(self.stop_token_ids, Sequence), "stop_token_ids must be a list of token ids")
         require(isinstance(self.logit_bias, Mapping), "logit_bias must map token ids to numbers")
         require(abs(self.seed) < 2**62, f"seed must be below 2**62, not {self.seed}")  # type: ignore[arg-type]
@@ -83,6 +90,17 @@ class SamplingSettings(Settings):
             self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0),
             f"logprobs must be 0 or more, not {self.logprobs!r}",
         )
+
+    @property
+    def most_new_tokens(self) -> int:
+        return _USUAL_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+    def fitted(self, num_prompt_tokens: int, context: int | None) -> SamplingSettings:
+        """With `max_new_tokens` said, for a prompt of that length in a context of that length (None: any)."""
+        if self.max_new_tokens is not None:
+            return self
+        room = _USUAL_NEW_TOKENS if context is None else max(context - num_prompt_tokens, 1)
+        return replace(self, max_new_tokens=min(max(room, self.min_tokens), _USUAL_NEW_TOKENS))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids named in the settings must exist in the model."""

@@ -22,6 +22,7 @@ class PolicySettings(Settings):
     datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
 
     def __post_init__(self) -> None:
-        good = self.budget is None or 1 <= self.budget <= MAX_BUDGET
-        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget}")
+        is_whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
+        good = self.budget is None or (is_whole and 1 <= self.budget <= MAX_BUDGET)
+        require(good, f"budget must be between 1 and {MAX_BUDGET}, not {self.budget!r}")
         require(self.pass_cost is None or self.pass_cost >= 0, f"pass_cost must be 0 or more, not {self.pass_cost}")

@@ -35,6 +35,9 @@ from graft.model.attention import Layout
 PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)
 _LOG2_E = 1.4426950408889634
+_TO_LOG2 = tl.constexpr(_LOG2_E)
+# How far back a token sees.
+_ALL, _WINDOW, _CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel is compiled for
 # Programs of the prefix and of the tail, over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
@@ -88,11 +91,13 @@ _FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
 # By bytes of an element and the head dimension's next power of two; plain `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
     (2, 256): Tiles(warps=8, prefix_stages=2),
+    (2, 512): Tiles(rows=32, keys=32, warps=8, prefix_stages=2),
     (4, 16): _FLOAT32,
     (4, 32): _FLOAT32,
     (4, 64): _FLOAT32,
     (4, 128): _FLOAT32,
     (4, 256): Tiles(rows=16, keys=16, warps=8, prefix_stages=2),
+    (4, 512): Tiles(rows=16, keys=16, warps=8, prefix_stages=1),
 }
 
 
@@ -155,12 +160,17 @@ def tree_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
     """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
-    window: keys this many positions back or more are not seen.
+    window: keys this many positions back or more are not seen. chunk: those of earlier chunks of this many positions
+    are not; only one of the two.
+    softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] the scores of one more key, of value 0.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
     """
     num_tokens, heads, head_dim = query.shape
@@ -177,9 +187,13 @@ def tree_attention(
 
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
-    stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale)
+    cap_scale = 0.0
+    if softcap is not None:  # which tanh leaves at most 1, so that the cap is the scale of what comes behind it
+        cap_scale, log2_scale = 2 * log2_scale / softcap, softcap * _LOG2_E
+    stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale)
     by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
-    states = (num_splits, window or 0, sums, maxima, totals)
+    states = (num_splits, window or chunk or 0, sums, maxima, totals)
+    reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
     cut: dict[str, Any] = {
         "GROUP": group,
         "TOKENS": tiles.tokens(group),
@@ -187,7 +201,8 @@ def tree_attention(
         "BLOCK_N": tiles.keys,
         "BLOCK_D": _padded(head_dim),
         "SPLITS": tiles.splits,
-        "WINDOWED": window is not None,
+        "REACH": reach,
+        "CAPPED": softcap is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
     }
     programs = max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS)
@@ -215,7 +230,7 @@ def tree_attention(
     members = min(triton.next_power_of_2(group), tiles.rows)
     _combine_kernel[num_tokens, parts, kv_heads](
         *(layout.lengths, plan.chains, layout.starts, layout.counts),
-        *(layout.rows, layout.places, layout.depths, *states, out),
+        *(layout.rows, layout.places, layout.depths, *states, out, out if sinks is None else sinks),
         GROUP=group,
         TOKENS=tiles.tokens(group),
         HEAD_DIM=head_dim,
@@ -225,7 +240,8 @@ def tree_attention(
         BLOCK_G=members,
         BLOCK_S=max(tiles.combined // (members * _padded(head_dim)), 1),
         SPLITS=tiles.splits,
-        WINDOWED=window is not None,
+        REACH=reach,
+        HAS_SINKS=sinks is not None,
         num_warps=2,
     )
     return out
@@ -348,12 +364,23 @@ def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) ->
 
 
 @triton.jit
-def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr) -> int:
+def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, REACH: tl.constexpr) -> int:
     """Start of the first block in the window of the first token behind the prefix, and so of any in its tile."""
     first = 0
-    if WINDOWED:
+    if REACH == _WINDOW:
         first = tl.maximum(prefix - window + 1, 0) // BLOCK_N * BLOCK_N
+    if REACH == _CHUNK:
+        first = prefix // window * window // BLOCK_N * BLOCK_N
     return first
+
+
+@triton.jit
+def _reaches(positions: tl.tensor, own: tl.tensor, window: int, REACH: tl.constexpr) -> tl.tensor:
+    """Which positions are not too far back for tokens at their own: [rows, BLOCK_N]."""
+    if REACH == _CHUNK:
+        return positions[None, :] >= (own // window * window)[:, None]
+    else:
+        return positions[None, :] > own[:, None] - window
 
 
 @triton.jit
@@ -403,10 +430,12 @@ def _add_block(
     value: tl.tensor,
     seen: tl.tensor,
     log2_scale: float,
+    cap_scale: float,
     acc: tl.tensor,
     maximum: tl.tensor,
     total: tl.tensor,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One block's step of the online softmax: all that touches a number between the loads and the combination.
@@ -415,6 +444,8 @@ def _add_block(
     the other.
     """
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    if CAPPED:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * log2_scale)
@@ -436,12 +467,14 @@ def _combine(
     real: tl.tensor,
     first: int,
     last: int,
+    sink: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> tl.tensor:
-    """Combines the splits from first to last of some rows, [BLOCK_G, BLOCK_D].
+    """Combines the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] their scores, if any.
 
     Splits are taken in groups with fixed borders too; a split of which a row sees nothing leaves its sums unchanged.
     """
@@ -467,6 +500,11 @@ def _combine(
         total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
         acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
+    if HAS_SINKS:  # a key of value 0: only the total knows of it
+        base = tl.maximum(maximum, sink)
+        rescale = tl.exp2(maximum - base)
+        total = tl.fma(total, rescale, tl.exp2(sink - base))
+        acc = acc * rescale[:, None]
     # Rows that are not real may have no total.
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
@@ -725,6 +763,7 @@ def _prefix_kernel(
     cache_slot: int,
     cache_head: int,
     log2_scale: float,
+    cap_scale: float,
     lengths: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
@@ -748,7 +787,8 @@ def _prefix_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    REACH: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Whole blocks of prefix, the same for all tokens of a tile: some items of the plan, for one key head."""
@@ -763,7 +803,7 @@ def _prefix_kernel(
         prefix = length + _before_tile(tile * TOKENS, tl.load(chains + batch), TOKENS)
         count = tl.load(counts + batch)
         last = prefix // BLOCK_N * BLOCK_N
-        begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, WINDOWED))
+        begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, REACH))
         end = tl.minimum(_start_of(split + 1, SPLITS), last)
         if TOKENS > 0:  # a chain's tokens see the same keys, each up to its own: a tile takes all of them
             last = tl.where(tl.load(chains + batch) > 0, length + tl.minimum((tile + 1) * TOKENS, count), last)
@@ -793,14 +833,25 @@ def _prefix_kernel(
             page = tl.load(table + begin // _PAGE)
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
-                seen = (start + place)[None, :] > position[:, None] - window
+                seen = _reaches(start + place, position, window, REACH)
                 index = tl.cast(start, tl.int32)  # the interpreter's loops count in plain numbers
                 slot = page.to(tl.int64) * _PAGE + index % _PAGE
                 page = tl.load(table + (index + BLOCK_N) // _PAGE, mask=index + BLOCK_N < end, other=0)
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 acc, maximum, total = _add_block(
-                    q, key, value, seen, log2_scale, acc, maximum, total, WINDOWED, PRECISION
+                    q,
+                    key,
+                    value,
+                    seen,
+                    log2_scale,
+                    cap_scale,
+                    acc,
+                    maximum,
+                    total,
+                    REACH != _ALL,
+                    CAPPED,
+                    PRECISION,
                 )
             if TOKENS > 0:
                 for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):
@@ -808,12 +859,12 @@ def _prefix_kernel(
                     exists = positions < last
                     slots = slot_of(table, positions, exists, max_pages)
                     seen = positions[None, :] <= position[:, None]
-                    if WINDOWED:
-                        seen = seen & (positions[None, :] > position[:, None] - window)
+                    if REACH != _ALL:
+                        seen = seen & _reaches(positions, position, window, REACH)
                     key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
                     value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
                     acc, maximum, total = _add_block(
-                        q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION
+                        q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
                     )
             state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
             _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
@@ -829,6 +880,7 @@ def _tail_kernel(
     cache_slot: int,
     cache_head: int,
     log2_scale: float,
+    cap_scale: float,
     lengths: tl.tensor,
     lines: tl.tensor,
     tables: tl.tensor,
@@ -851,7 +903,8 @@ def _tail_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    REACH: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
@@ -893,7 +946,7 @@ def _tail_kernel(
         begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
         end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
         # What the prefix left in this split, or nothing.
-        first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, WINDOWED))
+        first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, REACH))
         going_on = real & (first < prefix_end)
         acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
         maximum = tl.load(maxima + state, mask=going_on, other=float("-inf"))
@@ -906,11 +959,13 @@ def _tail_kernel(
             stored = tl.load(path + step, mask=is_stored & exists, other=0)
             slots = slot_of(table, tl.where(is_stored, length + stored, positions), exists, max_pages)
             seen = positions[None, :] <= own[:, None]
-            if WINDOWED:
-                seen = seen & (positions[None, :] > own[:, None] - window)
+            if REACH != _ALL:
+                seen = seen & _reaches(positions, own, window, REACH)
             key = _load_rows(keys, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
             value = _load_rows(values, slots * cache_slot, exists, HEAD_DIM, BLOCK_D, True)
-            acc, maximum, total = _add_block(q, key, value, seen, log2_scale, acc, maximum, total, True, PRECISION)
+            acc, maximum, total = _add_block(
+                q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
+            )
         _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
 
 
@@ -929,6 +984,7 @@ def _combine_kernel(
     maxima: tl.tensor,
     totals: tl.tensor,
     out: tl.tensor,  # [T, heads * head_dim]
+    sinks: tl.tensor,  # [heads]
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -938,20 +994,25 @@ def _combine_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    REACH: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     """All splits of one token together, for the query heads that share a key head; 0 for padding."""
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
     length = tl.load(lengths + batch)
     prefix = length + _before_tile(tl.load(places + token), tl.load(chains + batch), TOKENS)
-    first = _split_of(_first_block(prefix, window, BLOCK_N, WINDOWED), SPLITS)
+    first = _split_of(_first_block(prefix, window, BLOCK_N, REACH), SPLITS)
     last = _split_of(length + tl.load(depths + token), SPLITS)
     member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_G)
     inside = member < GROUP
     real = inside & (token - tl.load(starts + batch) < tl.load(counts + batch))
     head = (token.to(tl.int64) * kv_heads + kv_head) * GROUP + member
-    result = _combine(sums, maxima, totals, head * num_splits, real, first, last, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S)
+    sink = tl.zeros([BLOCK_G], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * _TO_LOG2
+    at = head * num_splits
+    result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
     dims = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out + (head * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)

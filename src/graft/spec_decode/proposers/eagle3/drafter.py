@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graft.model import KVCache, PagePool
-from graft.model.attention import RowKeys, Visibility
+from graft.model.attention import RowKeys, Scores, Visibility
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import Waiting
@@ -48,7 +48,7 @@ class Eagle3Drafter(RecurrentDrafter):
             for row, count in zip(waiting.rows, counts, strict=True)
         ]
         window = self.head.config.sliding_window
-        attended = Visibility(keys, query.dtype).attend(query[:, :, last], key, value, window, None)
+        attended = Visibility(keys, query.dtype).attend(query[:, :, last], key, value, Scores(window=window))
         output = self.head.finish(attended.transpose(1, 2), hidden[:, last])[0]
         for row, new in zip(waiting.rows, output, strict=True):
             row.hidden = new
@@ -57,5 +57,5 @@ class Eagle3Drafter(RecurrentDrafter):
     def _run(self, cache: KVCache, seen: Visibility, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         query, key, value = self.head.qkv(self.head.embed(tokens), hidden, positions)
         key, value = cache.update(key, value, 0)
-        attended = seen.attend(query, key, value, self.head.config.sliding_window, None)
+        attended = seen.attend(query, key, value, Scores(window=self.head.config.sliding_window))
         return self.head.finish(attended.transpose(1, 2), hidden)

@@ -43,13 +43,12 @@ class MtpHead(nn.Module):
         """Outputs [1, T, H], the next step's `hidden`, of tokens [1, T] behind hidden states [1, T, H] at positions
         [1, T], which are those of the hidden states."""
         cache.read_until(seen.end)
-        with tree_attention(self.block):
+        with tree_attention(self.block, seen):
             output = self.block.get_decoder()(
                 inputs_embeds=self.fuse(tokens, hidden),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
-                tree=seen,
             )
         normed: Tensor = output.last_hidden_state
         return normed

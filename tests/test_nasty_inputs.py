@@ -1,0 +1,185 @@
+"""Sixty inputs that are wrong, one by one: each is one line that says what, and never a traceback.
+
+On the command line that is exit status 2; in Python a GraftError, which is a ValueError.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import graft as library
+from conftest import Finished
+from graft import GraftError, SamplingSettings
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+Run = Callable[..., Finished]
+NOWHERE = "/proc/nowhere"  # where not even root can write
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> library.Engine:
+    return library.load(model, tokenizer=byte_tokenizer())
+
+
+def quantized():
+    return torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear})
+
+
+LOAD = [  # keywords of graft.load, beside a model in memory; words of the error
+    ({"model": None}, "model must be a packaged name"),
+    ({"model": 5}, "model must be"),
+    ({"model": ""}, "unknown model ''"),
+    ({"model": "smolm2-135m"}, "did you mean smollm2-135m"),
+    ({"model": Path("/nowhere")}, "unknown model '/nowhere'"),
+    ({"model": torch.nn.Linear(2, 2)}, "a model is a transformers model"),
+    ({"model": quantized}, "quantize_dynamic"),
+    ({"policy": None}, "unknown policy None"),
+    ({"policy": "grafts"}, "did you mean 'graft'"),
+    ({"policy": "dense"}, "drafts with a head"),
+    ({"budget": "x"}, "budget must be between"),
+    ({"budget": 0}, "between 1 and"),
+    ({"budget": 2.5}, "budget must be between"),
+    ({"draft": 5}, "draft must be"),
+    ({"draft": "no such head"}, "neither a folder nor a hub id"),
+    ({"draft": "early-exit:x"}, "takes a whole number"),
+    ({"draft": Path(__file__)}, "is a file"),
+    ({"tokenizer": "x"}, "a tokenizer is an object"),
+    ({"chunk_size": 0}, "chunk_size must be a positive"),
+    ({"chunk_size": "all"}, "chunk_size must be a positive"),
+    ({"profile": "/nowhere.safetensors"}, "cannot be read as a profile"),
+    ({"profile": 7}, "profile must be a path"),
+    ({"datastore": "/nowhere"}, "holds no index"),
+    ({"datastore": "/nowhere", "policy": "off"}, "retrieves from no datastore"),
+    ({"exact": True}, "exact steps need"),
+]
+GENERATE = [  # a prompt, options, words of the error
+    ("", {}, "the prompt is empty"),
+    ([], {}, "the prompt is empty"),
+    (None, {}, "not NoneType"),
+    (b"bytes", {}, "not bytes"),
+    ([1, "x"], {}, "'x' in place of a token id"),
+    ([BYTE_VOCAB], {}, "no token id of this model"),
+    ([True], {}, "no token id"),
+    ("ab\ud800c", {}, "half a character at place 2"),
+    ([{"role": "user", "content": "ab\ud800c"}], {}, "message 1 .* at place 2"),
+    ([{"role": "user", "content": None}], {}, "content of message 1 is text, not None"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "part 'image_url'"),
+    ([{"role": 5, "content": "hi"}], {}, "role of a chat message is text"),
+    ([{"role": "user"}], {}, "needs 'role' and 'content'"),
+    ({"role": "user", "content": "hi"}, {}, "put a single message into a list"),
+    ("hi", {"stop": 5}, "stop must be text"),
+    ("hi", {"stop": [None]}, "stop must be text"),
+    ("hi", {"max_new_tokens": "9"}, "must be a whole number"),
+    ("hi", {"max_new_tokens": 0}, "at least 1"),
+    ("hi", {"max_new_tokens": 999}, "at most 62 new tokens"),
+    ("hi" * 40, {}, "shorten the prompt"),
+    ("hi", {"temperature": float("nan")}, "finite number"),
+    ("hi", {"top_p": 0}, "top_p must be above 0"),
+    ("hi", {"temprature": 1}, "did you mean 'temperature'"),
+    ("hi", {"logit_bias": {999: 1.0}}, "no token 999"),
+    ("hi", {"settings": {"n": 2}}, "settings must be SamplingSettings, not dict"),
+]
+COMMANDS = [  # words, what is piped in, words of the error
+    ("generate --policy grafts", b"hi", "did you mean 'graft'"),
+    ("generate --draft nothing/of/it", b"hi", "no drafter at"),
+    ("generate --datastore /nowhere", b"hi", "holds no index"),
+    ("generate --profile /nowhere", b"hi", "cannot be read as a profile"),
+    ("generate --budget 0", b"hi", "between 1 and"),
+    ("generate", b"\xff\xfe", "stdin is not UTF-8"),
+    ("generate --dtype fp8 --model MODEL", b"hi", "unknown dtype 'fp8'"),
+    ("generate --device warp --model MODEL", b"hi", "not usable here"),
+    ("load-check nothing", b"", "no drafter at 'nothing'|no such folder"),
+    (f"train --prompts PROMPTS --out {__file__}", b"", "cannot write to .*File exists"),
+    (f"train --prompts PROMPTS --out {NOWHERE}", b"", "cannot write to"),
+    (f"tune --prompts PROMPTS --out {NOWHERE}/profile", b"", "cannot write to"),
+    ("tune --prompts PROMPTS --out FOLDER", b"", "it is a folder"),
+    (f"bench --out {NOWHERE}", b"", "cannot write to"),
+    ("check --data /nowhere.jsonl", b"", "cannot read /nowhere"),
+]
+
+
+def test_there_are_sixty_of_them() -> None:
+    assert len(LOAD) + len(GENERATE) + len(COMMANDS) >= 60
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own way to quantize is an old one
+@pytest.mark.parametrize(("given", "words"), LOAD, ids=[words for _, words in LOAD])
+def test_load_says_in_one_line_what_is_wrong(model, given: dict, words: str) -> None:
+    given = {"model": model, **given}
+    if given["model"] is quantized:
+        given["model"] = quantized()
+    with pytest.raises(GraftError, match=words) as caught:
+        library.load(**given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("prompt", "options", "words"), GENERATE, ids=[words for *_, words in GENERATE])
+def test_generate_says_in_one_line_what_is_wrong(engine, prompt: object, options: dict, words: str) -> None:
+    with pytest.raises(GraftError, match=words) as caught:
+        engine.generate(prompt, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "stdin", "words"), COMMANDS, ids=[line for line, *_ in COMMANDS])
+def test_a_command_says_in_one_line_what_is_wrong_before_it_loads_the_default_model(
+    graft: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, stdin: bytes, words: str
+) -> None:
+    def fetched(*args: object) -> None:
+        raise AssertionError("the model is loaded first")
+
+    monkeypatch.setattr("graft.hub.load.pull", fetched)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
+    places = {"MODEL": model_folder, "PROMPTS": str(tmp_path / "prompts.jsonl"), "FOLDER": str(tmp_path)}
+    result = graft(*(places.get(word, word) for word in line.split()), stdin=stdin)
+    assert result.status == 2 and result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert re.search(words, result.err)
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    command = [sys.executable, "-c", "from graft.cli import main; main()", "pull", "--list"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert (result.returncode, result.stderr) == (2, "error: cannot write: No space left on device\n")
+
+
+def test_a_stdout_without_utf8_shows_letters_that_it_lacks_by_number(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graft.cli import main
+
+    screen = io.BytesIO()
+    words = ["graft", "generate", "hi", "--model", model_folder, "--max-new-tokens", "24", "--ignore-eos"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert not caught.value.code
+    assert b"\\u" in screen.getvalue() or b"\\x" in screen.getvalue()
+
+
+def test_what_was_refused_once_and_means_something_is_taken(engine, model, tmp_path: Path, model_folder: str) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    whole = engine.generate(engine.user_message("hi"), max_new_tokens=6)
+    assert engine.generate(parts, max_new_tokens=6).ids == whole.ids
+    assert engine.generate("hi", settings=SamplingSettings(max_new_tokens=9), max_new_tokens=4).stats.tokens == 4
+    assert len(engine.generate("hi", ignore_eos=True).ids) == 62  # the room there is
+    assert repr(engine) == "Engine(LlamaForCausalLM on cpu in float32, policy='graft', drafter=None)"
+    loaded = library.load(Path(model_folder), dtype=torch.bfloat16, draft=None, device=torch.device("cpu"))
+    assert (
+        loaded.target.model.dtype == library.load(model_folder, dtype="bfloat16").target.model.dtype == torch.bfloat16
+    )
