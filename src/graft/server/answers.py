@@ -13,9 +13,8 @@ from graft.detokenizer import TextStream
 from graft.round_trace import RoundRecord
 from graft.sequence import Sequence, TokenLogprob
 from graft.server.grammar import Grammars
+from graft.server.refusals import Json
 from graft.stats import Stats
-
-Json = dict[str, Any]
 
 
 class Shape(ABC):

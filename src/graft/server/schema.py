@@ -16,16 +16,24 @@ Text = Annotated[str, Field(strict=True)]
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        """Clients write null for what they do not say, fields that are not known here among them."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool = False  # in a last chunk
+    continuous_usage_stats: bool = False  # in every chunk
+    include_obfuscation: bool = False  # events are padded, so that their sizes do not tell what they hold
 
 
 class JsonSchema(Strict):
     name: Text = "answer"
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: bool | None = None  # False: where the schema cannot be compiled, any JSON will do
 
 
 class ResponseFormat(Strict):
@@ -40,7 +48,7 @@ class ResponseFormat(Strict):
 
 
 class Sampling(Strict):
-    """Fields of both kinds of completion: OpenAI's, then vLLM's, then two of Graft's own."""
+    """Fields of both kinds of completion: OpenAI's, those of them that change nothing here, vLLM's, Graft's own."""
 
     model: Text | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -56,6 +64,12 @@ class Sampling(Strict):
     logit_bias: dict[_TokenName, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     user: Text | None = None
+    store: Literal[False] | None = None  # nothing is stored
+    metadata: dict[Text, Text] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    safety_identifier: Text | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0  # 0 and -1 are off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
@@ -81,6 +95,12 @@ class Sampling(Strict):
         if self.response_format.json_schema is None:
             return {"type": "object"}
         return self.response_format.json_schema.schema_ or {}
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether any JSON will do where the schema cannot be compiled."""
+        wanted = self.response_format.json_schema if self.response_format is not None else None
+        return wanted is not None and wanted.strict is False
 
     def settings(self, max_new_tokens: int, logprobs: int | None) -> dict[str, Any]:
         """Keywords for `SamplingSettings`; null fields are left out and take the default there."""
@@ -108,12 +128,25 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: Text | None = None
+    refusal: Text | None = None
+    annotations: list[Any] | None = None  # of an answer's text; they add nothing to it
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.role != "assistant" and self.content is None:
+            raise ValueError("content is missing")
+        for name in ("refusal", "annotations"):
+            if self.role != "assistant" and getattr(self, name):
+                raise ValueError(f"{name} goes with the role assistant")
+        return self
 
     def as_dict(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        content = self.refusal or "" if self.content is None else self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
 
 
 class ChatRequest(Sampling):
@@ -121,6 +154,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:

@@ -1,0 +1,369 @@
+"""Serving: from a checked request to its answer, whole or streamed. Decoding is the scheduler's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+
+from graft.core.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
+from graft.engine import Engine, Prompt
+from graft.errors import GraftError
+from graft.model.sampler import SamplingSettings
+from graft.server.answers import Answers, Shape, usage
+from graft.server.grammar import Grammars, SchemasBusyError
+from graft.server.metrics import Metrics
+from graft.server.refusals import FailedError, Json, RefusedError
+from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions
+from graft.server.settings import ServeSettings
+
+_STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
+_LONG_TEXT = 20_000  # characters
+_BYTES_PER_TOKEN = 16  # of a prompt that may be tokenized: no usual text has so many
+_WARM_UP_TOKENS = 6
+_EVENT_SIZE = 256  # bytes that an obfuscated event's length is a multiple of
+
+log = logging.getLogger("graft.server")
+T = TypeVar("T")
+
+
+class AsciiJson(JSONResponse):
+    """A JSON response in ASCII: it can repeat anything a request held, half characters too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass
+class Serving:
+    """State that the endpoints share: engine, scheduler, grammars, metrics."""
+
+    engine: Engine
+    settings: ServeSettings
+    model_name: str
+    grammars: Grammars
+    scheduler: Scheduler
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.scheduler, self.model_name)
+        self.is_warm = False
+        # One thread each: texts come in turn, and long ones do not keep others waiting.
+        self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
+
+    @property
+    def status(self) -> str:
+        if not self.scheduler.is_alive or self.scheduler.is_closing:
+            return "stopping"
+        return "ok" if self.is_warm else "starting"
+
+    def check_ready(self) -> None:
+        """Refuses a request unless it can be decoded now."""
+        if self.status == "starting":
+            raise RefusedError(503, "the server is starting; try again later", Retry_After="1")
+        if not self.scheduler.is_alive and not self.scheduler.is_closing:
+            raise RefusedError(503, "the server no longer decodes; its log says why")
+        if self.scheduler.is_closing:
+            raise RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
+
+    async def warm_up(self) -> None:
+        """Decodes a few tokens of an answer that nobody wants, from text to text. Nothing is kept or learned of it."""
+        assert self.engine.tokenizer is not None
+        chats = bool(self.engine.tokenizer.chat_template)
+        prompt = await self.encode([{"role": "user", "content": "Hello"}] if chats else "Hello")
+        most = self.engine.target.max_positions
+        num_tokens = min(2 * _WARM_UP_TOKENS, (most or 1 << 30) - len(prompt))
+        if num_tokens < 1:
+            return
+        settings = SamplingSettings(max_new_tokens=num_tokens, temperature=1.0, seed=0, ignore_eos=True)
+        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        job = Job(self.engine.new_sequences(prompt, settings), _passing_on(news, 0), salt="warm-up")
+        self.scheduler.submit(job)
+        try:
+            count = 0
+            while count < _WARM_UP_TOKENS:
+                _, told = await news.get()
+                if isinstance(told, Failure) or told.finish_reason is not None:
+                    return
+                count += len(told.ids)
+        finally:
+            self.scheduler.cancel(job)
+
+    async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
+        """Runs slow work in a thread beside the event loop. size: of its texts, in characters."""
+        worker = self._workers[size > _LONG_TEXT]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(worker, work)
+        except TemplateError as error:
+            raise RefusedError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
+        self.check_size(texts)
+        size = sum(map(len, texts)) or len(prompt)
+        return await self.off_loop(lambda: self.engine.encode(prompt), size)
+
+    def check_size(self, texts: Sequence[str]) -> None:
+        """Refuses texts that are so long that even to tokenize them would keep others waiting."""
+        most = self.settings.max_prompt_bytes
+        if most is None:
+            num_tokens = self.settings.max_prompt_tokens or self.engine.target.max_positions
+            most = _BYTES_PER_TOKEN * num_tokens if num_tokens is not None else None
+        # Half a character has no bytes, and is refused later by its place.
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if most is not None and size > most:
+            what = f"the prompt has {size} bytes, more than the {most} allowed here (--max-prompt-bytes)"
+            context = self.engine.target.max_positions
+            if context is not None:
+                what += f": the model's context holds {context} tokens"
+            raise RefusedError(400, what, "prompt")
+
+    def check_model(self, asked: str | None) -> None:
+        if asked not in (None, self.model_name):
+            raise RefusedError(404, f"the model {asked!r} is not served here; {self.model_name!r} is", "model")
+
+    async def answer(
+        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, request: Request
+    ) -> Response:
+        """Submits the request to the scheduler, and passes its updates on to the client."""
+        arrived = time.monotonic()
+        self.check_model(body.model)
+        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        tenant = self._tenant(body, request)
+        grammar = await self._grammar(body)
+        size = sum(map(len, prompts))
+        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar) for prompt in prompts], size)
+        for number, job in enumerate(jobs):
+            job.deadline = arrived + self.settings.timeout
+            job.listener = _passing_on(news, number)
+        if self.settings.log_prompts:
+            for prompt in prompts:
+                log.info("%s prompt %r", shape.id, self._decode(prompt))
+        self._submit(jobs)
+        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds))
+        chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
+        if body.stream:
+            # A stream begins with its first token, so that what fails before it has a status of its own.
+            first = await _unless_gone(request, anext(chunks))
+            if first is None:
+                return _nobody_there()
+            options = body.stream_options or StreamOptions()
+            return StreamingResponse(_events(answers, first, chunks, options), media_type="text/event-stream")
+        whole = await _unless_gone(request, _drained(answers, chunks))
+        return AsciiJson(whole) if whole is not None else _nobody_there()
+
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Any | None:
+        """The grammar of the requested JSON schema, if there is one."""
+        if body.wanted_schema is None:
+            return None
+        try:
+            return await self.grammars.compile(body.wanted_schema)
+        except GraftError:
+            if not body.is_lenient:
+                raise
+            return await self.grammars.compile({})
+        except SchemasBusyError as error:
+            raise RefusedError(503, f"{error}; try again later", "response_format", Retry_After="5") from error
+
+    def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str, grammar: Any | None) -> Job:
+        settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
+        sequences = self.engine.new_sequences(prompt, settings)
+        for sequence in sequences:
+            sequence.speculates = body.speculate is not False
+            sequence.is_recorded = bool(body.return_rounds)
+            sequence.owner = self._owner(tenant)
+            if grammar is not None:
+                sequence.constraint = self.grammars.constraint(grammar)
+        job = Job(sequences, lambda news: None, salt=tenant)
+        self.scheduler.check(job)
+        return job
+
+    def _max_new_tokens(self, body: ChatRequest | CompletionRequest, prompt: list[int]) -> int:
+        asked: int | None = body.wanted_tokens
+        most, settings = self.settings.max_prompt_tokens, self.settings
+        if most is not None and len(prompt) > most:
+            raise RefusedError(400, f"the prompt has {len(prompt)} tokens, more than the {most} allowed here", "prompt")
+        if asked is not None:
+            if asked > settings.max_tokens:
+                what = f"max_tokens is {asked}, more than the {settings.max_tokens} allowed here"
+                raise RefusedError(400, what, "max_tokens")
+            return asked
+        room = (self.engine.target.max_positions or 1 << 30) - len(prompt)
+        # Where the prompt leaves no room, a token is asked for, and refused in words.
+        return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
+
+    def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
+        """The group with which a request shares prefix cache and learning: all, its key's, or its key's and user's."""
+        shared_by = self.settings.shared_by
+        if shared_by == "all":
+            return ""
+        return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
+
+    def _owner(self, tenant: str) -> int | None:
+        """A tenant as a number for retrievers; None where all share or each text learns from itself alone."""
+        if self.settings.shared_by in ("all", "none"):
+            return None
+        # Above all numbers of texts that have no owner.
+        return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
+
+    def _submit(self, jobs: list[Job]) -> None:
+        try:
+            self.scheduler.submit(*jobs)
+        except BusyError as error:
+            status = 503 if error.is_closing else 429
+            raise RefusedError(status, f"{error}; try again later", Retry_After="1") from error
+
+    async def _chunks(
+        self, answers: Answers, news: asyncio.Queue[tuple[int, Update | Failure]], arrived: float, request_id: str
+    ) -> AsyncGenerator[Json, None]:
+        """Yields chunks as they come and counts them in the metrics. Closing it before the end cancels the request."""
+        for job in answers.jobs:
+            self.metrics.asked(job.sequences[0].num_prompt_tokens)
+        last: dict[tuple[int, int], float] = {}
+        reason = "cancelled"
+        try:
+            while not answers.is_done:
+                number, told = await news.get()
+                now = time.monotonic()
+                if isinstance(told, Failure):
+                    reason = told.kind
+                    raise FailedError(_STATUS[told.kind], told.message)
+                self._count(answers.jobs[number], (number, told.index), told, arrived, now, last)
+                chunk = answers.take(number, told)
+                if chunk is not None:
+                    yield chunk
+            reason = ""
+            self.metrics.end_to_end.observe(time.monotonic() - arrived)
+        finally:
+            for job in answers.jobs:
+                self.scheduler.cancel(job)  # those that have ended do not mind
+                for sequence in job.sequences:
+                    self.metrics.speculated(sequence.stats)
+                    if not reason:
+                        self.metrics.answered(str(sequence.finish_reason))
+            if reason:
+                self.metrics.failed(reason)
+            self._log(answers, reason, time.monotonic() - arrived, request_id)
+
+    def _count(
+        self,
+        job: Job,
+        answer: tuple[int, int],
+        update: Update,
+        arrived: float,
+        now: float,
+        last: dict[tuple[int, int], float],
+    ) -> None:
+        self.metrics.written(len(update.ids))
+        if answer not in last:
+            self.metrics.time_to_first_token.observe(now - arrived)
+            self.metrics.queue_time.observe((job.joined or now) - arrived)
+        else:
+            for _ in update.ids:
+                self.metrics.inter_token_latency.observe((now - last[answer]) / len(update.ids))
+        last[answer] = now
+
+    def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
+        sequences = [sequence for job in answers.jobs for sequence in job.sequences]
+        reasons = reason or ",".join(str(sequence.finish_reason) for sequence in sequences)
+        prompt = sum(job.sequences[0].num_prompt_tokens for job in answers.jobs)
+        tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
+        log.info(
+            "%s %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
+            request_id, answers.shape.id, reasons, prompt, tokens, rounds, seconds,
+        )  # fmt: skip
+
+    def _decode(self, ids: list[int]) -> str:
+        assert self.engine.tokenizer is not None
+        return str(self.engine.tokenizer.decode(ids))
+
+
+# Streaming
+
+
+def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) -> Callable[[Update | Failure], None]:
+    """A listener, called in the scheduler's thread, that puts updates into a queue of this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def listen(told: Update | Failure) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, (number, told))
+
+    return listen
+
+
+async def _events(
+    answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """Server-sent events, one per chunk. An error after the first event can only be an event itself."""
+
+    def event(chunk: Json) -> bytes:
+        if options.continuous_usage_stats:
+            chunk = {**chunk, "usage": usage(answers.jobs)}
+        return _event(chunk, options.include_obfuscation)
+
+    try:
+        opening = answers.first()
+        if opening is not None:
+            yield event(opening)
+        yield event(first)
+        async for chunk in chunks:
+            yield event(chunk)
+        if options.include_usage:
+            yield _event(answers.shape.usage_chunk(answers.jobs))
+        yield b"data: [DONE]\n\n"
+    except RefusedError as error:
+        yield _event(error.body)
+    finally:
+        await chunks.aclose()
+
+
+def _event(content: Json, is_obfuscated: bool = False) -> bytes:
+    data = _dumped(content)
+    if is_obfuscated:
+        # Padded, so that the size of an event does not tell how much text it has.
+        size = len(_dumped({**content, "obfuscation": ""}))
+        data = _dumped({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
+    return b"data: " + data + b"\n\n"
+
+
+def _dumped(content: Json) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
+    """The whole response, once all chunks have come."""
+    async for _ in chunks:
+        pass
+    return answers.whole()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
+    """The result of the work; None if the client disconnects first, which cancels the work."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody_there() -> Response:
+    return Response(status_code=499)  # nobody is there to read it
