@@ -643,7 +643,7 @@ def test_a_grammar_that_panics_ends_its_answer_alone(name):
     matcher.is_stopped = matcher.is_error = lambda: False
     matcher.consume_token, matcher.validate_tokens = (lambda token: True), len
     setattr(matcher, name, panic)
-    constraint = grammar.JsonConstraint(matcher)
+    constraint = grammar.GrammarConstraint(matcher)
     constraint.num_allowed([1, 2])
     constraint.mask(torch.zeros(60))
     constraint.take(3)

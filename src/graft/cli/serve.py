@@ -35,6 +35,12 @@ SERVING: Group = {
     "ssl_certfile": _users(Path, "--ssl-certfile", "A certificate in PEM format: HTTPS.", metavar="FILE"),
     "ssl_keyfile": _users(Path, "--ssl-keyfile", "Its key, where that is a file of its own.", metavar="FILE"),
     "served_model_name": _users(str, "--served-model-name", "The model's name in requests.", "the model's own"),
+    "tool_parser": _users(
+        str, "--tool-parser", "How tool calls are written: hermes, llama3, qwen, mistral, pythonic.", "by the template"
+    ),
+    "reasoning_parser": _users(
+        str, "--reasoning-parser", "What is reasoning: think (between <think> and </think>) or none.", "by the template"
+    ),
     "learning": _users(
         str, "--learning", "Who learn from each other: shared, key, isolated (key and user), off.", "key if several"
     ),

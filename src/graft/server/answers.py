@@ -5,15 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from graft.core.scheduler import Job, Update
 from graft.detokenizer import TextStream
 from graft.round_trace import RoundRecord
-from graft.sequence import Sequence, TokenLogprob
+from graft.sequence import Sequence as TokenSequence
+from graft.sequence import TokenLogprob
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json
+from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
 from graft.stats import Stats
 
 
@@ -42,12 +45,12 @@ class Shape(ABC):
         return {**self.chunk([]), "usage": usage(jobs)}
 
     @abstractmethod
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
         """An answer in a response that is not streamed."""
 
     @abstractmethod
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """The new text of an answer in one chunk of a stream."""
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        """What is new of an answer in one chunk of a stream."""
 
     @abstractmethod
     def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
@@ -64,13 +67,31 @@ class Shape(ABC):
 class ChatShape(Shape):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+        message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
+        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        delta: Json = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                delta["content"] = delta.get("content", "") + piece.text
+            elif isinstance(piece, Reasoning):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            else:
+                function = {"arguments": piece.text} if isinstance(piece, Arguments) else {"name": piece.name}
+                told: Json = {"index": piece.index, "function": function}
+                if isinstance(piece, CallStart):
+                    told |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
+                delta.setdefault("tool_calls", []).append(told)
+        return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def first(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
@@ -95,10 +116,12 @@ class ChatShape(Shape):
 class TextShape(Shape):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+        return {"index": answer.index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    delta = choice
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
         spelt = [self._spell(token.token) for token in tokens]
@@ -117,46 +140,48 @@ class TextShape(Shape):
 class Answers:
     """The answers of one request while they are decoded. Answer i of prompt j has the index j * n + i."""
 
-    def __init__(self, shape: Shape, jobs: list[Job], tokenizer: Any, with_rounds: bool) -> None:
+    def __init__(
+        self, shape: Shape, jobs: list[Job], tokenizer: Any, with_rounds: bool, parser: Callable[[], Parser] = PlainText
+    ) -> None:
+        """parser: makes one for each answer, which tells text, reasoning and tool calls apart."""
         self.shape, self.jobs = shape, jobs
         sequences = [sequence for job in jobs for sequence in job.sequences]
-        self._answers = [_Answer(sequence, tokenizer if with_rounds else None) for sequence in sequences]
+        tokenizer = tokenizer if with_rounds else None
+        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(sequences)]
         self._per_job = len(jobs[0].sequences)
 
     @property
     def is_done(self) -> bool:
-        return all(answer.reason is not None for answer in self._answers)
+        return all(answer.reason is not None for answer in self.answers)
 
     def first(self) -> Json | None:
         """The first chunk of a stream."""
-        choices = [self.shape.first(index) for index in range(len(self._answers))]
+        choices = [self.shape.first(index) for index in range(len(self.answers))]
         return self.shape.chunk([c for c in choices if c is not None]) if choices[0] is not None else None
 
     def take(self, job: int, update: Update) -> Json | None:
         """The chunk for an update; None while there is nothing to send."""
-        index = job * self._per_job + update.index
-        answer = self._answers[index]
-        rounds, offset = answer.take(update), answer.spelt
+        answer = self.answers[job * self._per_job + update.index]
+        (pieces, rounds), offset = answer.take(update), answer.spelt
         logprobs = None
         if update.logprobs:
             logprobs = self.shape.logprobs(update.logprobs, offset)
             answer.spelt += sum(len(self.shape._spell(token.token)) for token in update.logprobs)
-        if not (update.text or logprobs or rounds or update.finish_reason):
+        if not (pieces or logprobs or rounds or answer.reason):
             return None
-        choice = self.shape.delta(index, update.text, logprobs, update.finish_reason)
+        choice = self.shape.delta(answer, pieces, logprobs, answer.reason)
         if rounds:
             choice["rounds"] = rounds
-        if update.finish_reason is not None:
+        if answer.reason is not None:
             choice["speculation"] = speculation(answer.sequence.stats)
         return self.shape.chunk([choice])
 
     def whole(self) -> Json:
         choices = []
-        for index, answer in enumerate(self._answers):
+        for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
-            logprobs = self.shape.logprobs(sequence.logprobs, 0) if asked else None
-            choice = self.shape.choice(index, answer.text, logprobs, answer.reason)
+            choice = self.shape.choice(answer, self.shape.logprobs(sequence.logprobs, 0) if asked else None)
             choice["speculation"] = speculation(sequence.stats)
             if answer.rounds:
                 choice["rounds"] = answer.rounds
@@ -164,27 +189,53 @@ class Answers:
         return self.shape.whole(choices, self.jobs)
 
 
-class _Answer:
-    """One answer, with its rounds if they were asked for."""
+@dataclass
+class Call:
+    """A tool call of an answer."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
-        self.sequence = sequence
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Answer:
+    """One answer: its text, reasoning and tool calls so far, with its rounds if they were asked for."""
+
+    def __init__(self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser) -> None:
+        self.index, self.sequence = index, sequence
         self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
         self.spelt = 0  # characters of its tokens, as log-probabilities spell them
         self.reason: str | None = None
         self.rounds: list[Json] = []
+        self._parser = parser
         self._tokenizer = tokenizer
         # Knows no stop strings: the answer is a prefix of its text.
         self._spelling = TextStream(tokenizer, sequence.ids) if tokenizer is not None else None
 
-    def take(self, update: Update) -> list[Json]:
-        self.text += update.text
+    def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
+        """What an update brings: pieces of the answer, and rounds."""
+        pieces = self._parser.feed(update.text)
+        if update.finish_reason is not None:
+            pieces += self._parser.finish()
+        for piece in pieces:
+            if isinstance(piece, Content):
+                self.text += piece.text
+            elif isinstance(piece, Reasoning):
+                self.reasoning += piece.text
+            elif isinstance(piece, CallStart):
+                self.calls.append(Call(piece.id, piece.name))
+            else:
+                self.calls[piece.index].arguments += piece.text
         self.reason = update.finish_reason
+        if self.reason == "stop" and self.calls:
+            self.reason = "tool_calls"
         if self._spelling is None or update.round is None:
-            return []
+            return pieces, []
         new = [_round_as_json(update.round, self._tokenizer, self._spelling)]
         self.rounds += new
-        return new
+        return pieces, new
 
 
 def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,8 @@ from graft import __version__
 from graft.core.scheduler import Scheduler
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.server.answers import ChatShape, TextShape
+from graft.server.answers import TextShape
+from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
 from graft.server.guard import Guard, count_refusal
@@ -68,12 +70,13 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
     require(is_apart, "users are to be kept apart, and the engine's texts learn from each other: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
+    template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)
     started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         scheduler = Scheduler(engine, settings)
-        app.state.serving = Serving(engine, settings, name, grammars, scheduler)
+        app.state.serving = Serving(engine, settings, name, grammars, template, scheduler)
         starting = asyncio.create_task(_start(app.state.serving))  # meanwhile it listens, and says that it is not ready
         yield
         starting.cancel()
@@ -105,15 +108,13 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     @app.post("/v1/chat/completions", responses=refusals)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        here = serving(request)
-        prompt = await here.encode([message.as_dict() for message in body.messages])
-        return await here.answer(body, [prompt], ChatShape(name, grammars), request)
+        return await serving(request).answer_chat(body, request)
 
     @app.post("/v1/completions", responses=refusals)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         here = serving(request)
         prompts = [await here.encode(prompt) for prompt in body.prompts]
-        return await here.answer(body, prompts, TextShape(name, grammars), request)
+        return await here.answer(body, prompts, TextShape(name, grammars), request, body.wanted)
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -128,8 +129,10 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
-        prompt: Any = body.prompt if body.messages is None else [message.as_dict() for message in body.messages]
-        ids = await here.encode(prompt) if prompt else []
+        if body.messages is not None:
+            ids, _ = await here.encode_chat(body)
+        else:
+            ids = await here.encode(body.prompt) if body.prompt else []
         return {"tokens": ids, "count": len(ids), "max_model_len": engine.target.max_positions}
 
     @app.post("/detokenize", responses=refusals)
@@ -226,7 +229,8 @@ def _add_errors(app: FastAPI) -> None:
 def _named(error: RequestValidationError) -> RefusedError:
     """The first validation error, naming the field."""
     found = error.errors()[0]
-    name = ".".join(str(part) for part in found["loc"][1:])
+    # Of a union's members the location names each; a field has no such name.
+    name = ".".join(str(part) for part in found["loc"][1:] if re.fullmatch(r"\w+", str(part)))
     if found["type"] == "extra_forbidden":
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":

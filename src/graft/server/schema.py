@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from graft.server.grammar import Wanted
 
 _SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
 
@@ -97,6 +100,11 @@ class Sampling(Strict):
         return self.response_format.json_schema.schema_ or {}
 
     @property
+    def wanted(self) -> Wanted | None:
+        """What the answer must fit, if anything."""
+        return None if self.wanted_schema is None else Wanted.schema(self.wanted_schema)
+
+    @property
     def is_lenient(self) -> bool:
         """Whether any JSON will do where the schema cannot be compiled."""
         wanted = self.response_format.json_schema if self.response_format is not None else None
@@ -126,27 +134,105 @@ class TextPart(Strict):
     text: Text
 
 
+FunctionName = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionTool(Strict):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; absent: there are none
+    strict: bool | None = None  # whether calls must fit the schema even where none is forced
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionTool
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        function = {"name": self.function.name, "description": self.function.description or ""}
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+class FunctionChoice(Strict):
+    name: FunctionName
+
+
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(Strict):
+    name: FunctionName
+    arguments: Text
+
+
+class ToolCall(Strict):
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a streamed one that was put together
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates know it: its arguments are an object."""
+        function = {"name": self.function.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        found = json.loads(self.function.arguments or "{}")
+        if not isinstance(found, dict):
+            raise ValueError("they are no object")
+        return found
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        try:
+            _ = self.arguments
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of {self.id!r} are not JSON: {error}") from error
+        return self
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: Text | None = None
+    name: Text | None = None  # refused where the model's chat template leaves it out
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
     refusal: Text | None = None
+    reasoning_content: Text | None = None
     annotations: list[Any] | None = None  # of an answer's text; they add nothing to it
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.role != "assistant" and self.content is None:
             raise ValueError("content is missing")
-        for name in ("refusal", "annotations"):
+        for name in ("refusal", "annotations", "tool_calls", "reasoning_content"):
             if self.role != "assistant" and getattr(self, name):
                 raise ValueError(f"{name} goes with the role assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id goes with the role tool, and the role tool with it")
         return self
 
-    def as_dict(self) -> dict[str, str]:
+    @property
+    def text(self) -> str:
         content = self.refusal or "" if self.content is None else self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        role = "system" if self.role == "developer" else self.role
+        more: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("name", "tool_call_id", "reasoning_content")
+            if getattr(self, name) is not None
+        }
+        if self.tool_calls:
+            more["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return {"role": role, "content": self.text, **more}
 
 
 class ChatRequest(Sampling):
@@ -154,15 +240,51 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = True  # False: one call at most
+    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice goes with tools")
+        if self.must_call and self.wanted_schema is not None:
+            raise ValueError("response_format does not go with a tool_choice that forces a call")
+        if self.must_call and (self.ignore_eos or self.min_tokens):
+            raise ValueError("ignore_eos and min_tokens do not go with a tool_choice that forces a call")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens say different things; give one")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        return isinstance(self.tool_choice, ToolChoice) or self.tool_choice == "required"
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the model is told of: none if it may not call any."""
+        return [] if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def callable(self) -> list[Tool]:
+        """Of them, those that it may call."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool for tool in self.offered if tool.function.name == choice.function.name]
+        return self.offered
+
+    @property
+    def most_calls(self) -> int:
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice) else 1 << 10
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -206,6 +328,12 @@ class TokenizeRequest(Strict):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        return self.tools or []
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:

@@ -15,18 +15,19 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 
 from graft.core.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
-from graft.engine import Engine, Prompt
+from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, Shape, usage
-from graft.server.grammar import Grammars, SchemasBusyError
+from graft.server.answers import Answers, ChatShape, Shape, usage
+from graft.server.chat import ChatTemplate, Thinks, size_of
+from graft.server.grammar import Grammars, SchemasBusyError, Wanted
 from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, Json, RefusedError
-from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions
+from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
+from graft.server.tools import Function, Parser, PlainText, Thinking, call_grammar
 
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
 _LONG_TEXT = 20_000  # characters
@@ -53,6 +54,7 @@ class Serving:
     settings: ServeSettings
     model_name: str
     grammars: Grammars
+    template: ChatTemplate
     scheduler: Scheduler
 
     def __post_init__(self) -> None:
@@ -80,7 +82,8 @@ class Serving:
         """Decodes a few tokens of an answer that nobody wants, from text to text. Nothing is kept or learned of it."""
         assert self.engine.tokenizer is not None
         chats = bool(self.engine.tokenizer.chat_template)
-        prompt = await self.encode([{"role": "user", "content": "Hello"}] if chats else "Hello")
+        hello = {"role": "user", "content": "Hello"}
+        prompt = await self.off_loop(lambda: self.engine.encode([hello] if chats else hello["content"]))
         most = self.engine.target.max_positions
         num_tokens = min(2 * _WARM_UP_TOKENS, (most or 1 << 30) - len(prompt))
         if num_tokens < 1:
@@ -102,16 +105,11 @@ class Serving:
     async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
         """Runs slow work in a thread beside the event loop. size: of its texts, in characters."""
         worker = self._workers[size > _LONG_TEXT]
-        try:
-            return await asyncio.get_running_loop().run_in_executor(worker, work)
-        except TemplateError as error:
-            raise RefusedError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+        return await asyncio.get_running_loop().run_in_executor(worker, work)
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
-        self.check_size(texts)
-        size = sum(map(len, texts)) or len(prompt)
-        return await self.off_loop(lambda: self.engine.encode(prompt), size)
+    async def encode(self, prompt: str | list[int]) -> list[int]:
+        self.check_size([prompt] if isinstance(prompt, str) else [])
+        return await self.off_loop(lambda: self.engine.encode(prompt), len(prompt))
 
     def check_size(self, texts: Sequence[str]) -> None:
         """Refuses texts that are so long that even to tokenize them would keep others waiting."""
@@ -132,15 +130,73 @@ class Serving:
         if asked not in (None, self.model_name):
             raise RefusedError(404, f"the model {asked!r} is not served here; {self.model_name!r} is", "model")
 
+    async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[list[int], Thinks | None]:
+        """The token ids of messages and tools, and whether the answer begins with reasoning."""
+        messages, tools = body.messages or [], body.offered
+        self.check_size(size_of(messages, tools))
+        options = body.chat_template_kwargs or {}
+        size = sum(len(message.text) for message in messages)
+        text = await self.off_loop(lambda: self.template.render(messages, tools, options), size)
+        ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
+        return ids, self.template.thinks(text)
+
+    async def answer_chat(self, body: ChatRequest, request: Request) -> Response:
+        prompt, thinks = await self.encode_chat(body)
+        wanted = self._wanted_calls(body, thinks) or body.wanted
+        shape = ChatShape(self.model_name, self.grammars)
+        return await self.answer(body, [prompt], shape, request, wanted, self.parser_for(body, thinks))
+
+    def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
+        """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
+        tools = body.callable
+        is_strict = any(tool.function.strict for tool in tools)
+        one_at_most = body.parallel_tool_calls is False
+        if not tools or not (body.must_call or is_strict or one_at_most or body.wanted_schema is not None):
+            return None
+        fits = [body.must_call or bool(tool.function.strict) for tool in tools]
+        functions = [
+            Function(tool.function.name, (tool.function.parameters or {}) if constrained else None)
+            for tool, constrained in zip(tools, fits, strict=True)
+        ]
+        text = call_grammar(
+            self.template.format,
+            functions,
+            is_forced=body.must_call,
+            most=body.most_calls,
+            # One that may think need not, and where a call is forced that is what is wanted.
+            thinks=None if body.must_call and thinks == "may" else thinks,
+            answer=body.wanted_schema,
+            mark_ids=self.template.mark_ids,
+        )
+        return Wanted("grammar", text, "tools")
+
+    def parser_for(self, body: ChatRequest, thinks: Thinks | None) -> Callable[[], Parser]:
+        names = [tool.function.name for tool in body.callable]
+
+        def make() -> Parser:
+            calls = self.template.format.parser(names) if names else None
+            return Thinking(thinks == "does", calls) if thinks is not None else calls or PlainText()
+
+        return make
+
     async def answer(
-        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, request: Request
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        shape: Shape,
+        request: Request,
+        wanted: Wanted | None,
+        parser: Callable[[], Parser] = PlainText,
     ) -> Response:
-        """Submits the request to the scheduler, and passes its updates on to the client."""
+        """Submits the request to the scheduler, and passes its updates on to the client.
+
+        wanted: what the answers must fit.
+        """
         arrived = time.monotonic()
         self.check_model(body.model)
         news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
-        grammar = await self._grammar(body)
+        grammar = await self._grammar(wanted, body.is_lenient)
         size = sum(map(len, prompts))
         jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar) for prompt in prompts], size)
         for number, job in enumerate(jobs):
@@ -150,7 +206,7 @@ class Serving:
             for prompt in prompts:
                 log.info("%s prompt %r", shape.id, self._decode(prompt))
         self._submit(jobs)
-        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds))
+        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), parser)
         chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
         if body.stream:
             # A stream begins with its first token, so that what fails before it has a status of its own.
@@ -162,18 +218,18 @@ class Serving:
         whole = await _unless_gone(request, _drained(answers, chunks))
         return AsciiJson(whole) if whole is not None else _nobody_there()
 
-    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Any | None:
-        """The grammar of the requested JSON schema, if there is one."""
-        if body.wanted_schema is None:
+    async def _grammar(self, wanted: Wanted | None, is_lenient: bool) -> Any | None:
+        """What the answer must fit, compiled. is_lenient: if that cannot be, any JSON."""
+        if wanted is None:
             return None
         try:
-            return await self.grammars.compile(body.wanted_schema)
-        except GraftError:
-            if not body.is_lenient:
-                raise
-            return await self.grammars.compile({})
+            return await self.grammars.compile(wanted)
+        except GraftError as error:
+            if is_lenient:
+                return await self.grammars.compile(Wanted.schema({}))
+            raise RefusedError(400, str(error), wanted.param) from error
         except SchemasBusyError as error:
-            raise RefusedError(503, f"{error}; try again later", "response_format", Retry_After="5") from error
+            raise RefusedError(503, f"{error}; try again later", wanted.param, Retry_After="5") from error
 
     def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str, grammar: Any | None) -> Job:
         settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))

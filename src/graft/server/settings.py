@@ -18,6 +18,8 @@ from graft.settings import require, require_known
 PREFIX = "GRAFT_SERVE_"
 T = TypeVar("T")
 Learning = Literal["auto", "shared", "key", "isolated", "off"]
+ToolParser = Literal["auto", "hermes", "llama3", "qwen", "mistral", "pythonic"]
+ReasoningParser = Literal["auto", "think", "none"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ServeSettings(SchedulerSettings):
     ssl_certfile: Path | None = None  # with it the server speaks HTTPS
     ssl_keyfile: Path | None = None  # None: the key is in the certificate's file
     served_model_name: str | None = None  # None: the model's own
+    tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto: as its chat template says, else hermes
+    reasoning_parser: ReasoningParser = "auto"  # auto: <think> is reasoning if the chat template has it
     # From whom a text learns: all, those of its key, of its key and user, or itself alone; auto: those of its key where
     # there are several, else all.
     learning: Learning = "auto"
@@ -49,8 +53,9 @@ class ServeSettings(SchedulerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = get_args(Learning)
-        require(self.learning in known, f"learning is one of {', '.join(known)}, not {self.learning!r}")
+        for name, kind in (("learning", Learning), ("tool_parser", ToolParser), ("reasoning_parser", ReasoningParser)):
+            known, value = get_args(kind), getattr(self, name)
+            require(value in known, f"{name} is one of {', '.join(known)}, not {value!r}")
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
         for key in self.api_keys:  # none is printed: it is a secret
