@@ -273,9 +273,10 @@ class Engine:
     def _learn_prompts(self, reading: Sequence[Reading], read: Sequence[VerifyOutput]) -> None:
         for part, verified in zip(reading, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
-            if not sequence.speculates:
-                continue
             try:
+                sequence.read_prompt(end - len(part.chunk.tokens), verified)
+                if not sequence.speculates:
+                    continue
                 following = sequence.ids[end - len(part.chunk.tokens) + 1 : end + 1]
                 self.policy.read(part.batch, part.row, verified, following)
             except Exception as error:  # of this row alone, as in a round

@@ -536,8 +536,10 @@ class Scheduler:
     # Pages
 
     def _salt(self, job: Job, sequence: Sequence) -> str:
-        # What does not speculate leaves nothing for a drafter, so its pages are others.
-        return f"{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
+        # What does not speculate leaves nothing for a drafter, so its pages are others. A prompt whose
+        # log-probabilities are wanted is read from its beginning.
+        own = f"{job.number}/" if sequence.num_prompt_logprobs is not None else ""
+        return f"{own}{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
 
     def _keep_pages(self, job: Job, batch: Batch, row: int) -> None:
         """Keeps what a row has read and written for others that begin alike."""
@@ -546,6 +548,8 @@ class Scheduler:
             return
         with _logged("a text's pages are not kept"):
             sequence = batch.sequences[row]
+            if sequence.num_prompt_logprobs is not None:
+                return  # under a salt that nobody else has
             num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
             self.pool.keep(batch.cache.rows[row], sequence.ids, self._salt(job, sequence), num_entries)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from graft.core.scheduler import Job, Update
 from graft.detokenizer import TextStream
 from graft.round_trace import RoundRecord
+from graft.sequence import FinishReason, TokenLogprob
 from graft.sequence import Sequence as TokenSequence
-from graft.sequence import TokenLogprob
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
@@ -35,14 +36,14 @@ class Shape(ABC):
     def id(self) -> str:
         return str(self._head["id"])
 
-    def whole(self, choices: list[Json], jobs: list[Job]) -> Json:
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage(jobs)}
+    def whole(self, choices: list[Json], usage: Json) -> Json:
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage}
 
     def chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
-    def usage_chunk(self, jobs: list[Job]) -> Json:
-        return {**self.chunk([]), "usage": usage(jobs)}
+    def usage_chunk(self, usage: Json) -> Json:
+        return {**self.chunk([]), "usage": usage}
 
     @abstractmethod
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -53,8 +54,21 @@ class Shape(ABC):
         """What is new of an answer in one chunk of a stream."""
 
     @abstractmethod
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Log-probabilities of tokens. text_offset: where the first of them starts in the answer's text."""
+
+    def prompt_logprobs(self, job: Job) -> list[Json | None]:
+        """Log-probabilities of the prompt's tokens, by vLLM's names; the first has none."""
+        return [
+            None,
+            *(
+                {
+                    str(other): {"logprob": max(value, -9999.0), "decoded_token": self._spell(other)}
+                    for other, value in ({token.token: token.logprob} | token.alternatives).items()
+                }
+                for token in job.sequences[0].prompt_logprobs
+            ),
+        ]
 
     def first(self, index: int) -> Json | None:
         """The chunk that a stream sends before an answer's first token, if any."""
@@ -97,7 +111,7 @@ class ChatShape(Shape):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         return {
             "content": [
                 {
@@ -123,9 +137,9 @@ class TextShape(Shape):
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         spelt = [self._spell(token.token) for token in tokens]
-        offsets = [text_offset + sum(map(len, spelt[:place])) for place in range(len(spelt))]
+        offsets = [text_offset + length for length in accumulate(map(len, spelt), initial=0)]
         return {
             "tokens": spelt,
             "token_logprobs": [max(token.logprob, -9999.0) for token in tokens],
@@ -133,18 +147,42 @@ class TextShape(Shape):
                 {self._spell(other): max(value, -9999.0) for other, value in token.alternatives.items()}
                 for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
         }
+
+    def echoed(self, prompt: Sequence[int], read: Sequence[TokenLogprob], then: Json) -> Json:
+        """Log-probabilities of a prompt's tokens, of which the first has none, before those of an answer's."""
+        first = self._spell(prompt[0])
+        of_prompt = self.logprobs(read, len(first))
+        unknown = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        shift = len(first) + sum(len(self._spell(token.token)) for token in read)
+        then = {**then, "text_offset": [offset + shift for offset in then["text_offset"]]}
+        return {name: [unknown[name], *of_prompt[name], *then[name]] for name in unknown}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What comes with answers beside what they say."""
+
+    texts: Sequence[str] = ()  # of the prompts, to begin the answers with
+    is_silent: bool = False  # nothing but the prompts is wanted
+    with_prompt_logprobs: bool = False
 
 
 class Answers:
     """The answers of one request while they are decoded. Answer i of prompt j has the index j * n + i."""
 
     def __init__(
-        self, shape: Shape, jobs: list[Job], tokenizer: Any, with_rounds: bool, parser: Callable[[], Parser] = PlainText
+        self,
+        shape: Shape,
+        jobs: list[Job],
+        tokenizer: Any,
+        with_rounds: bool,
+        parser: Callable[[], Parser] = PlainText,
+        echo: Echo | None = None,
     ) -> None:
         """parser: makes one for each answer, which tells text, reasoning and tool calls apart."""
-        self.shape, self.jobs = shape, jobs
+        self.shape, self.jobs, self.echo = shape, jobs, echo or Echo()
         sequences = [sequence for job in jobs for sequence in job.sequences]
         tokenizer = tokenizer if with_rounds else None
         self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(sequences)]
@@ -162,10 +200,16 @@ class Answers:
     def take(self, job: int, update: Update) -> Json | None:
         """The chunk for an update; None while there is nothing to send."""
         answer = self.answers[job * self._per_job + update.index]
+        is_first = answer.is_fresh
+        if self.echo.is_silent:
+            reason: FinishReason | None = "length" if update.finish_reason is not None else None
+            update = replace(update, text="", logprobs=[], finish_reason=reason)
         (pieces, rounds), offset = answer.take(update), answer.spelt
         logprobs = None
-        if update.logprobs:
-            logprobs = self.shape.logprobs(update.logprobs, offset)
+        if is_first and self.echo.texts:
+            pieces.insert(0, Content(self.echo.texts[job]))
+        if answer.sequence.settings.logprobs is not None and (update.logprobs or (is_first and self.echo.texts)):
+            logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
             answer.spelt += sum(len(self.shape._spell(token.token)) for token in update.logprobs)
         if not (pieces or logprobs or rounds or answer.reason):
             return None
@@ -181,12 +225,32 @@ class Answers:
         for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
-            choice = self.shape.choice(answer, self.shape.logprobs(sequence.logprobs, 0) if asked else None)
+            new = [] if self.echo.is_silent else sequence.logprobs
+            choice = self.shape.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
+            if self.echo.texts:
+                choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
+            if self.echo.with_prompt_logprobs:
+                choice["prompt_logprobs"] = self.shape.prompt_logprobs(self.jobs[answer.index // self._per_job])
             choice["speculation"] = speculation(sequence.stats)
             if answer.rounds:
                 choice["rounds"] = answer.rounds
             choices.append(choice)
-        return self.shape.whole(choices, self.jobs)
+        return self.shape.whole(choices, self.usage)
+
+    @property
+    def usage(self) -> Json:
+        return usage(self.jobs, self.echo.is_silent)
+
+    def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
+        """Of tokens of an answer; the first of an echoed prompt come with those of the prompt."""
+        shape = self.shape
+        if not self.echo.texts or not isinstance(shape, TextShape):
+            return shape.logprobs(tokens, offset)
+        job = self.jobs[answer.index // self._per_job]
+        prompt = job.sequences[0].ids[: job.sequences[0].num_prompt_tokens]
+        if is_first:
+            return shape.echoed(prompt, job.sequences[0].prompt_logprobs, shape.logprobs(tokens, 0))
+        return shape.logprobs(tokens, offset + sum(len(shape._spell(token)) for token in prompt))
 
 
 @dataclass
@@ -208,6 +272,7 @@ class Answer:
         self.calls: list[Call] = []
         self.spelt = 0  # characters of its tokens, as log-probabilities spell them
         self.reason: str | None = None
+        self.is_fresh = True  # nothing has come yet
         self.rounds: list[Json] = []
         self._parser = parser
         self._tokenizer = tokenizer
@@ -216,6 +281,7 @@ class Answer:
 
     def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
         """What an update brings: pieces of the answer, and rounds."""
+        self.is_fresh = False
         pieces = self._parser.feed(update.text)
         if update.finish_reason is not None:
             pieces += self._parser.finish()
@@ -256,10 +322,9 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
     }
 
 
-def usage(jobs: Iterable[Job]) -> Json:
-    jobs = list(jobs)
+def usage(jobs: Sequence[Job], is_silent: bool = False) -> Json:
     prompt = sum(job.sequences[0].num_prompt_tokens for job in jobs)
-    new = sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
+    new = 0 if is_silent else sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
     cached = sum(job.num_cached_tokens for job in jobs)
     return {
         "prompt_tokens": prompt,

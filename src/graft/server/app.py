@@ -22,7 +22,6 @@ from graft import __version__
 from graft.core.scheduler import Scheduler
 from graft.engine import Engine
 from graft.errors import GraftError
-from graft.server.answers import TextShape
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
@@ -112,9 +111,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     @app.post("/v1/completions", responses=refusals)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        here = serving(request)
-        prompts = [await here.encode(prompt) for prompt in body.prompts]
-        return await here.answer(body, prompts, TextShape(name, grammars), request, body.wanted)
+        return await serving(request).answer_text(body, request)
 
     @app.get("/v1/models")
     async def models() -> Json:

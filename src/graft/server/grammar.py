@@ -54,6 +54,10 @@ class Wanted:
         except (ValueError, RecursionError) as error:
             raise GraftError(f"this JSON schema cannot be used: {error}") from error
 
+    @classmethod
+    def choice(cls, texts: Sequence[str], param: str) -> Wanted:
+        return cls("grammar", "start: " + " | ".join(json.dumps(text) for text in texts), param)
+
 
 class Grammars:
     """Compiles what answers must fit for one model's tokenizer."""

@@ -50,6 +50,18 @@ class ResponseFormat(Strict):
         return self
 
 
+class StructuredOutputs(Strict):
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if sum(value is not None for value in (self.json_, self.regex, self.choice)) != 1:
+            raise ValueError("give one of json, regex and choice")
+        return self
+
+
 class Sampling(Strict):
     """Fields of both kinds of completion: OpenAI's, those of them that change nothing here, vLLM's, Graft's own."""
 
@@ -79,6 +91,10 @@ class Sampling(Strict):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
     ignore_eos: bool | None = False
     stop_token_ids: list[TokenId] | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    structured_outputs: StructuredOutputs | None = None  # the same, by a newer name
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     speculate: bool | None = True  # False decodes plainly
     return_rounds: bool | None = False  # every round's tree and each token's origin come with the answer
 
@@ -86,13 +102,26 @@ class Sampling(Strict):
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream")
-        if self.wanted_schema is not None and (self.ignore_eos or self.min_tokens):
+        asked = (self.wanted_schema, self.guided_regex, self.guided_choice, self.structured_outputs)
+        if sum(value is not None for value in asked) > 1:
+            raise ValueError(
+                "an answer fits one thing: give one of response_format, guided_regex, guided_choice, structured_outputs"
+            )
+        if self.is_guided and (self.ignore_eos or self.min_tokens):
             raise ValueError("ignore_eos and min_tokens do not go with a response_format: JSON ends where it ends")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs does not go with stream")
         return self
 
     @property
+    def is_guided(self) -> bool:
+        """Whether the answer must fit something."""
+        asked = (self.wanted_schema, self.guided_regex, self.guided_choice, self.structured_outputs)
+        return any(value is not None for value in asked)
+
+    @property
     def wanted_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer must fit; an empty one fits anything that is JSON."""
+        """The JSON schema of the response_format; an empty one fits anything that is JSON."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         if self.response_format.json_schema is None:
@@ -102,7 +131,22 @@ class Sampling(Strict):
     @property
     def wanted(self) -> Wanted | None:
         """What the answer must fit, if anything."""
-        return None if self.wanted_schema is None else Wanted.schema(self.wanted_schema)
+        if self.wanted_schema is not None:
+            return Wanted.schema(self.wanted_schema)
+        asked = self.structured_outputs or StructuredOutputs.model_construct()
+        if asked.json_ is not None:
+            return Wanted.schema(asked.json_, "structured_outputs")
+        regex, choice = self.guided_regex or asked.regex, self.guided_choice or asked.choice
+        if regex is not None:
+            return Wanted("regular expression", regex, "guided_regex" if self.guided_regex else "structured_outputs")
+        if choice is not None:
+            return Wanted.choice(choice, "guided_choice" if self.guided_choice else "structured_outputs")
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many alternatives are wanted beside each token of the prompt; None: no log-probabilities."""
+        return self.prompt_logprobs
 
     @property
     def is_lenient(self) -> bool:
@@ -255,8 +299,10 @@ class ChatRequest(Sampling):
             raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
         if choice == "required" and not names:
             raise ValueError("tool_choice goes with tools")
-        if self.must_call and self.wanted_schema is not None:
+        if self.must_call and self.is_guided:
             raise ValueError("response_format does not go with a tool_choice that forces a call")
+        if self.offered and self.is_guided and self.wanted_schema is None:
+            raise ValueError("guided_regex, guided_choice and structured_outputs do not go with tools")
         if self.must_call and (self.ignore_eos or self.min_tokens):
             raise ValueError("ignore_eos and min_tokens do not go with a tool_choice that forces a call")
         if self.top_logprobs is not None and not self.logprobs:
@@ -264,6 +310,10 @@ class ChatRequest(Sampling):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens say different things; give one")
         return self
+
+    @property
+    def is_silent(self) -> bool:
+        return False
 
     @property
     def must_call(self) -> bool:
@@ -303,13 +353,30 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = False
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 goes with echo
+    echo: bool | None = False
     best_of: Literal[1] | None = None
     suffix: None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens of 0 goes with echo or prompt_logprobs")
+        return self
+
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else max(self.max_tokens, 1)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing but the prompt is wanted."""
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((count for count in (self.prompt_logprobs, echoed) if count is not None), default=None)
 
     @property
     def num_logprobs(self) -> int | None:

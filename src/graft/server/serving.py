@@ -20,7 +20,7 @@ from graft.core.scheduler import BusyError, Failure, FailureKind, Job, Scheduler
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatShape, Shape, usage
+from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape
 from graft.server.chat import ChatTemplate, Thinks, size_of
 from graft.server.grammar import Grammars, SchemasBusyError, Wanted
 from graft.server.metrics import Metrics
@@ -179,6 +179,16 @@ class Serving:
 
         return make
 
+    async def answer_text(self, body: CompletionRequest, request: Request) -> Response:
+        prompts = [await self.encode(prompt) for prompt in body.prompts]
+        shape, echoed = TextShape(self.model_name, self.grammars), []
+        if body.echo:
+            given = body.prompts
+            size = sum(map(len, prompts))
+            texts = await self.off_loop(lambda: [self._decode(prompt) for prompt in prompts], size)
+            echoed = [own if isinstance(own, str) else text for own, text in zip(given, texts, strict=True)]
+        return await self.answer(body, prompts, shape, request, body.wanted, echoed=echoed)
+
     async def answer(
         self,
         body: ChatRequest | CompletionRequest,
@@ -187,10 +197,11 @@ class Serving:
         request: Request,
         wanted: Wanted | None,
         parser: Callable[[], Parser] = PlainText,
+        echoed: Sequence[str] = (),
     ) -> Response:
         """Submits the request to the scheduler, and passes its updates on to the client.
 
-        wanted: what the answers must fit.
+        wanted: what the answers must fit. echoed: texts of the prompts, to begin the answers with.
         """
         arrived = time.monotonic()
         self.check_model(body.model)
@@ -206,7 +217,8 @@ class Serving:
             for prompt in prompts:
                 log.info("%s prompt %r", shape.id, self._decode(prompt))
         self._submit(jobs)
-        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), parser)
+        echo = Echo(echoed, body.is_silent, body.prompt_logprobs is not None)
+        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), parser, echo)
         chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
         if body.stream:
             # A stream begins with its first token, so that what fails before it has a status of its own.
@@ -238,6 +250,7 @@ class Serving:
             sequence.speculates = body.speculate is not False
             sequence.is_recorded = bool(body.return_rounds)
             sequence.owner = self._owner(tenant)
+            sequence.num_prompt_logprobs = body.num_prompt_logprobs
             if grammar is not None:
                 sequence.constraint = self.grammars.constraint(grammar)
         job = Job(sequences, lambda news: None, salt=tenant)
@@ -364,7 +377,7 @@ async def _events(
 
     def event(chunk: Json) -> bytes:
         if options.continuous_usage_stats:
-            chunk = {**chunk, "usage": usage(answers.jobs)}
+            chunk = {**chunk, "usage": answers.usage}
         return _event(chunk, options.include_obfuscation)
 
     try:
@@ -375,7 +388,7 @@ async def _events(
         async for chunk in chunks:
             yield event(chunk)
         if options.include_usage:
-            yield _event(answers.shape.usage_chunk(answers.jobs))
+            yield _event(answers.shape.usage_chunk(answers.usage))
         yield b"data: [DONE]\n\n"
     except RefusedError as error:
         yield _event(error.body)
