@@ -254,7 +254,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     ("body", "words"),
     [
         ({"temprature": 1}, "temprature is not supported"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),

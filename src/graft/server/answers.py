@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -16,9 +17,12 @@ from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob
 from graft.sequence import Sequence as TokenSequence
 from graft.server.grammar import Grammars
-from graft.server.refusals import Json
+from graft.server.refusals import Json, RefusedError
+from graft.server.schema import StreamOptions
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
 from graft.stats import Stats
+
+_EVENT_SIZE = 256  # bytes that a padded event's length is a multiple of
 
 
 class Shape(ABC):
@@ -192,13 +196,33 @@ class Answers:
     def is_done(self) -> bool:
         return all(answer.reason is not None for answer in self.answers)
 
-    def first(self) -> Json | None:
-        """The first chunk of a stream."""
-        choices = [self.shape.first(index) for index in range(len(self.answers))]
-        return self.shape.chunk([c for c in choices if c is not None]) if choices[0] is not None else None
+    @property
+    def id(self) -> str:
+        return self.shape.id
 
-    def take(self, job: int, update: Update) -> Json | None:
-        """The chunk for an update; None while there is nothing to send."""
+    def opening(self) -> list[Json]:
+        """Chunks of a stream before its first token."""
+        choices = [self.shape.first(index) for index in range(len(self.answers))]
+        return [self.shape.chunk([c for c in choices if c is not None])] if choices[0] is not None else []
+
+    def closing(self, with_usage: bool) -> list[Json]:
+        """Chunks of a stream behind its last token."""
+        return [self.shape.usage_chunk(self.usage)] if with_usage else []
+
+    def failure(self, error: RefusedError) -> list[Json]:
+        """Chunks of a stream that breaks off."""
+        return [error.body]
+
+    ending = b"data: [DONE]\n\n"  # of a stream that does not
+
+    def event(self, chunk: Json, options: StreamOptions) -> bytes:
+        """A chunk as a server-sent event."""
+        if options.continuous_usage_stats and "choices" in chunk:
+            chunk = {**chunk, "usage": self.usage}
+        return b"data: " + dumped(chunk, options.include_obfuscation) + b"\n\n"
+
+    def take(self, job: int, update: Update) -> list[Json]:
+        """The chunks for an update; none while there is nothing to send."""
         answer = self.answers[job * self._per_job + update.index]
         is_first = answer.is_fresh
         if self.echo.is_silent:
@@ -212,13 +236,13 @@ class Answers:
             logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
             answer.spelt += sum(len(self.shape._spell(token.token)) for token in update.logprobs)
         if not (pieces or logprobs or rounds or answer.reason):
-            return None
+            return []
         choice = self.shape.delta(answer, pieces, logprobs, answer.reason)
         if rounds:
             choice["rounds"] = rounds
         if answer.reason is not None:
             choice["speculation"] = speculation(answer.sequence.stats)
-        return self.shape.chunk([choice])
+        return [self.shape.chunk([choice])]
 
     def whole(self) -> Json:
         choices = []
@@ -320,6 +344,15 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
         "num_hidden": record.num_hidden,
         "new": new,
     }
+
+
+def dumped(content: Json, is_padded: bool = False) -> bytes:
+    """JSON of an event; padded, its size does not tell how much text it has."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if not is_padded:
+        return data
+    size = len(dumped({**content, "obfuscation": ""}))
+    return dumped({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
 
 
 def usage(jobs: Sequence[Job], is_silent: bool = False) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import re
@@ -27,6 +28,7 @@ from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
 from graft.server.guard import Guard, count_refusal
 from graft.server.refusals import Json, RefusedError
+from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import AsciiJson, Serving
 from graft.server.settings import ServeSettings
@@ -42,6 +44,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+_PLAIN_TYPES = ("str", "int", "float", "bool")
 
 log = logging.getLogger("graft.server")
 
@@ -112,6 +116,11 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     @app.post("/v1/completions", responses=refusals)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
+
+    @app.post("/v1/responses", responses=refusals)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        make = functools.partial(ResponseAnswers, body, name)
+        return await serving(request).answer_chat(body.as_chat(), request, make)
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -224,10 +233,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The first validation error, naming the field."""
-    found = error.errors()[0]
-    # Of a union's members the location names each; a field has no such name.
-    name = ".".join(str(part) for part in found["loc"][1:] if re.fullmatch(r"\w+", str(part)))
+    """The first validation error, naming the field. Of a union's members the one that went furthest."""
+    found = max(error.errors(), key=lambda each: len(each["loc"]))  # the first of those
+    parts = [str(part) for part in found["loc"][1:]]
+    # Locations name the members of unions too, by their types.
+    name = ".".join(part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES)
     if found["type"] == "extra_forbidden":
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +32,10 @@ _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 5
 _LONG_TEXT = 20_000  # characters
 _BYTES_PER_TOKEN = 16  # of a prompt that may be tokenized: no usual text has so many
 _WARM_UP_TOKENS = 6
-_EVENT_SIZE = 256  # bytes that an obfuscated event's length is a multiple of
 
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
+MakeAnswers = Callable[[Shape, list[Job], Any, bool, Callable[[], Parser], Echo], Answers]
 
 
 class AsciiJson(JSONResponse):
@@ -140,11 +139,20 @@ class Serving:
         ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
         return ids, self.template.thinks(text)
 
-    async def answer_chat(self, body: ChatRequest, request: Request) -> Response:
+    async def answer_chat(
+        self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers, shape: Shape | None = None
+    ) -> Response:
+        """Answers messages, in the form of chat completions unless another is given."""
         prompt, thinks = await self.encode_chat(body)
         wanted = self._wanted_calls(body, thinks) or body.wanted
-        shape = ChatShape(self.model_name, self.grammars)
-        return await self.answer(body, [prompt], shape, request, wanted, self.parser_for(body, thinks))
+        form = shape or ChatShape(self.model_name, self.grammars)
+        tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
+        echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
+
+        def make(jobs: list[Job]) -> Answers:
+            return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
+
+        return await self.answer(body, [prompt], request, wanted, make)
 
     def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
         """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
@@ -181,27 +189,30 @@ class Serving:
 
     async def answer_text(self, body: CompletionRequest, request: Request) -> Response:
         prompts = [await self.encode(prompt) for prompt in body.prompts]
-        shape, echoed = TextShape(self.model_name, self.grammars), []
+        shape, echoed = TextShape(self.model_name, self.grammars), list[str]()
         if body.echo:
             given = body.prompts
             size = sum(map(len, prompts))
             texts = await self.off_loop(lambda: [self._decode(prompt) for prompt in prompts], size)
             echoed = [own if isinstance(own, str) else text for own, text in zip(given, texts, strict=True)]
-        return await self.answer(body, prompts, shape, request, body.wanted, echoed=echoed)
+        echo = Echo(echoed, body.is_silent, body.prompt_logprobs is not None)
+
+        def make(jobs: list[Job]) -> Answers:
+            return Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), echo=echo)
+
+        return await self.answer(body, prompts, request, body.wanted, make)
 
     async def answer(
         self,
         body: ChatRequest | CompletionRequest,
         prompts: list[list[int]],
-        shape: Shape,
         request: Request,
         wanted: Wanted | None,
-        parser: Callable[[], Parser] = PlainText,
-        echoed: Sequence[str] = (),
+        make_answers: Callable[[list[Job]], Answers],
     ) -> Response:
         """Submits the request to the scheduler, and passes its updates on to the client.
 
-        wanted: what the answers must fit. echoed: texts of the prompts, to begin the answers with.
+        wanted: what the answers must fit. make_answers: gives them their form.
         """
         arrived = time.monotonic()
         self.check_model(body.model)
@@ -213,12 +224,11 @@ class Serving:
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
             job.listener = _passing_on(news, number)
+        answers = make_answers(jobs)
         if self.settings.log_prompts:
             for prompt in prompts:
-                log.info("%s prompt %r", shape.id, self._decode(prompt))
+                log.info("%s prompt %r", answers.id, self._decode(prompt))
         self._submit(jobs)
-        echo = Echo(echoed, body.is_silent, body.prompt_logprobs is not None)
-        answers = Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), parser, echo)
         chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
         if body.stream:
             # A stream begins with its first token, so that what fails before it has a status of its own.
@@ -308,8 +318,7 @@ class Serving:
                     reason = told.kind
                     raise FailedError(_STATUS[told.kind], told.message)
                 self._count(answers.jobs[number], (number, told.index), told, arrived, now, last)
-                chunk = answers.take(number, told)
-                if chunk is not None:
+                for chunk in answers.take(number, told):
                     yield chunk
             reason = ""
             self.metrics.end_to_end.observe(time.monotonic() - arrived)
@@ -349,7 +358,7 @@ class Serving:
         tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
         log.info(
             "%s %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
-            request_id, answers.shape.id, reasons, prompt, tokens, rounds, seconds,
+            request_id, answers.id, reasons, prompt, tokens, rounds, seconds,
         )  # fmt: skip
 
     def _decode(self, ids: list[int]) -> str:
@@ -374,39 +383,19 @@ async def _events(
     answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], options: StreamOptions
 ) -> AsyncIterator[bytes]:
     """Server-sent events, one per chunk. An error after the first event can only be an event itself."""
-
-    def event(chunk: Json) -> bytes:
-        if options.continuous_usage_stats:
-            chunk = {**chunk, "usage": answers.usage}
-        return _event(chunk, options.include_obfuscation)
-
     try:
-        opening = answers.first()
-        if opening is not None:
-            yield event(opening)
-        yield event(first)
+        for chunk in (*answers.opening(), first):
+            yield answers.event(chunk, options)
         async for chunk in chunks:
-            yield event(chunk)
-        if options.include_usage:
-            yield _event(answers.shape.usage_chunk(answers.usage))
-        yield b"data: [DONE]\n\n"
+            yield answers.event(chunk, options)
+        for chunk in answers.closing(options.include_usage):
+            yield answers.event(chunk, StreamOptions())
+        yield answers.ending
     except RefusedError as error:
-        yield _event(error.body)
+        for chunk in answers.failure(error):
+            yield answers.event(chunk, StreamOptions())
     finally:
         await chunks.aclose()
-
-
-def _event(content: Json, is_obfuscated: bool = False) -> bytes:
-    data = _dumped(content)
-    if is_obfuscated:
-        # Padded, so that the size of an event does not tell how much text it has.
-        size = len(_dumped({**content, "obfuscation": ""}))
-        data = _dumped({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
-    return b"data: " + data + b"\n\n"
-
-
-def _dumped(content: Json) -> bytes:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
 async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
