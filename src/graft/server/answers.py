@@ -219,7 +219,7 @@ class Answers:
         """A chunk as a server-sent event."""
         if options.continuous_usage_stats and "choices" in chunk:
             chunk = {**chunk, "usage": self.usage}
-        return b"data: " + dumped(chunk, options.include_obfuscation) + b"\n\n"
+        return b"data: " + dumped(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
     def take(self, job: int, update: Update) -> list[Json]:
         """The chunks for an update; none while there is nothing to send."""

@@ -26,7 +26,21 @@ from graft.errors import GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
-from graft.server.guard import Guard, count_refusal
+from graft.server.guard import OPEN, Guard, count_refusal
+from graft.server.openapi import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Health,
+    Live,
+    ModelCard,
+    ModelList,
+    ModelResponse,
+    Tokens,
+    Version,
+    answers,
+    document,
+)
 from graft.server.refusals import Json, RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -88,6 +102,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
 
     # Its documentation pages would load scripts from elsewhere.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.openapi = lambda: document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, hosts=settings.hosts)
     _add_errors(app)
 
@@ -96,42 +111,31 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         found.check_ready()
         return found
 
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"description": words}
-        for status, words in {
-            400: "The request is not understood or not supported; the message says what.",
-            401: "No API key, or a wrong one.",
-            404: "No such model.",
-            413: "The body is too large.",
-            429: "Too many requests are waiting.",
-            503: "The server is shutting down, or at work on JSON schemas that take long.",
-            504: "The request took longer than allowed.",
-        }.items()
-    }
+    usual = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
-    @app.post("/v1/chat/completions", responses=refusals)
+    @app.post("/v1/chat/completions", responses=answers(ChatCompletion, *usual, events="a chat.completion.chunk"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body, request)
 
-    @app.post("/v1/completions", responses=refusals)
+    @app.post("/v1/completions", responses=answers(Completion, *usual, events="a text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
 
-    @app.post("/v1/responses", responses=refusals)
+    @app.post("/v1/responses", responses=answers(ModelResponse, *usual, events="an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         make = functools.partial(ResponseAnswers, body, name)
         return await serving(request).answer_chat(body.as_chat(), request, make)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=answers(ModelList, 401))
     async def models() -> Json:
         return {"object": "list", "data": [_model_card(name, started, engine)]}
 
-    @app.get("/v1/models/{model:path}", responses={404: refusals[404]})
+    @app.get("/v1/models/{model:path}", responses=answers(ModelCard, 401, 404))
     async def model(model: str, request: Request) -> Json:
-        serving(request).check_model(model)
+        request.app.state.serving.check_model(model)
         return _model_card(name, started, engine)
 
-    @app.post("/tokenize", responses=refusals)
+    @app.post("/tokenize", responses=answers(Tokens, *usual))
     async def tokenize(body: TokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
@@ -141,7 +145,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
             ids = await here.encode(body.prompt) if body.prompt else []
         return {"tokens": ids, "count": len(ids), "max_model_len": engine.target.max_positions}
 
-    @app.post("/detokenize", responses=refusals)
+    @app.post("/detokenize", responses=answers(Detokenized, *usual))
     async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
         here = serving(request)
         here.check_model(body.model)
@@ -150,23 +154,25 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
         return {"prompt": text}
 
-    @app.get("/health", responses={503: {"description": "The server is not ready yet, or no longer."}})
+    @app.get("/health", responses=answers(Health, 503))
     async def health(request: Request) -> Json:
         serving(request)
         return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # why is for the log
 
-    @app.get("/live", responses={503: {"description": "The server no longer decodes: start it anew."}})
+    @app.get("/live", responses=answers(Live, 503))
     async def live(request: Request) -> Json:
         here: Serving = request.app.state.serving
         if not here.scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
         return {"status": here.status}
 
-    @app.get("/version")
+    @app.get("/version", responses=answers(Version))
     async def version() -> Json:
         return {"version": __version__}
 
-    @app.get("/metrics", response_class=Response)
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get("/metrics", response_class=Response, responses={**answers(None, 401), 200: {"content": text}})
     async def metrics(request: Request) -> Response:
         return Response(request.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4")
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.refusals import error_body, reason_for
 
-_OPEN = {"/", "/page.css", "/page.js", "/health", "/live", "/version"}  # to anybody
+OPEN = {"/", "/page.css", "/page.js", "/health", "/live", "/version"}  # to anybody
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # what a client may call its request
 
@@ -53,7 +53,7 @@ class Guard:
         if self._hosts and not self._is_known_host(headers.get("host", "")):
             await refuse(400, "this server does not answer for this Host: --allowed-hosts names those it does")
             return
-        if self._keys and scope["path"] not in _OPEN:
+        if self._keys and scope["path"] not in OPEN:
             key = self._known_key(headers.get("authorization", ""))
             if key is None:
                 await refuse(401, "give a valid API key: Authorization: Bearer KEY", "www-authenticate: Bearer")

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from graft.core.scheduler import Job, Update
 from graft.server.answers import Answers, Echo, Shape, dumped, speculation
 from graft.server.refusals import Json, RefusedError
-from graft.server.schema import ChatRequest, FunctionName, StreamOptions, Strict, Text
+from graft.server.schema import Bool, ChatRequest, FunctionName, StreamOptions, Strict, Text
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
 
 
@@ -67,7 +67,7 @@ class ResponseTool(Strict):
     name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Bool | None = None
 
 
 class ResponseToolChoice(Strict):
@@ -80,7 +80,7 @@ class TextFormat(Strict):
     name: Text | None = None
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: Bool | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
@@ -94,7 +94,7 @@ class ResponseText(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    include_obfuscation: bool = False
+    include_obfuscation: Bool | None = False
 
 
 class ResponsesRequest(Strict):
@@ -103,15 +103,15 @@ class ResponsesRequest(Strict):
     input: Text | Annotated[list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem], Field(min_length=1)]
     model: Text | None = None
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
+    stream: Bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = True
+    parallel_tool_calls: Bool | None = True
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
@@ -122,8 +122,8 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
     user: Text | None = None
-    seed: int | None = None
-    speculate: bool | None = True
+    seed: Annotated[int, Field(strict=True, gt=-(2**61), lt=2**61)] | None = None
+    speculate: Bool | None = True
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat completion."""
@@ -241,7 +241,7 @@ class ResponseAnswers(Answers):
         return [self._numbered({"type": "response.failed", "response": failed})]
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
-        padded = options.include_obfuscation and str(chunk["type"]).endswith(".delta")
+        padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
         return f"event: {chunk['type']}\n".encode() + b"data: " + dumped(chunk, padded) + b"\n\n"
 
     def _numbered(self, event: Json) -> Json:

@@ -12,12 +12,16 @@ from graft.server.grammar import Wanted
 _SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-_TokenName = Annotated[int, Field(ge=0, lt=2**31)]  # JSON's keys are text
+_TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
 Text = Annotated[str, Field(strict=True)]
+Bool = Annotated[bool, Field(strict=True)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # In JSON schema: what is not declared may be null, which is the same as absent.
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -27,16 +31,16 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False  # in a last chunk
-    continuous_usage_stats: bool = False  # in every chunk
-    include_obfuscation: bool = False  # events are padded, so that their sizes do not tell what they hold
+    include_usage: Bool | None = False  # in a last chunk
+    continuous_usage_stats: Bool | None = False  # in every chunk
+    include_obfuscation: Bool | None = False  # events are padded, so that their sizes do not tell what they hold
 
 
 class JsonSchema(Strict):
     name: Text = "answer"
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # False: where the schema cannot be compiled, any JSON will do
+    strict: Bool | None = None  # False: where the schema cannot be compiled, any JSON will do
 
 
 class ResponseFormat(Strict):
@@ -66,17 +70,17 @@ class Sampling(Strict):
     """Fields of both kinds of completion: OpenAI's, those of them that change nothing here, vLLM's, Graft's own."""
 
     model: Text | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    stream: bool | None = False
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
+    stream: Bool | None = False
     stream_options: StreamOptions | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(gt=-_SEED, lt=_SEED)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    logit_bias: dict[_TokenName, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(strict=True, gt=-_SEED, lt=_SEED)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    logit_bias: dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     user: Text | None = None
     store: Literal[False] | None = None  # nothing is stored
@@ -85,18 +89,18 @@ class Sampling(Strict):
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0  # 0 and -1 are off
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
-    ignore_eos: bool | None = False
+    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1 are off
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
+    min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = 0
+    ignore_eos: Bool | None = False
     stop_token_ids: list[TokenId] | None = None
     guided_regex: Text | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None  # the same, by a newer name
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    speculate: bool | None = True  # False decodes plainly
-    return_rounds: bool | None = False  # every round's tree and each token's origin come with the answer
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    speculate: Bool | None = True  # False decodes plainly
+    return_rounds: Bool | None = False  # every round's tree and each token's origin come with the answer
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -162,13 +166,14 @@ class Sampling(Strict):
             "top_k": max(self.top_k or 0, 0),
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
             **{name: getattr(self, name) for name in _SAME},
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
 _SAME = (
-    "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",
+    "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
     "min_tokens", "ignore_eos", "stop_token_ids",
 )  # fmt: skip
 
@@ -185,7 +190,7 @@ class FunctionTool(Strict):
     name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; absent: there are none
-    strict: bool | None = None  # whether calls must fit the schema even where none is forced
+    strict: Bool | None = None  # whether calls must fit the schema even where none is forced
 
 
 class Tool(Strict):
@@ -281,12 +286,12 @@ class Message(Strict):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    logprobs: Bool | None = False
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = True  # False: one call at most
+    parallel_tool_calls: Bool | None = True  # False: one call at most
     chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
 
     @model_validator(mode="after")
@@ -352,9 +357,9 @@ class CompletionRequest(Sampling):
         | Annotated[list[Text], Field(min_length=1, max_length=128)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 goes with echo
-    echo: bool | None = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 goes with echo
+    echo: Bool | None = False
     best_of: Literal[1] | None = None
     suffix: None = None
 

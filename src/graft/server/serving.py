@@ -388,7 +388,7 @@ async def _events(
             yield answers.event(chunk, options)
         async for chunk in chunks:
             yield answers.event(chunk, options)
-        for chunk in answers.closing(options.include_usage):
+        for chunk in answers.closing(bool(options.include_usage)):
             yield answers.event(chunk, StreamOptions())
         yield answers.ending
     except RefusedError as error:
