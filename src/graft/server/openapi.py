@@ -246,7 +246,11 @@ _REFUSALS = {
     503: "The server is starting, shutting down, or at work on JSON schemas that take long.",
     504: "The request took longer than allowed.",
 }
-_EVENTS = "Server-sent events, where `stream` is true: a line `data: ` and JSON for each"
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def answers(model: type[BaseModel] | None, *statuses: int, events: str | None = None) -> dict[int | str, Json]:
@@ -255,8 +259,8 @@ def answers(model: type[BaseModel] | None, *statuses: int, events: str | None = 
     if model is not None:
         found[200] = {"description": "The answer.", "model": model}
         if events is not None:
-            schema = {"type": "string", "description": f"{_EVENTS}, {events}"}
-            found[200]["content"] = {"text/event-stream": {"schema": schema}}
+            words = f"Server-sent events, if `stream` is true. Their data is JSON: {events}."
+            found[200]["content"] = {"text/event-stream": {"itemSchema": {**_EVENT, "description": words}}}
     return found
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from graft.core.scheduler import Job, Update
 from graft.server.answers import Answers, Echo, Shape, dumped, speculation
 from graft.server.refusals import Json, RefusedError
-from graft.server.schema import Bool, ChatRequest, FunctionName, StreamOptions, Strict, Text
+from graft.server.schema import SEED, Bool, ChatRequest, FunctionName, No, StreamOptions, Strict, Text
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
 
 
@@ -24,7 +24,7 @@ class InputText(Strict):
 
 
 class InputMessage(Strict):
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text | Annotated[list[InputText], Field(min_length=1)]
     id: Text | None = None
@@ -112,8 +112,8 @@ class ResponsesRequest(Strict):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: Bool | None = True
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
+    store: No | None = None
+    background: No | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
     metadata: dict[Text, Text] | None = None
@@ -122,7 +122,7 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
     user: Text | None = None
-    seed: Annotated[int, Field(strict=True, gt=-(2**61), lt=2**61)] | None = None
+    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
     speculate: Bool | None = True
 
     def as_chat(self) -> ChatRequest:

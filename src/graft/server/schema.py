@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from graft.server.grammar import Wanted
 
-_SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
+SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
 Text = Annotated[str, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
+
+
+def _is_a_word(value: Any) -> Any:
+    """0 and 1 equal False and True, and are not meant here."""
+    if type(value) is not bool:
+        raise ValueError("give true or false")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_is_a_word)]  # what is not supported may be declined
 
 
 class Strict(BaseModel):
@@ -37,7 +47,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    name: Text = "answer"
+    name: Text | None = "answer"
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: Bool | None = None  # False: where the schema cannot be compiled, any JSON will do
@@ -77,13 +87,13 @@ class Sampling(Strict):
     stream: Bool | None = False
     stream_options: StreamOptions | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(strict=True, gt=-_SEED, lt=_SEED)] | None = None
+    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
     logit_bias: dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     user: Text | None = None
-    store: Literal[False] | None = None  # nothing is stored
+    store: No | None = None  # nothing is stored
     metadata: dict[Text, Text] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: Text | None = None
@@ -220,7 +230,7 @@ class CalledFunction(Strict):
 
 class ToolCall(Strict):
     id: Text
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
     index: int | None = None  # of a streamed one that was put together
 
@@ -352,9 +362,9 @@ class ChatRequest(Sampling):
 
 class CompletionRequest(Sampling):
     prompt: (
-        Text
+        Annotated[Text, Field(min_length=1)]
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=128)]
+        | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=128)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
