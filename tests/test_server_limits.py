@@ -110,12 +110,13 @@ def test_a_huge_prompt_is_refused_before_it_is_tokenized():
         return encode(prompt, **more)
 
     engine.encode = watched
-    with running(engine) as url:
+    with running(engine, max_prompt_bytes=1000) as url:
         answer = post(url, prompt="word " * 200_000)
-        assert answer.status_code == 400 and "more than the 16384 allowed" in answer.json()["error"]["message"]
-    with running(max_prompt_bytes=10) as url:
-        assert post(url, "/tokenize", prompt="x" * 10).status_code == 200
-        assert post(url, "/tokenize", prompt="x" * 11).status_code == 400
+        assert answer.status_code == 400 and "more than the 1000 allowed" in answer.json()["error"]["message"]
+        assert [post(url, "/tokenize", prompt="x" * size).status_code for size in (1000, 1001)] == [200, 400]
+        call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 100_000})}}
+        called = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+        assert post(url, "/v1/chat/completions", messages=called).status_code == 400
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

@@ -4,13 +4,15 @@ import httpx
 import pytest
 
 from graft.server import openapi
+from graft.server.app import make_app
+from graft.server.settings import ServeSettings
 from test_server import CHAT, post, running
-from test_server_tools import NAMED, TOOLS, engine_with
+from test_server_tools import NAMED, SHORT, TOOLS, engine_with
 
 
 @pytest.fixture(scope="module")
 def url():
-    with running(engine_with()) as url:
+    with running(engine_with(SHORT)) as url:
         yield url
 
 
@@ -60,8 +62,7 @@ def test_streams_errors_and_keys_are_in_the_document(document):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
         assert content["application/json"]["schema"]["$ref"]
-    with running(engine_with(), api_keys=("k",)) as url:
-        with_keys = httpx.get(f"{url}/openapi.json", headers={"authorization": "Bearer k"}).json()
+    with_keys = make_app(engine_with(), ServeSettings(api_keys=("k",)), "tiny").openapi()
     assert with_keys["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert with_keys["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in with_keys["paths"]["/health"]["get"]

@@ -6,14 +6,14 @@ import openai
 import pytest
 
 from test_server import post, running
-from test_server_tools import NAMED, WEATHER, WITH_TOOLS, engine_with, fits
+from test_server_tools import NAMED, SHORT, WEATHER, WITH_TOOLS, engine_with, fits
 
 FUNCTION = {"type": "function", **WEATHER["function"], "strict": False}
 
 
 @pytest.fixture(scope="module")
 def url():
-    with running(engine_with(), max_tokens=400) as url:
+    with running(engine_with(SHORT), max_tokens=400) as url:
         yield url
 
 

@@ -95,8 +95,8 @@ def test_log_probabilities_of_prompts_by_token_id(url, engine):
     ],
 )
 def test_answers_fit_what_they_must(url, wanted, pattern):
-    for seed in range(3):
-        body = {"prompt": "which?", "seed": seed, "max_tokens": 60, **wanted}
+    for seed in range(2):
+        body = {"prompt": "which?", "seed": seed, "max_tokens": 30, **wanted}
         choice, plain = (post(url, **body, speculate=speculate).json()["choices"][0] for speculate in (True, False))
         if choice["finish_reason"] == "stop":
             assert re.fullmatch(pattern, choice["text"])

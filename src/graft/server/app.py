@@ -20,7 +20,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 
 from graft import __version__
-from graft.core.scheduler import Scheduler
+from graft.core.scheduler import BusyError, Scheduler
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.server.chat import ChatTemplate
@@ -199,6 +199,8 @@ async def _start(serving: Serving) -> None:
     try:
         await asyncio.to_thread(serving.scheduler.is_ready.wait)
         await serving.warm_up()
+    except BusyError:
+        return  # it stops already
     except Exception:
         log.exception("the first answer, to warm up, failed")
     # What is there now stays. The collector need not look at hundreds of thousands of objects again, which takes long

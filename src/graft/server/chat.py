@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jinja2 import TemplateError
 
@@ -129,9 +129,3 @@ def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
         else:
             said.insert(0, {"role": "system", "content": words})
     return [{key: value for key, value in message.items() if key != "is_result"} for message in said]
-
-
-def size_of(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[Any]:
-    """The texts of messages and tools, to be measured before they are rendered."""
-    texts = [message.text for message in messages]
-    return [*texts, *(json.dumps(tool.as_dict()) for tool in tools)]

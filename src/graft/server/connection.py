@@ -17,7 +17,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from graft.server.refusals import error_body
+from graft.server.refusals import error_body, new_request_id
 
 _GRACE = 3.0  # seconds that clients have to read the end of their answers when the server stops
 
@@ -70,8 +70,13 @@ class TimedProtocol(H11Protocol):
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             body = json.dumps(error_body(status, message)).encode()
-            headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", len(body))]
-            head = h11.Response(status_code=status, headers=[(name, str(value)) for name, value in headers])
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+                "x-request-id": new_request_id(),
+            }
+            head = h11.Response(status_code=status, headers=list(headers.items()))
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hmac
 import json
 import re
-import secrets
 from collections.abc import Sequence
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graft.server.refusals import error_body, reason_for
+from graft.server.refusals import error_body, new_request_id, reason_for
 
 OPEN = {"/", "/page.css", "/page.js", "/health", "/live", "/version"}  # to anybody
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
@@ -39,7 +38,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        scope["graft.id"] = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope["graft.id"] = given if _ID.fullmatch(given) else new_request_id()
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 Json = dict[str, Any]
@@ -35,6 +36,10 @@ def error_body(status: int, message: str, param: str | None = None) -> Json:
 def reason_for(status: int) -> str:
     """The label under which the metrics count a refusal with this status."""
     return _REASONS.get(status, "request" if status < 500 else "server")
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
 
 
 class RefusedError(Exception):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape
-from graft.server.chat import ChatTemplate, Thinks, size_of
+from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, SchemasBusyError, Wanted
 from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, Json, RefusedError
@@ -107,17 +107,17 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(worker, work)
 
     async def encode(self, prompt: str | list[int]) -> list[int]:
-        self.check_size([prompt] if isinstance(prompt, str) else [])
+        self.check_size(prompt if isinstance(prompt, str) else "")
         return await self.off_loop(lambda: self.engine.encode(prompt), len(prompt))
 
-    def check_size(self, texts: Sequence[str]) -> None:
-        """Refuses texts that are so long that even to tokenize them would keep others waiting."""
+    def check_size(self, text: str) -> None:
+        """Refuses a prompt that is so long that even to tokenize it would keep others waiting."""
         most = self.settings.max_prompt_bytes
         if most is None:
             num_tokens = self.settings.max_prompt_tokens or self.engine.target.max_positions
             most = _BYTES_PER_TOKEN * num_tokens if num_tokens is not None else None
         # Half a character has no bytes, and is refused later by its place.
-        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        size = len(text.encode("utf-8", "surrogatepass"))
         if most is not None and size > most:
             what = f"the prompt has {size} bytes, more than the {most} allowed here (--max-prompt-bytes)"
             context = self.engine.target.max_positions
@@ -132,10 +132,10 @@ class Serving:
     async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[list[int], Thinks | None]:
         """The token ids of messages and tools, and whether the answer begins with reasoning."""
         messages, tools = body.messages or [], body.offered
-        self.check_size(size_of(messages, tools))
         options = body.chat_template_kwargs or {}
         size = sum(len(message.text) for message in messages)
         text = await self.off_loop(lambda: self.template.render(messages, tools, options), size)
+        self.check_size(text)
         ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
         return ids, self.template.thinks(text)
 
