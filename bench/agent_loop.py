@@ -73,7 +73,7 @@ def main() -> None:
                 num_invalid = forced_calls(client, arguments.calls)
     print(f"{arguments.agents} agents of {arguments.steps} calls: tokens a round, tokens a second")
     for policy, run in runs.items():
-        print(f"  {policy:8} {run.accepted:5.2f} {run.num_tokens / run.seconds:8.1f}")
+        print(f"  {policy:8} {run.accepted:5.2f} {run.num_tokens / max(run.seconds, 1e-9):8.1f}")
     texts = {tuple(run.calls) for run in runs.values()}
     print("the same calls" if len(texts) == 1 else "THE CALLS DIFFER")
     sys.exit(len(texts) != 1 or num_invalid > 0)
@@ -110,14 +110,14 @@ def call(client: httpx.Client, messages: list[Any], **options: Any) -> Any:
 
 
 def forced_calls(client: httpx.Client, count: int) -> int:
-    """Calls at temperature 1, eight at a time. Returns how many are not valid."""
+    """Calls at temperature 1, sixteen at a time. Returns how many are not valid."""
 
     def one(number: int) -> str | None:
         city = CITIES[number % len(CITIES)]
         messages = [{"role": "user", "content": f"The weather in {city}, please."}]
         return fault_of(call(client, messages, temperature=1.0, seed=number))
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         faults = [fault for fault in pool.map(one, range(count)) if fault is not None]
     print(f"{count - len(faults)} of {count} forced calls at temperature 1 are valid")
     for fault in faults[:5]:

@@ -55,7 +55,8 @@ WITH_TOOLS = (
 
 SHORT = (
     "{# <tool_call> #}{% if tools %}T{{ tools | length }}{% endif %}{% for m in messages %}[{{ m.role }}]"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}[assistant]"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}[assistant]"
 )
 
 
@@ -100,6 +101,9 @@ CASES = [
     ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [ROME]),
     ("hermes", f"Let me see.\n<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", "Let me see.", [ROME, ROME]),
     ("hermes", f'<tool_call>{{"arguments": {ROME_JSON}, "name": "get_weather"}}</tool_call>', "", [ROME]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "]}</tool_call>}"}}</tool_call> <tool_call>' + ONE
+     + "</tool_call>", "", [("f", {"x": "]}</tool_call>}"}), ROME]),  # a marker in a string is none
+    ("hermes", '<tool_call>{"no": "call"} </tool_call> more', '<tool_call>{"no": "call"} </tool_call> more', []),
     ("hermes", "1 < 2 <tool", "1 < 2 <tool", []),
     ("hermes", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
     ("hermes", '<tool_call>{"name": "clock"}</tool_call>', "", [("clock", {})]),

@@ -407,17 +407,23 @@ class _Reader(Parser):
 
 
 class _MarkedCalls(_Reader):
-    """Calls between two markers, with text around them."""
+    """Calls between two markers, with text around them. A call ends where its JSON does: a string may hold a marker."""
 
     def __init__(self, form: Format, opening: str, closing: str, reads_xml: bool = False) -> None:
         super().__init__(form)
         self._opening, self._closing, self._reads_xml = opening, closing, reads_xml
         self._json: _JsonCall | None = None  # the call that is being read
+        self._is_told = False  # a call has been, and its closing marker is still to come
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
         pieces: list[Piece] = []
         while True:
+            if self._is_told:
+                rest = self._buffer.lstrip()
+                if self._closing.startswith(rest):
+                    return pieces  # of which a part may have come
+                self._buffer, self._is_told = rest.removeprefix(self._closing), False
             if self._json is None:
                 before, marker, after = self._buffer.partition(self._opening)
                 if not marker:
@@ -426,30 +432,42 @@ class _MarkedCalls(_Reader):
                     return pieces + self._content(before[:safe])
                 pieces += self._content(before)
                 self._buffer, self._json = after, _JsonCall()
-            body, marker, after = self._buffer.partition(self._closing)
-            if not self._is_xml(body):
-                pieces += self._streamed(body if marker else body[: len(body) - _overlap(body, self._closing)])
-            if not marker:
+            if self._buffer.lstrip().startswith("{"):
+                pieces += self._streamed()
+                end = self._json.end
+            else:  # another form, or none
+                end = self._buffer.find(self._closing)
+                end = None if end < 0 else end
+            if end is None:
                 return pieces
-            pieces += self._whole(body)
-            self._buffer, self._json = after, None
+            if self._json.index is None:
+                found = self._found(self._buffer[:end])
+                pieces += self._call(*found) if found else self._content(self._opening + self._buffer[:end])
+                if found is None:  # its closing marker is text as well
+                    self._buffer, self._json = self._buffer[end:], None
+                    rest = self._buffer.lstrip()
+                    pieces += self._content(self._buffer[: len(self._buffer) - len(rest)])
+                    if rest.startswith(self._closing):
+                        pieces += self._content(self._closing)
+                    self._buffer = rest.removeprefix(self._closing)
+                    continue
+            self._buffer, self._json, self._is_told = self._buffer[end:], None, True
 
     def finish(self) -> list[Piece]:
+        rest, self._buffer = self._buffer, ""
+        if self._is_told:  # whatever is there is the beginning of a closing marker
+            return []
         if self._json is None:
-            return self._last_content(self._buffer)
+            return self._last_content(rest)
         if self._json.index is not None:  # cut in the middle: what there was is told already
             return []
-        body, self._json = self._buffer, None
-        found = self._xml(body) if self._is_xml(body) else _call_of(body)
-        return self._call(*found) if found is not None else self._last_content(self._opening + body)
+        found = self._found(rest)
+        return self._call(*found) if found is not None else self._last_content(self._opening + rest)
 
-    def _is_xml(self, body: str) -> bool:
-        return self._reads_xml and body.lstrip().startswith("<f")
-
-    def _streamed(self, body: str) -> list[Piece]:
+    def _streamed(self) -> list[Piece]:
         assert self._json is not None
         pieces: list[Piece] = []
-        name, arguments = self._json.read(body)
+        name, arguments = self._json.read(self._buffer)
         if name is not None:
             self._json.index = self._num_calls
             pieces += self._call(name, "")
@@ -458,13 +476,10 @@ class _MarkedCalls(_Reader):
             pieces.append(Arguments(self._json.index, arguments))
         return pieces
 
-    def _whole(self, body: str) -> list[Piece]:
-        """What is left to tell of a call that has ended."""
-        assert self._json is not None
-        if self._json.index is not None:
-            return []
-        found = self._xml(body) if self._is_xml(body) else _call_of(body)
-        return self._call(*found) if found is not None else self._content(self._opening + body + self._closing)
+    def _found(self, body: str) -> tuple[str, str] | None:
+        """A whole call's name and arguments."""
+        is_xml = self._reads_xml and body.lstrip().startswith("<function=")
+        return self._xml(body) if is_xml else _call_of(body)
 
     def _xml(self, body: str) -> tuple[str, str] | None:
         head = re.match(r"\s*<function=([^>\s]+)>", body)
