@@ -291,7 +291,7 @@ def test_closing_ends_what_takes_too_long(schedule):
     running = Asked(scheduler, "abc", max_new_tokens=1800)
     running.next()
     scheduler.close(drain_seconds=0)
-    assert running.wait() == Failure("timeout", "the server is shutting down")
+    assert running.wait() == Failure("shutdown", "the server is shutting down")
 
 
 # What fails

@@ -42,8 +42,8 @@ def new_engine(**options):
 
 
 @contextmanager
-def running(engine=None, **settings):
-    """A server on a free port."""
+def running(engine=None, waits=True, **settings):
+    """A server on a free port. waits: until it is ready."""
     settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
     app = make_app(engine or new_engine(isolated=settings.shared_by != "all"), settings, "tiny")
     server = make_server(app, settings, log_level="warning")
@@ -52,8 +52,11 @@ def running(engine=None, **settings):
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"{'https' if settings.ssl_certfile else 'http'}://127.0.0.1:{port}"
     try:
-        yield f"http://127.0.0.1:{port}"
+        if waits:
+            until(lambda: httpx.get(f"{url}/health", verify=False).status_code == 200, 30)
+        yield url
     finally:
         server.should_exit = True
         thread.join(timeout=30)
@@ -250,9 +253,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tools": []}, "tools is not supported"),
         ({"temprature": 1}, "temprature is not supported"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),
@@ -262,6 +264,9 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ({"max_tokens": 5000}, "max_tokens is 5000, more than the 4096 allowed"),
         ({"max_tokens": 2000}, "exceed the model's context of 1024"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, "the model's context holds 1024"),
+        ({"messages": [{"role": "user", "content": "ü" * 8193}]}, "bytes, more than the 16384 allowed"),
+        ({"messages": [{"role": "user"}]}, "content is missing"),
+        ({"store": True}, "store"),
         ({"n": 100}, "n=100 answers are more than"),
         ({"logit_bias": {"999": 1}}, "the model has no token 999"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
@@ -638,7 +643,7 @@ def test_a_grammar_that_panics_ends_its_answer_alone(name):
     matcher.is_stopped = matcher.is_error = lambda: False
     matcher.consume_token, matcher.validate_tokens = (lambda token: True), len
     setattr(matcher, name, panic)
-    constraint = grammar.JsonConstraint(matcher)
+    constraint = grammar.GrammarConstraint(matcher)
     constraint.num_allowed([1, 2])
     constraint.mask(torch.zeros(60))
     constraint.take(3)

@@ -172,13 +172,17 @@ class Engine:
         sequence.shows_all = show_all
         return Stream(self, sequence, watch)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids, checked. Chat messages go through the model's chat template."""
+    def encode(self, prompt: Prompt, is_rendered: bool = False) -> list[int]:
+        """A prompt's token ids, checked. Chat messages go through the model's chat template.
+
+        is_rendered: the text comes from the chat template, and has its special tokens already.
+        """
         given: object = prompt
         if isinstance(prompt, str):
-            given = _encode(self._tokenizer_for("text"), prompt) if prompt else []
+            given = _encode(self._tokenizer_for("text"), prompt, not is_rendered) if prompt else []
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            given = self._apply_chat_template(cast(Sequence[Mapping[str, str]], prompt))
+            text = self.render_chat(cast(Sequence[Mapping[str, str]], prompt))
+            given = _encode(self._tokenizer_for("chat"), text, add_special_tokens=False)
         ids = _token_ids(given, self.target.vocab_size)
         require(bool(ids), "the prompt is empty; give at least one token of text")
         return ids
@@ -295,9 +299,10 @@ class Engine:
     def _learn_prompts(self, reading: Sequence[Reading], read: Sequence[VerifyOutput]) -> None:
         for part, verified in zip(reading, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
-            if not sequence.speculates:
-                continue
             try:
+                sequence.read_prompt(end - len(part.chunk.tokens), verified)
+                if not sequence.speculates:
+                    continue
                 following = sequence.ids[end - len(part.chunk.tokens) + 1 : end + 1]
                 self.policy.read(part.batch, part.row, verified, following)
             except Exception as error:  # of this row alone, as in a round
@@ -422,15 +427,16 @@ class Engine:
         require(self.tokenizer is not None, f"{what} prompts need a tokenizer; pass one, or give token ids")
         return self.tokenizer
 
-    def _apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Messages as text, by the model's chat template. options: the template's own, such as tools."""
         tokenizer = self._tokenizer_for("chat")
         plain = [_plain_message(message, number) for number, message in enumerate(messages, start=1)]
         require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
         try:
-            text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
         except TemplateError as error:  # raised by the template itself, of roles that it does not take
             raise GraftError(f"the model's chat template refuses these messages: {error}") from error
-        return _encode(tokenizer, text, add_special_tokens=False)
+        return str(text)
 
 
 class Stream(Iterator[str]):

@@ -49,6 +49,8 @@ class Sequence:
         self.settings = settings
         self.stats = Stats()
         self.logprobs: list[TokenLogprob] = []
+        self.num_prompt_logprobs: int | None = None  # how many alternatives to report beside each token of the prompt
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first, as far as it is read
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None  # why it cannot go on
         self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
@@ -75,6 +77,22 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         return self._most_ids - len(self.ids)
+
+    def read_prompt(self, start: int, verified: VerifyOutput) -> None:
+        """Takes log-probabilities of the prompt from a chunk of it, which begins at `start`. May be read again."""
+        if self.num_prompt_logprobs is None:
+            return
+        known = len(self.prompt_logprobs)  # of tokens 1 to `known`: the next is that behind place `known`
+        end = min(start + verified.counts[0], self.num_prompt_tokens - 1)
+        if not start <= known < end:
+            return
+        places = verified.index[0, known - start : end - start].to(verified.logits.device)
+        logprobs = torch.log_softmax(verified.logits[places], dim=1)
+        tokens = self.ids[known + 1 : end + 1]
+        own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        values, others = logprobs.topk(min(self.num_prompt_logprobs, logprobs.shape[1]), dim=1)
+        for token, value, *pair in zip(tokens, own, others.tolist(), values.tolist(), strict=True):
+            self.prompt_logprobs.append(TokenLogprob(token, value, dict(zip(*pair, strict=True))))
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
         """Appends a round's tokens, and ends exactly where plain decoding would have ended.

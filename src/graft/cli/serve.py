@@ -25,7 +25,22 @@ SERVING: Group = {
     "host": _users(str, "--host", "Address to listen at.", "127.0.0.1, this machine alone"),
     "port": _users(int, "--port", "Port to listen at; 0 takes a free one.", "8000"),
     "api_keys": _users(list[str], "--api-key", "A key that users must give; repeatable.", metavar="KEY"),
+    "allowed_hosts": _users(
+        list[str],
+        "--allowed-hosts",
+        "A host name that requests may be sent to; repeatable.",
+        "any, or local ones",
+        metavar="HOST",
+    ),
+    "ssl_certfile": _users(Path, "--ssl-certfile", "A certificate in PEM format: HTTPS.", metavar="FILE"),
+    "ssl_keyfile": _users(Path, "--ssl-keyfile", "Its key, where that is a file of its own.", metavar="FILE"),
     "served_model_name": _users(str, "--served-model-name", "The model's name in requests.", "the model's own"),
+    "tool_parser": _users(
+        str, "--tool-parser", "How tool calls are written: hermes, llama3, qwen, mistral, pythonic.", "by the template"
+    ),
+    "reasoning_parser": _users(
+        str, "--reasoning-parser", "What is reasoning: think (between <think> and </think>) or none.", "by the template"
+    ),
     "learning": _users(
         str, "--learning", "Who learn from each other: shared, key, isolated (key and user), off.", "key if several"
     ),
@@ -52,10 +67,14 @@ SERVING: Group = {
         "what the KV cache has room for",
     ),
     "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request.", "2097152"),
+    "max_prompt_bytes": _limit(
+        int, "--max-prompt-bytes", "Longest prompt before it is tokenized.", "16 a token of the context"
+    ),
     "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt.", "the model's context"),
     "max_tokens": _limit(int, "--max-tokens", "Longest answer that may be asked for.", "4096"),
     "default_max_tokens": _limit(int, "--default-max-tokens", "Longest chat answer if nothing is said.", "1024"),
     "timeout": _limit(float, "--timeout", "Seconds a request may take.", "600"),
+    "read_timeout": _limit(float, "--read-timeout", "Seconds in which a request must be wholly sent.", "30"),
     "shutdown_timeout": _limit(float, "--shutdown-timeout", "Seconds requests have left at the end.", "30"),
 }
 

@@ -79,7 +79,11 @@ def usual_step(device: torch.device) -> int:
 
 
 class BusyError(Exception):
-    """Too many requests are waiting."""
+    """Too many requests are waiting, or the scheduler takes no more."""
+
+    def __init__(self, message: str, is_closing: bool = False) -> None:
+        super().__init__(message)
+        self.is_closing = is_closing
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Update:
     finish_reason: FinishReason | None
 
 
-FailureKind = Literal["request", "timeout", "server"]
+FailureKind = Literal["request", "timeout", "shutdown", "server"]
 
 
 @dataclass(frozen=True)
@@ -198,16 +202,18 @@ class Scheduler:
             "fewer or shorter answers",
         )
 
-    def submit(self, job: Job) -> None:
-        self.check(job)
+    def submit(self, *jobs: Job) -> None:
+        """Takes in all of them, which belong together, or none: however many they are, they wait as one request."""
+        for job in jobs:
+            self.check(job)
         with self._changed:
             if self._closing:
-                raise BusyError("the server is shutting down")
+                raise BusyError("the server is shutting down", is_closing=True)
             # One that can start at once need not wait, even where nothing may.
-            starts_at_once = not self._waiting and self._is_room_for(job)
+            starts_at_once = not self._waiting and self._is_room_for(jobs[0])
             if len(self._waiting) >= self.settings.max_waiting and not starts_at_once:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already")
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._next_drop = -math.inf
             self._changed.notify()
 
@@ -243,6 +249,11 @@ class Scheduler:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing new is taken any more."""
+        return self._closing
 
     # The thread
 
@@ -333,8 +344,8 @@ class Scheduler:
         self._leave(leaving)
         for job in (*gone, *leaving):
             if not job.cancelled:
-                what = "the server is shutting down" if self._closing else "the request took longer than allowed"
-                self._tell(job, Failure("timeout", what))
+                late = Failure("timeout", "the request took longer than allowed")
+                self._tell(job, Failure("shutdown", "the server is shutting down") if self._closing else late)
 
     # Who is there
 
@@ -525,8 +536,10 @@ class Scheduler:
     # Pages
 
     def _salt(self, job: Job, sequence: Sequence) -> str:
-        # What does not speculate leaves nothing for a drafter, so its pages are others.
-        return f"{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
+        # What does not speculate leaves nothing for a drafter, so its pages are others. A prompt whose
+        # log-probabilities are wanted is read from its beginning.
+        own = f"{job.number}/" if sequence.num_prompt_logprobs is not None else ""
+        return f"{own}{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
 
     def _keep_pages(self, job: Job, batch: Batch, row: int) -> None:
         """Keeps what a row has read and written for others that begin alike."""
@@ -535,6 +548,8 @@ class Scheduler:
             return
         with _logged("a text's pages are not kept"):
             sequence = batch.sequences[row]
+            if sequence.num_prompt_logprobs is not None:
+                return  # under a salt that nobody else has
             num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
             self.pool.keep(batch.cache.rows[row], sequence.ids, self._salt(job, sequence), num_entries)
 

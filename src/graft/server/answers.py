@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from graft.core.scheduler import Job, Update
 from graft.detokenizer import TextStream
 from graft.round_trace import RoundRecord
-from graft.sequence import Sequence, TokenLogprob
+from graft.sequence import FinishReason, TokenLogprob
+from graft.sequence import Sequence as TokenSequence
 from graft.server.grammar import Grammars
+from graft.server.refusals import Json, RefusedError
+from graft.server.schema import StreamOptions
+from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
 from graft.stats import Stats
 
-Json = dict[str, Any]
+_EVENT_SIZE = 256  # bytes that a padded event's length is a multiple of
 
 
 class Shape(ABC):
@@ -33,26 +40,39 @@ class Shape(ABC):
     def id(self) -> str:
         return str(self._head["id"])
 
-    def whole(self, choices: list[Json], jobs: list[Job]) -> Json:
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage(jobs)}
+    def whole(self, choices: list[Json], usage: Json) -> Json:
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage}
 
     def chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
-    def usage_chunk(self, jobs: list[Job]) -> Json:
-        return {**self.chunk([]), "usage": usage(jobs)}
+    def usage_chunk(self, usage: Json) -> Json:
+        return {**self.chunk([]), "usage": usage}
 
     @abstractmethod
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
         """An answer in a response that is not streamed."""
 
     @abstractmethod
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """The new text of an answer in one chunk of a stream."""
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        """What is new of an answer in one chunk of a stream."""
 
     @abstractmethod
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Log-probabilities of tokens. text_offset: where the first of them starts in the answer's text."""
+
+    def prompt_logprobs(self, job: Job) -> list[Json | None]:
+        """Log-probabilities of the prompt's tokens, by vLLM's names; the first has none."""
+        return [
+            None,
+            *(
+                {
+                    str(other): {"logprob": max(value, -9999.0), "decoded_token": self._spell(other)}
+                    for other, value in ({token.token: token.logprob} | token.alternatives).items()
+                }
+                for token in job.sequences[0].prompt_logprobs
+            ),
+        ]
 
     def first(self, index: int) -> Json | None:
         """The chunk that a stream sends before an answer's first token, if any."""
@@ -65,19 +85,37 @@ class Shape(ABC):
 class ChatShape(Shape):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+        message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
+        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        delta: Json = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                delta["content"] = delta.get("content", "") + piece.text
+            elif isinstance(piece, Reasoning):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
+            else:
+                function = {"arguments": piece.text} if isinstance(piece, Arguments) else {"name": piece.name}
+                told: Json = {"index": piece.index, "function": function}
+                if isinstance(piece, CallStart):
+                    told |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
+                delta.setdefault("tool_calls", []).append(told)
+        return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def first(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         return {
             "content": [
                 {
@@ -96,14 +134,16 @@ class ChatShape(Shape):
 class TextShape(Shape):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, answer: Answer, logprobs: Json | None) -> Json:
+        return {"index": answer.index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.reason}
 
-    delta = choice
+    def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: list[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         spelt = [self._spell(token.token) for token in tokens]
-        offsets = [text_offset + sum(map(len, spelt[:place])) for place in range(len(spelt))]
+        offsets = [text_offset + length for length in accumulate(map(len, spelt), initial=0)]
         return {
             "tokens": spelt,
             "token_logprobs": [max(token.logprob, -9999.0) for token in tokens],
@@ -111,81 +151,181 @@ class TextShape(Shape):
                 {self._spell(other): max(value, -9999.0) for other, value in token.alternatives.items()}
                 for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
         }
+
+    def echoed(self, prompt: Sequence[int], read: Sequence[TokenLogprob], then: Json) -> Json:
+        """Log-probabilities of a prompt's tokens, of which the first has none, before those of an answer's."""
+        first = self._spell(prompt[0])
+        of_prompt = self.logprobs(read, len(first))
+        unknown = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        shift = len(first) + sum(len(self._spell(token.token)) for token in read)
+        then = {**then, "text_offset": [offset + shift for offset in then["text_offset"]]}
+        return {name: [unknown[name], *of_prompt[name], *then[name]] for name in unknown}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What comes with answers beside what they say."""
+
+    texts: Sequence[str] = ()  # of the prompts, to begin the answers with
+    is_silent: bool = False  # nothing but the prompts is wanted
+    with_prompt_logprobs: bool = False
 
 
 class Answers:
     """The answers of one request while they are decoded. Answer i of prompt j has the index j * n + i."""
 
-    def __init__(self, shape: Shape, jobs: list[Job], tokenizer: Any, with_rounds: bool) -> None:
-        self.shape, self.jobs = shape, jobs
+    def __init__(
+        self,
+        shape: Shape,
+        jobs: list[Job],
+        tokenizer: Any,
+        with_rounds: bool,
+        parser: Callable[[], Parser] = PlainText,
+        echo: Echo | None = None,
+    ) -> None:
+        """parser: makes one for each answer, which tells text, reasoning and tool calls apart."""
+        self.shape, self.jobs, self.echo = shape, jobs, echo or Echo()
         sequences = [sequence for job in jobs for sequence in job.sequences]
-        self._answers = [_Answer(sequence, tokenizer if with_rounds else None) for sequence in sequences]
+        tokenizer = tokenizer if with_rounds else None
+        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(sequences)]
         self._per_job = len(jobs[0].sequences)
 
     @property
     def is_done(self) -> bool:
-        return all(answer.reason is not None for answer in self._answers)
+        return all(answer.reason is not None for answer in self.answers)
 
-    def first(self) -> Json | None:
-        """The first chunk of a stream."""
-        choices = [self.shape.first(index) for index in range(len(self._answers))]
-        return self.shape.chunk([c for c in choices if c is not None]) if choices[0] is not None else None
+    @property
+    def id(self) -> str:
+        return self.shape.id
 
-    def take(self, job: int, update: Update) -> Json | None:
-        """The chunk for an update; None while there is nothing to send."""
-        index = job * self._per_job + update.index
-        answer = self._answers[index]
-        rounds, offset = answer.take(update), answer.spelt
+    def opening(self) -> list[Json]:
+        """Chunks of a stream before its first token."""
+        choices = [self.shape.first(index) for index in range(len(self.answers))]
+        return [self.shape.chunk([c for c in choices if c is not None])] if choices[0] is not None else []
+
+    def closing(self, with_usage: bool) -> list[Json]:
+        """Chunks of a stream behind its last token."""
+        return [self.shape.usage_chunk(self.usage)] if with_usage else []
+
+    def failure(self, error: RefusedError) -> list[Json]:
+        """Chunks of a stream that breaks off."""
+        return [error.body]
+
+    ending = b"data: [DONE]\n\n"  # of a stream that does not
+
+    def event(self, chunk: Json, options: StreamOptions) -> bytes:
+        """A chunk as a server-sent event."""
+        if options.continuous_usage_stats and "choices" in chunk:
+            chunk = {**chunk, "usage": self.usage}
+        return b"data: " + dumped(chunk, bool(options.include_obfuscation)) + b"\n\n"
+
+    def take(self, job: int, update: Update) -> list[Json]:
+        """The chunks for an update; none while there is nothing to send."""
+        answer = self.answers[job * self._per_job + update.index]
+        is_first = answer.is_fresh
+        if self.echo.is_silent:
+            reason: FinishReason | None = "length" if update.finish_reason is not None else None
+            update = replace(update, text="", logprobs=[], finish_reason=reason)
+        (pieces, rounds), offset = answer.take(update), answer.spelt
         logprobs = None
-        if update.logprobs:
-            logprobs = self.shape.logprobs(update.logprobs, offset)
+        if is_first and self.echo.texts:
+            pieces.insert(0, Content(self.echo.texts[job]))
+        if answer.sequence.settings.logprobs is not None and (update.logprobs or (is_first and self.echo.texts)):
+            logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
             answer.spelt += sum(len(self.shape._spell(token.token)) for token in update.logprobs)
-        if not (update.text or logprobs or rounds or update.finish_reason):
-            return None
-        choice = self.shape.delta(index, update.text, logprobs, update.finish_reason)
+        if not (pieces or logprobs or rounds or answer.reason):
+            return []
+        choice = self.shape.delta(answer, pieces, logprobs, answer.reason)
         if rounds:
             choice["rounds"] = rounds
-        if update.finish_reason is not None:
+        if answer.reason is not None:
             choice["speculation"] = speculation(answer.sequence.stats)
-        return self.shape.chunk([choice])
+        return [self.shape.chunk([choice])]
 
     def whole(self) -> Json:
         choices = []
-        for index, answer in enumerate(self._answers):
+        for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
-            logprobs = self.shape.logprobs(sequence.logprobs, 0) if asked else None
-            choice = self.shape.choice(index, answer.text, logprobs, answer.reason)
+            new = [] if self.echo.is_silent else sequence.logprobs
+            choice = self.shape.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
+            if self.echo.texts:
+                choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
+            if self.echo.with_prompt_logprobs:
+                choice["prompt_logprobs"] = self.shape.prompt_logprobs(self.jobs[answer.index // self._per_job])
             choice["speculation"] = speculation(sequence.stats)
             if answer.rounds:
                 choice["rounds"] = answer.rounds
             choices.append(choice)
-        return self.shape.whole(choices, self.jobs)
+        return self.shape.whole(choices, self.usage)
+
+    @property
+    def usage(self) -> Json:
+        return usage(self.jobs, self.echo.is_silent)
+
+    def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
+        """Of tokens of an answer; the first of an echoed prompt come with those of the prompt."""
+        shape = self.shape
+        if not self.echo.texts or not isinstance(shape, TextShape):
+            return shape.logprobs(tokens, offset)
+        job = self.jobs[answer.index // self._per_job]
+        prompt = job.sequences[0].ids[: job.sequences[0].num_prompt_tokens]
+        if is_first:
+            return shape.echoed(prompt, job.sequences[0].prompt_logprobs, shape.logprobs(tokens, 0))
+        return shape.logprobs(tokens, offset + sum(len(shape._spell(token)) for token in prompt))
 
 
-class _Answer:
-    """One answer, with its rounds if they were asked for."""
+@dataclass
+class Call:
+    """A tool call of an answer."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Any | None) -> None:
-        self.sequence = sequence
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Answer:
+    """One answer: its text, reasoning and tool calls so far, with its rounds if they were asked for."""
+
+    def __init__(self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser) -> None:
+        self.index, self.sequence = index, sequence
         self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
         self.spelt = 0  # characters of its tokens, as log-probabilities spell them
         self.reason: str | None = None
+        self.is_fresh = True  # nothing has come yet
         self.rounds: list[Json] = []
+        self._parser = parser
         self._tokenizer = tokenizer
         # Knows no stop strings: the answer is a prefix of its text.
         self._spelling = TextStream(tokenizer, sequence.ids) if tokenizer is not None else None
 
-    def take(self, update: Update) -> list[Json]:
-        self.text += update.text
+    def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
+        """What an update brings: pieces of the answer, and rounds."""
+        self.is_fresh = False
+        pieces = self._parser.feed(update.text)
+        if update.finish_reason is not None:
+            pieces += self._parser.finish()
+        for piece in pieces:
+            if isinstance(piece, Content):
+                self.text += piece.text
+            elif isinstance(piece, Reasoning):
+                self.reasoning += piece.text
+            elif isinstance(piece, CallStart):
+                self.calls.append(Call(piece.id, piece.name))
+            else:
+                self.calls[piece.index].arguments += piece.text
         self.reason = update.finish_reason
+        if self.reason == "stop" and self.calls:
+            self.reason = "tool_calls"
         if self._spelling is None or update.round is None:
-            return []
+            return pieces, []
         new = [_round_as_json(update.round, self._tokenizer, self._spelling)]
         self.rounds += new
-        return new
+        return pieces, new
 
 
 def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) -> Json:
@@ -206,10 +346,18 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
     }
 
 
-def usage(jobs: Iterable[Job]) -> Json:
-    jobs = list(jobs)
+def dumped(content: Json, is_padded: bool = False) -> bytes:
+    """JSON of an event; padded, its size does not tell how much text it has."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if not is_padded:
+        return data
+    size = len(dumped({**content, "obfuscation": ""}))
+    return dumped({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
+
+
+def usage(jobs: Sequence[Job], is_silent: bool = False) -> Json:
     prompt = sum(job.sequences[0].num_prompt_tokens for job in jobs)
-    new = sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
+    new = 0 if is_silent else sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
     cached = sum(job.num_cached_tokens for job in jobs)
     return {
         "prompt_tokens": prompt,

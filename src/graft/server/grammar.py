@@ -1,4 +1,5 @@
-"""JSON schemas compiled to grammars by llguidance, which constrain the tokens that may be accepted.
+"""JSON schemas, regular expressions and grammars of tool calls, compiled by llguidance: they constrain the tokens that
+may be accepted.
 
 A schema comes from a stranger, so its size and its compile time are bounded. It is compiled in a thread: llguidance
 releases the interpreter lock meanwhile, but cannot be interrupted, so a schema that takes too long is refused while its
@@ -13,8 +14,9 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +27,8 @@ from torch import Tensor
 from graft.errors import GraftError
 
 # One space where people put one, and none elsewhere: a model in doubt could write spaces for ever.
-_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_SCHEMA = 64 << 10  # characters
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
 _NUM_THREADS = 2
 
@@ -37,50 +39,71 @@ class SchemasBusyError(Exception):
     """All compiler threads are busy with schemas that take long."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What an answer must fit, in one of llguidance's languages. param: the request's field that asks for it."""
+
+    kind: Literal["JSON schema", "regular expression", "grammar"]
+    text: str
+    param: str = "response_format"
+
+    @classmethod
+    def schema(cls, schema: Any, param: str = "response_format") -> Wanted:
+        try:
+            return cls("JSON schema", json.dumps(schema), param)
+        except (ValueError, RecursionError) as error:
+            raise GraftError(f"this JSON schema cannot be used: {error}") from error
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], param: str) -> Wanted:
+        return cls("grammar", "start: " + " | ".join(json.dumps(text) for text in texts), param)
+
+
 class Grammars:
-    """Compiles JSON schemas for one model's tokenizer."""
+    """Compiles what answers must fit for one model's tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         self._threads = _Threads(_NUM_THREADS)
 
-    async def compile(self, schema: Any) -> LLMatcher:
-        """The grammar of a JSON schema, in its start state.
+    async def compile(self, wanted: Wanted) -> LLMatcher:
+        """The grammar in its start state.
 
-        A GraftError if the schema is invalid, nothing fits it, or it is too large or takes too long; a SchemasBusyError
-        if no compiler thread becomes free.
+        A GraftError if it is invalid, nothing fits it, or it is too large or takes too long; a SchemasBusyError if no
+        compiler thread becomes free.
         """
+        what, size = f"this {wanted.kind}", len(wanted.text)
+        if size > _MAX_SIZE:
+            raise GraftError(f"{what} has {size} characters, more than the {_MAX_SIZE} allowed here")
         try:
-            text = json.dumps(schema)
-        except (ValueError, RecursionError) as error:
-            raise GraftError(f"this JSON schema cannot be used: {error}") from error
-        if len(text) > _MAX_SCHEMA:
-            raise GraftError(f"this JSON schema has {len(text)} characters, more than the {_MAX_SCHEMA} allowed here")
-        try:
-            return await self._threads.run(lambda: self._compiled(text), _MAX_SECONDS)
+            return await self._threads.run(lambda: self._compiled(wanted), _MAX_SECONDS)
         except TimeoutError:
-            what = f"this JSON schema takes longer than {_MAX_SECONDS:g} s to compile: make it simpler"
-            raise GraftError(what) from None
+            raise GraftError(f"{what} takes longer than {_MAX_SECONDS:g} s to compile: make it simpler") from None
 
-    def _compiled(self, schema: str) -> LLMatcher:
+    def _compiled(self, wanted: Wanted) -> LLMatcher:
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING)
+            if wanted.kind == "JSON schema":
+                grammar = LLMatcher.grammar_from_json_schema(wanted.text, defaults=SPACING)
+            elif wanted.kind == "regular expression":
+                grammar = LLMatcher.grammar_from_regex(wanted.text)
+            else:
+                grammar = LLMatcher.grammar_from_lark(wanted.text)
             error = LLMatcher.validate_grammar(grammar, self._tokenizer)
             if not error:
                 return LLMatcher(self._tokenizer, grammar, log_level=0)
         except BaseException as caught:  # the library's errors are of many kinds, and its panics are no `Exception`
             error = str(caught)
-        raise GraftError(f"this JSON schema cannot be used: {' '.join(error.split())}")
+        raise GraftError(f"this {wanted.kind} cannot be used: {' '.join(error.split())}")
 
-    def constraint(self, grammar: LLMatcher) -> JsonConstraint:
-        return JsonConstraint(grammar.deep_copy())
+    def constraint(self, grammar: LLMatcher) -> GrammarConstraint:
+        return GrammarConstraint(grammar.deep_copy())
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token; they may be part of a character."""
         return bytes(self._tokenizer.decode_bytes([token]))
 
 
-class JsonConstraint:
+class GrammarConstraint:
     """One answer's state in its grammar; implements the constraint of `graft.model.grammar`."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -98,7 +121,7 @@ class JsonConstraint:
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(scores)].astype(bool))
         masked = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if not bool(masked.isfinite().any()):
-            self.error = "response_format cannot be met: nothing that it allows here may be written"
+            self.error = "what the answer must fit cannot be met: nothing that it allows here may be written"
             return scores
         return masked
 

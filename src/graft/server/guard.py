@@ -1,16 +1,21 @@
-"""Middleware before every request: API keys and the limit on body size."""
+"""Middleware before every request: hosts, API keys, the limit on body size, and the request's id."""
 
 from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Sequence
 from hashlib import sha256
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_OPEN = {"/", "/page.css", "/page.js", "/health", "/version"}  # to anybody
+from graft.server.refusals import error_body, new_request_id, reason_for
+
+OPEN = {"/", "/page.css", "/page.js", "/health", "/live", "/version"}  # to anybody
+_COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
+_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what a client may call its request
 
 
 class _TooLargeError(Exception):
@@ -18,28 +23,45 @@ class _TooLargeError(Exception):
 
 
 class Guard:
-    """ASGI middleware that refuses unknown API keys and too large bodies before anything reads them."""
+    """ASGI middleware that refuses other hosts, unknown API keys and too large bodies before anything reads them."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int, hosts: Sequence[str]) -> None:
+        """hosts: those that a request may name, `*.example.com` for all below; none: any."""
         self._app = app
         self._keys = [sha256(key.encode()).digest() for key in keys]  # of one length, whatever the keys' is
         self._max_body_bytes = max_body_bytes
+        self._hosts = [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in _OPEN:
+        given = headers.get("x-request-id", "")
+        scope["graft.id"] = given if _ID.fullmatch(given) else new_request_id()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = scope["graft.id"]
+            await send(message)
+
+        async def refuse(status: int, message: str, *more: str) -> None:
+            count_refusal(scope, status)
+            await _refuse(named, status, message, *more)
+
+        if self._hosts and not self._is_known_host(headers.get("host", "")):
+            await refuse(400, "this server does not answer for this Host: --allowed-hosts names those it does")
+            return
+        if self._keys and scope["path"] not in OPEN:
             key = self._known_key(headers.get("authorization", ""))
             if key is None:
-                await _refuse(send, 401, "give a valid API key: Authorization: Bearer KEY", "www-authenticate: Bearer")
+                await refuse(401, "give a valid API key: Authorization: Bearer KEY", "www-authenticate: Bearer")
                 return
             scope["graft.key"] = key
         too_large = f"the body is larger than the {self._max_body_bytes} bytes allowed here"
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
-            await _refuse(send, 413, too_large)
+            await refuse(413, too_large)
             return
         num_received = 0
 
@@ -54,11 +76,17 @@ class Guard:
         async def unless_too_large(message: Message) -> None:
             # The app may have turned the error into a response of its own.
             if num_received <= self._max_body_bytes:
-                await send(message)
+                await named(message)
             elif message["type"] == "http.response.start":
-                await _refuse(send, 413, too_large)
+                await _refuse(named, 413, too_large)
 
         await self._app(scope, counted, unless_too_large)
+
+    def _is_known_host(self, given: str) -> bool:
+        host = re.sub(r":\d*$", "", given).lower()
+        return any(
+            known in ("*", host) or (known.startswith("*.") and host.endswith(known[1:])) for known in self._hosts
+        )
 
     def _known_key(self, authorization: str) -> str | None:
         """A digest of the given key if it is valid, else None. All keys are compared, each in constant time."""
@@ -68,9 +96,14 @@ class Guard:
         return digest.hex() if scheme.lower() == "bearer" and any(matches) else None
 
 
+def count_refusal(scope: Scope, status: int) -> None:
+    """Counts in the metrics a request that was refused before it was decoded."""
+    if scope["path"].startswith(_COUNTED):
+        scope["app"].state.serving.metrics.failed(reason_for(status))
+
+
 async def _refuse(send: Send, status: int, message: str, *headers: str) -> None:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
     lines = ["content-type: application/json", *headers]
     pairs = [tuple(part.strip().encode() for part in line.split(":", 1)) for line in lines]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(error_body(status, message)).encode()})

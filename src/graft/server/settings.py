@@ -18,6 +18,8 @@ from graft.settings import require, require_known
 PREFIX = "GRAFT_SERVE_"
 T = TypeVar("T")
 Learning = Literal["auto", "shared", "key", "isolated", "off"]
+ToolParser = Literal["auto", "hermes", "llama3", "qwen", "mistral", "pythonic"]
+ReasoningParser = Literal["auto", "think", "none"]
 
 
 @dataclass(frozen=True)
@@ -27,29 +29,47 @@ class ServeSettings(SchedulerSettings):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # any of them opens the server; none leaves it open
+    # Host names that requests may be sent to, beside local ones; `*.example.com` for all below it, `*` for any. None:
+    # on a local address local ones alone, else any.
+    allowed_hosts: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None  # with it the server speaks HTTPS
+    ssl_keyfile: Path | None = None  # None: the key is in the certificate's file
     served_model_name: str | None = None  # None: the model's own
+    tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto: as its chat template says, else hermes
+    reasoning_parser: ReasoningParser = "auto"  # auto: <think> is reasoning if the chat template has it
     # From whom a text learns: all, those of its key, of its key and user, or itself alone; auto: those of its key where
     # there are several, else all.
     learning: Learning = "auto"
     max_body_bytes: int = 2 << 20
+    max_prompt_bytes: int | None = None  # refused before it is tokenized; None: 16 for each token of the context
     max_prompt_tokens: int | None = None  # None: the model's context
     max_tokens: int = 4096  # of an answer, at most
     default_max_tokens: int = 1024  # of a chat answer, where the request says nothing
     timeout: float = 600.0  # seconds a request may take, waiting included
+    read_timeout: float = 30.0  # seconds in which a request must be wholly sent
     shutdown_timeout: float = 30.0  # seconds that requests under way have left when the server is told to stop
     log_prompts: bool = False
     page: bool = True  # the page at /
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = get_args(Learning)
-        require(self.learning in known, f"learning is one of {', '.join(known)}, not {self.learning!r}")
+        for name, kind in (("learning", Learning), ("tool_parser", ToolParser), ("reasoning_parser", ReasoningParser)):
+            known, value = get_args(kind), getattr(self, name)
+            require(value in known, f"{name} is one of {', '.join(known)}, not {value!r}")
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
         for key in self.api_keys:  # none is printed: it is a secret
             require(key == key.strip(), "an API key must not begin or end with a space: a request cannot give it")
-        for name in ("max_body_bytes", "max_tokens", "default_max_tokens", "timeout"):
-            require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in (
+            "max_body_bytes", "max_prompt_bytes", "max_tokens", "default_max_tokens", "timeout", "read_timeout",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be more than 0, not {value}")
+        require(all(self.allowed_hosts), "an allowed host must not be empty")
+        require(self.ssl_keyfile is None or self.ssl_certfile is not None, "ssl_keyfile goes with ssl_certfile")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            file = getattr(self, name)
+            require(file is None or Path(file).is_file(), f"{name}: there is no file {file}")
 
     @property
     def shared_by(self) -> Literal["all", "key", "user", "none"]:
@@ -64,9 +84,16 @@ class ServeSettings(SchedulerSettings):
     def is_local(self) -> bool:
         return self.host in ("127.0.0.1", "::1", "localhost")
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names that requests may be sent to; none: any."""
+        local = ("127.0.0.1", "localhost", "[::1]")
+        # No DNS rebinding: a web page whose name resolves to a local address must not reach the server there.
+        return (*local, *self.allowed_hosts) if self.is_local or self.allowed_hosts else ()
+
 
 SERVING = tuple(field.name for field in fields(ServeSettings))
-_LISTS = ("api_keys",)  # commas between them in the environment
+_LISTS = ("api_keys", "allowed_hosts")  # commas between them in the environment
 _TYPES: dict[str, TypeAdapter[Any]] = {"budget": TypeAdapter(int), "exact": TypeAdapter(bool)}  # of `load`'s options
 _BOOL = "tag:yaml.org,2002:bool"
 

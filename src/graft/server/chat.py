@@ -1,0 +1,132 @@
+"""From chat messages to a prompt: the model's chat template, and a stand-in where a template knows no tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from graft.engine import Engine
+from graft.errors import GraftError
+from graft.server.refusals import Json, RefusedError
+from graft.server.schema import Message, Tool
+from graft.server.tools import FORMATS, Format, format_of
+from graft.settings import require
+
+Thinks = Literal["may", "does"]
+_PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+_TOOLS = """\
+You can call functions. They are listed here, one JSON object to a line:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as a JSON object in this form, and write nothing else:
+<tool_call>
+{{"name": "name of the function", "arguments": {{"name of an argument": "its value"}}}}
+</tool_call>
+What it returns will be shown to you in this form:
+<tool_response>
+the result
+</tool_response>"""
+
+
+class ChatTemplate:
+    """The chat template of an engine's tokenizer, and the format in which its model writes tool calls."""
+
+    def __init__(self, engine: Engine, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        """tool_parser: auto, or the name of a format. reasoning_parser: auto, think or none."""
+        self._engine = engine
+        self._own_names = set(inspect.signature(engine.tokenizer.apply_chat_template).parameters)  # type: ignore[union-attr]
+        template = engine.tokenizer.chat_template or ""  # type: ignore[union-attr]
+        text = template if isinstance(template, str) else "\n".join(template.values())
+        self.renders_tools = self._probe()
+        found = format_of(text) or FORMATS["hermes"]
+        self.format: Format = found if tool_parser == "auto" else FORMATS[tool_parser]
+        require(
+            self.renders_tools or not text or self.format.name in ("hermes", "qwen"),
+            f"the model's chat template has no tools, which are then written as hermes: {tool_parser} would not fit",
+        )
+        self.splits_reasoning = "<think>" in text if reasoning_parser == "auto" else reasoning_parser == "think"
+        added = engine.tokenizer.get_added_vocab()  # type: ignore[union-attr]
+        markers = (self.format.opening, "</tool_call>", "<think>", "</think>")
+        self.mark_ids = {marker: added[marker] for marker in markers if marker in added}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Json) -> str:
+        """The prompt's text. options: variables of the template."""
+        for name in sorted(options.keys() & self._own_names):
+            raise RefusedError(400, f"chat_template_kwargs.{name} is not supported", f"chat_template_kwargs.{name}")
+        listed = [tool.as_dict() for tool in tools]
+        given = with_names([message.as_dict() for message in messages])
+        if not self.renders_tools:
+            given, listed = _without_tools(given, listed), []
+        text = self._render(given, listed, options)
+        for place, message in enumerate(messages):
+            if message.name is not None and message.role != "tool":
+                nameless = [*given]
+                nameless[place] = {key: value for key, value in given[place].items() if key != "name"}
+                if self._render(nameless, listed, options) == text:
+                    name = f"messages.{place}.name"
+                    raise RefusedError(400, f"{name} is not supported: the model's chat template leaves it out", name)
+        return text
+
+    def thinks(self, prompt: str) -> Thinks | None:
+        """Whether an answer to this prompt may begin with reasoning, or has begun with it in the prompt."""
+        if not self.splits_reasoning:
+            return None
+        return "does" if prompt.rstrip().endswith("<think>") else "may"
+
+    def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
+        try:
+            return self._engine.render_chat(messages, **({"tools": tools} if tools else {}), **options)
+        except GraftError as error:
+            raise RefusedError(400, str(error), "messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            what = f"the model's chat template refuses these messages: {error}"
+            raise RefusedError(400, what, "messages") from error
+
+    def _probe(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        messages = [{"role": "user", "content": "x"}]
+        try:
+            return self._engine.render_chat(messages) != self._engine.render_chat(messages, tools=[_PROBE])
+        except Exception:  # there is none, or it wants other messages
+            return False
+
+
+def with_names(messages: list[Json]) -> list[Json]:
+    """Messages in which every tool's result has the name of the function, which some templates write."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    return messages
+
+
+def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
+    """Messages for a template that knows nothing of tools: all there is to say of them is text."""
+    said: list[Json] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if said and said[-1].get("is_result"):
+                said[-1]["content"] += "\n" + content
+            else:
+                said.append({"role": "user", "content": content, "is_result": True})
+            continue
+        calls = [
+            f"<tool_call>\n{json.dumps({k: call['function'][k] for k in ('name', 'arguments')}, ensure_ascii=False)}"
+            "\n</tool_call>"
+            for call in message.get("tool_calls", ())
+        ]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        said.append({**kept, "content": "\n".join([*([content] if content else []), *calls])})
+    if tools:
+        words = _TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        if said and said[0]["role"] == "system":
+            said[0] = {**said[0], "content": f"{said[0]['content']}\n\n{words}"}
+        else:
+            said.insert(0, {"role": "system", "content": words})
+    return [{key: value for key, value in message.items() if key != "is_result"} for message in said]

@@ -1,0 +1,367 @@
+"""OpenAI's Responses API: a request as a chat, and its answer as items and events. Nothing is stored."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from graft.core.scheduler import Job, Update
+from graft.server.answers import Answers, Echo, Shape, dumped, speculation
+from graft.server.refusals import Json, RefusedError
+from graft.server.schema import SEED, Bool, ChatRequest, FunctionName, No, StreamOptions, Strict, Text
+from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
+
+
+class InputText(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Strict):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Annotated[list[InputText], Field(min_length=1)]
+    id: Text | None = None
+    status: Text | None = None
+    phase: Text | None = None
+
+
+class FunctionCall(Strict):
+    type: Literal["function_call"]
+    call_id: Text
+    name: FunctionName
+    arguments: Text
+    id: Text | None = None
+    status: Text | None = None
+
+
+class FunctionCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Annotated[list[InputText], Field(min_length=1)]
+    id: Text | None = None
+    status: Text | None = None
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    id: Text | None = None
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+    status: Text | None = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Bool | None = None
+
+
+class ResponseToolChoice(Strict):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: Bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema goes with type json_schema")
+        return self
+
+
+class ResponseText(Strict):
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: Bool | None = False
+
+
+class ResponsesRequest(Strict):
+    """Fields of a response. What would need stored state is refused: previous_response_id, conversation, background."""
+
+    input: Text | Annotated[list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem], Field(min_length=1)]
+    model: Text | None = None
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
+    stream: Bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: Bool | None = True
+    store: No | None = None
+    background: No | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    metadata: dict[Text, Text] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    safety_identifier: Text | None = None
+    user: Text | None = None
+    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
+    speculate: Bool | None = True
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat completion."""
+        given: Json = {name: getattr(self, name) for name in _SAME}
+        given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            given["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+            ]
+        choice = self.tool_choice
+        named = isinstance(choice, ResponseToolChoice)
+        given["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+        if self.stream_options is not None:
+            given["stream_options"] = {"include_obfuscation": self.stream_options.include_obfuscation}
+        form = self.text.format if self.text is not None else None
+        if form is not None:
+            given["response_format"] = {"type": form.type}
+            if form.type == "json_schema":
+                schema = {"name": form.name or "answer", "schema": form.schema_, "strict": form.strict}
+                given["response_format"]["json_schema"] = schema
+        try:
+            return ChatRequest.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RefusedError(400, str(first["msg"]).removeprefix("Value error, ")) from error
+
+    def _messages(self) -> list[Json]:
+        said: list[Json] = []
+        if self.instructions is not None:
+            said.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        thought: str | None = None
+        for item in self.input:
+            if isinstance(item, ReasoningItem):
+                thought = "".join(part.text for part in item.content or ()) or None
+            elif isinstance(item, FunctionCallOutput):
+                said.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+            elif isinstance(item, InputMessage):
+                said.append({"role": item.role, "content": _joined(item.content)})
+                if item.role == "assistant":
+                    said[-1]["reasoning_content"], thought = thought, None
+            else:
+                if not said or said[-1]["role"] != "assistant":
+                    said.append({"role": "assistant", "content": None, "reasoning_content": thought})
+                    thought = None
+                function = {"name": item.name, "arguments": item.arguments}
+                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        return said
+
+
+_SAME = (
+    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "speculate", "metadata",
+)  # fmt: skip
+
+
+def _joined(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ResponseAnswers(Answers):
+    """The one answer to a request, as a response: items of output, told by events in a stream."""
+
+    ending = b""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        model_name: str,
+        shape: Shape,
+        jobs: list[Job],
+        tokenizer: Any,
+        with_rounds: bool,
+        parser: Callable[[], Parser] = PlainText,
+        echo: Echo | None = None,
+    ) -> None:
+        super().__init__(shape, jobs, tokenizer, with_rounds, parser, echo)
+        self._request, self._model = request, model_name
+        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+        self._items: list[Json] = []
+        self._num_events = 0
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    # A stream
+
+    def opening(self) -> list[Json]:
+        begun = self._response("in_progress", [])
+        # Made before the events of the first token are, but sent before them: they have the first numbers.
+        return [
+            {"type": "response.created", "sequence_number": 0, "response": begun},
+            {"type": "response.in_progress", "sequence_number": 1, "response": begun},
+        ]
+
+    def take(self, job: int, update: Update) -> list[Json]:
+        answer = self.answers[0]
+        pieces, _ = answer.take(update)
+        events = [event for piece in pieces for event in self._told(piece)]
+        if answer.reason is not None:
+            if not self._items:
+                events += self._begin(_message())
+            events += self._end(is_cut=answer.reason == "length")
+        return [self._numbered(event) for event in events]
+
+    def closing(self, with_usage: bool) -> list[Json]:
+        whole = self.whole()
+        return [self._numbered({"type": f"response.{whole['status']}", "response": whole})]
+
+    def failure(self, error: RefusedError) -> list[Json]:
+        body = error.body["error"]
+        failed = self._response("failed", self._items)
+        failed["error"] = {"code": body["code"] or body["type"], "message": body["message"]}
+        return [self._numbered({"type": "response.failed", "response": failed})]
+
+    def event(self, chunk: Json, options: StreamOptions) -> bytes:
+        padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
+        return f"event: {chunk['type']}\n".encode() + b"data: " + dumped(chunk, padded) + b"\n\n"
+
+    def _numbered(self, event: Json) -> Json:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events + 1}
+
+    def _told(self, piece: Piece) -> list[Json]:
+        """Events of a piece of the answer, the end of another item among them."""
+        if isinstance(piece, CallStart):
+            return [*self._end(), *self._begin(_call(piece))]
+        if isinstance(piece, Arguments):
+            self._items[-1]["arguments"] += piece.text
+            return [{"type": "response.function_call_arguments.delta", **self._place, "delta": piece.text}]
+        kind = "message" if isinstance(piece, Content) else "reasoning"
+        events: list[Json] = []
+        if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] != "in_progress":
+            events = [*self._end(), *self._begin(_message() if kind == "message" else _thought())]
+        self._items[-1]["content"][0]["text"] += piece.text
+        delta = {**self._place, "content_index": 0, "delta": piece.text}
+        name = "output_text" if kind == "message" else "reasoning_text"
+        return [*events, {"type": f"response.{name}.delta", **delta, **({"logprobs": []} if kind == "message" else {})}]
+
+    @property
+    def _place(self) -> Json:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _begin(self, item: Json) -> list[Json]:
+        self._items.append(item)
+        bare = {**item, "content": []} if "content" in item else {**item}
+        events: list[Json] = [{"type": "response.output_item.added", "output_index": self._last, "item": bare}]
+        if item["type"] == "message":
+            part = {**item["content"][0]}
+            events.append({"type": "response.content_part.added", **self._place, "content_index": 0, "part": part})
+        return events
+
+    def _end(self, is_cut: bool = False) -> list[Json]:
+        """Events of the end of the item that is being told, if there is one."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return []
+        item, place = self._items[-1], self._place
+        item["status"] = "incomplete" if is_cut else "completed"
+        events: list[Json] = []
+        if item["type"] == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events.append({"type": "response.function_call_arguments.done", **place, **told})
+        else:
+            part = {**item["content"][0]}
+            is_text = item["type"] == "message"
+            name = "output_text" if is_text else "reasoning_text"
+            done = {"type": f"response.{name}.done", **place, "content_index": 0, "text": part["text"]}
+            events.append({**done, "logprobs": []} if is_text else done)
+            if is_text:
+                events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
+        return [*events, {"type": "response.output_item.done", "output_index": self._last, "item": {**item}}]
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
+    # The whole
+
+    def whole(self) -> Json:
+        cut = self.answers[0].reason == "length"
+        whole = self._response("incomplete" if cut else "completed", self._items)
+        whole["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        whole["usage"] = self._usage
+        whole["speculation"] = speculation(self.answers[0].sequence.stats)
+        return whole
+
+    @property
+    def _usage(self) -> Json:
+        usage = self.usage
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        request = self._request
+        given = request.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self._model,
+            "output": [{**item} for item in output],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": request.temperature,
+            "text": given.get("text", {"format": {"type": "text"}}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "metadata": request.metadata or {},
+            "usage": None,
+        }
+
+
+def _message() -> Json:
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    name = f"msg_{secrets.token_hex(16)}"
+    return {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": [part]}
+
+
+def _thought() -> Json:
+    part = {"type": "reasoning_text", "text": ""}
+    name = f"rs_{secrets.token_hex(16)}"
+    return {"id": name, "type": "reasoning", "summary": [], "status": "in_progress", "content": [part]}
+
+
+def _call(start: CallStart) -> Json:
+    told = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
+    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **told}

@@ -1,0 +1,427 @@
+"""Serving: from a checked request to its answer, whole or streamed. Decoding is the scheduler's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from graft.core.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
+from graft.engine import Engine
+from graft.errors import GraftError
+from graft.model.sampler import SamplingSettings
+from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape
+from graft.server.chat import ChatTemplate, Thinks
+from graft.server.grammar import Grammars, SchemasBusyError, Wanted
+from graft.server.metrics import Metrics
+from graft.server.refusals import FailedError, Json, RefusedError
+from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
+from graft.server.settings import ServeSettings
+from graft.server.tools import Function, Parser, PlainText, Thinking, call_grammar
+
+_STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
+_LONG_TEXT = 20_000  # characters
+_BYTES_PER_TOKEN = 16  # of a prompt that may be tokenized: no usual text has so many
+_WARM_UP_TOKENS = 6
+
+log = logging.getLogger("graft.server")
+T = TypeVar("T")
+MakeAnswers = Callable[[Shape, list[Job], Any, bool, Callable[[], Parser], Echo], Answers]
+
+
+class AsciiJson(JSONResponse):
+    """A JSON response in ASCII: it can repeat anything a request held, half characters too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass
+class Serving:
+    """State that the endpoints share: engine, scheduler, grammars, metrics."""
+
+    engine: Engine
+    settings: ServeSettings
+    model_name: str
+    grammars: Grammars
+    template: ChatTemplate
+    scheduler: Scheduler
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.scheduler, self.model_name)
+        self.is_warm = False
+        # One thread each: texts come in turn, and long ones do not keep others waiting.
+        self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
+
+    @property
+    def status(self) -> str:
+        if not self.scheduler.is_alive or self.scheduler.is_closing:
+            return "stopping"
+        return "ok" if self.is_warm else "starting"
+
+    def check_ready(self) -> None:
+        """Refuses a request unless it can be decoded now."""
+        if self.status == "starting":
+            raise RefusedError(503, "the server is starting; try again later", Retry_After="1")
+        if not self.scheduler.is_alive and not self.scheduler.is_closing:
+            raise RefusedError(503, "the server no longer decodes; its log says why")
+        if self.scheduler.is_closing:
+            raise RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
+
+    async def warm_up(self) -> None:
+        """Decodes a few tokens of an answer that nobody wants, from text to text. Nothing is kept or learned of it."""
+        assert self.engine.tokenizer is not None
+        chats = bool(self.engine.tokenizer.chat_template)
+        hello = {"role": "user", "content": "Hello"}
+        prompt = await self.off_loop(lambda: self.engine.encode([hello] if chats else hello["content"]))
+        most = self.engine.target.max_positions
+        num_tokens = min(2 * _WARM_UP_TOKENS, (most or 1 << 30) - len(prompt))
+        if num_tokens < 1:
+            return
+        settings = SamplingSettings(max_new_tokens=num_tokens, temperature=1.0, seed=0, ignore_eos=True)
+        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        job = Job(self.engine.new_sequences(prompt, settings), _passing_on(news, 0), salt="warm-up")
+        self.scheduler.submit(job)
+        try:
+            count = 0
+            while count < _WARM_UP_TOKENS:
+                _, told = await news.get()
+                if isinstance(told, Failure) or told.finish_reason is not None:
+                    return
+                count += len(told.ids)
+        finally:
+            self.scheduler.cancel(job)
+
+    async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
+        """Runs slow work in a thread beside the event loop. size: of its texts, in characters."""
+        worker = self._workers[size > _LONG_TEXT]
+        return await asyncio.get_running_loop().run_in_executor(worker, work)
+
+    async def encode(self, prompt: str | list[int]) -> list[int]:
+        self.check_size(prompt if isinstance(prompt, str) else "")
+        return await self.off_loop(lambda: self.engine.encode(prompt), len(prompt))
+
+    def check_size(self, text: str) -> None:
+        """Refuses a prompt that is so long that even to tokenize it would keep others waiting."""
+        most = self.settings.max_prompt_bytes
+        if most is None:
+            num_tokens = self.settings.max_prompt_tokens or self.engine.target.max_positions
+            most = _BYTES_PER_TOKEN * num_tokens if num_tokens is not None else None
+        # Half a character has no bytes, and is refused later by its place.
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if most is not None and size > most:
+            what = f"the prompt has {size} bytes, more than the {most} allowed here (--max-prompt-bytes)"
+            context = self.engine.target.max_positions
+            if context is not None:
+                what += f": the model's context holds {context} tokens"
+            raise RefusedError(400, what, "prompt")
+
+    def check_model(self, asked: str | None) -> None:
+        if asked not in (None, self.model_name):
+            raise RefusedError(404, f"the model {asked!r} is not served here; {self.model_name!r} is", "model")
+
+    async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[list[int], Thinks | None]:
+        """The token ids of messages and tools, and whether the answer begins with reasoning."""
+        messages, tools = body.messages or [], body.offered
+        options = body.chat_template_kwargs or {}
+        size = sum(len(message.text) for message in messages)
+        text = await self.off_loop(lambda: self.template.render(messages, tools, options), size)
+        self.check_size(text)
+        ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
+        return ids, self.template.thinks(text)
+
+    async def answer_chat(
+        self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers, shape: Shape | None = None
+    ) -> Response:
+        """Answers messages, in the form of chat completions unless another is given."""
+        prompt, thinks = await self.encode_chat(body)
+        wanted = self._wanted_calls(body, thinks) or body.wanted
+        form = shape or ChatShape(self.model_name, self.grammars)
+        tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
+        echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
+
+        def make(jobs: list[Job]) -> Answers:
+            return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
+
+        return await self.answer(body, [prompt], request, wanted, make)
+
+    def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
+        """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
+        tools = body.callable
+        is_strict = any(tool.function.strict for tool in tools)
+        one_at_most = body.parallel_tool_calls is False
+        if not tools or not (body.must_call or is_strict or one_at_most or body.wanted_schema is not None):
+            return None
+        fits = [body.must_call or bool(tool.function.strict) for tool in tools]
+        functions = [
+            Function(tool.function.name, (tool.function.parameters or {}) if constrained else None)
+            for tool, constrained in zip(tools, fits, strict=True)
+        ]
+        text = call_grammar(
+            self.template.format,
+            functions,
+            is_forced=body.must_call,
+            most=body.most_calls,
+            # One that may think need not, and where a call is forced that is what is wanted.
+            thinks=None if body.must_call and thinks == "may" else thinks,
+            answer=body.wanted_schema,
+            mark_ids=self.template.mark_ids,
+        )
+        return Wanted("grammar", text, "tools")
+
+    def parser_for(self, body: ChatRequest, thinks: Thinks | None) -> Callable[[], Parser]:
+        names = [tool.function.name for tool in body.callable]
+
+        def make() -> Parser:
+            calls = self.template.format.parser(names) if names else None
+            return Thinking(thinks == "does", calls) if thinks is not None else calls or PlainText()
+
+        return make
+
+    async def answer_text(self, body: CompletionRequest, request: Request) -> Response:
+        prompts = [await self.encode(prompt) for prompt in body.prompts]
+        shape, echoed = TextShape(self.model_name, self.grammars), list[str]()
+        if body.echo:
+            given = body.prompts
+            size = sum(map(len, prompts))
+            texts = await self.off_loop(lambda: [self._decode(prompt) for prompt in prompts], size)
+            echoed = [own if isinstance(own, str) else text for own, text in zip(given, texts, strict=True)]
+        echo = Echo(echoed, body.is_silent, body.prompt_logprobs is not None)
+
+        def make(jobs: list[Job]) -> Answers:
+            return Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), echo=echo)
+
+        return await self.answer(body, prompts, request, body.wanted, make)
+
+    async def answer(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        request: Request,
+        wanted: Wanted | None,
+        make_answers: Callable[[list[Job]], Answers],
+    ) -> Response:
+        """Submits the request to the scheduler, and passes its updates on to the client.
+
+        wanted: what the answers must fit. make_answers: gives them their form.
+        """
+        arrived = time.monotonic()
+        self.check_model(body.model)
+        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        tenant = self._tenant(body, request)
+        grammar = await self._grammar(wanted, body.is_lenient)
+        size = sum(map(len, prompts))
+        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar) for prompt in prompts], size)
+        for number, job in enumerate(jobs):
+            job.deadline = arrived + self.settings.timeout
+            job.listener = _passing_on(news, number)
+        answers = make_answers(jobs)
+        if self.settings.log_prompts:
+            for prompt in prompts:
+                log.info("%s prompt %r", answers.id, self._decode(prompt))
+        self._submit(jobs)
+        chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
+        if body.stream:
+            # A stream begins with its first token, so that what fails before it has a status of its own.
+            first = await _unless_gone(request, anext(chunks))
+            if first is None:
+                return _nobody_there()
+            options = body.stream_options or StreamOptions()
+            return StreamingResponse(_events(answers, first, chunks, options), media_type="text/event-stream")
+        whole = await _unless_gone(request, _drained(answers, chunks))
+        return AsciiJson(whole) if whole is not None else _nobody_there()
+
+    async def _grammar(self, wanted: Wanted | None, is_lenient: bool) -> Any | None:
+        """What the answer must fit, compiled. is_lenient: if that cannot be, any JSON."""
+        if wanted is None:
+            return None
+        try:
+            return await self.grammars.compile(wanted)
+        except GraftError as error:
+            if is_lenient:
+                return await self.grammars.compile(Wanted.schema({}))
+            raise RefusedError(400, str(error), wanted.param) from error
+        except SchemasBusyError as error:
+            raise RefusedError(503, f"{error}; try again later", wanted.param, Retry_After="5") from error
+
+    def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str, grammar: Any | None) -> Job:
+        settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
+        sequences = self.engine.new_sequences(prompt, settings)
+        for sequence in sequences:
+            sequence.speculates = body.speculate is not False
+            sequence.is_recorded = bool(body.return_rounds)
+            sequence.owner = self._owner(tenant)
+            sequence.num_prompt_logprobs = body.num_prompt_logprobs
+            if grammar is not None:
+                sequence.constraint = self.grammars.constraint(grammar)
+        job = Job(sequences, lambda news: None, salt=tenant)
+        self.scheduler.check(job)
+        return job
+
+    def _max_new_tokens(self, body: ChatRequest | CompletionRequest, prompt: list[int]) -> int:
+        asked: int | None = body.wanted_tokens
+        most, settings = self.settings.max_prompt_tokens, self.settings
+        if most is not None and len(prompt) > most:
+            raise RefusedError(400, f"the prompt has {len(prompt)} tokens, more than the {most} allowed here", "prompt")
+        if asked is not None:
+            if asked > settings.max_tokens:
+                what = f"max_tokens is {asked}, more than the {settings.max_tokens} allowed here"
+                raise RefusedError(400, what, "max_tokens")
+            return asked
+        room = (self.engine.target.max_positions or 1 << 30) - len(prompt)
+        # Where the prompt leaves no room, a token is asked for, and refused in words.
+        return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
+
+    def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
+        """The group with which a request shares prefix cache and learning: all, its key's, or its key's and user's."""
+        shared_by = self.settings.shared_by
+        if shared_by == "all":
+            return ""
+        return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
+
+    def _owner(self, tenant: str) -> int | None:
+        """A tenant as a number for retrievers; None where all share or each text learns from itself alone."""
+        if self.settings.shared_by in ("all", "none"):
+            return None
+        # Above all numbers of texts that have no owner.
+        return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
+
+    def _submit(self, jobs: list[Job]) -> None:
+        try:
+            self.scheduler.submit(*jobs)
+        except BusyError as error:
+            status = 503 if error.is_closing else 429
+            raise RefusedError(status, f"{error}; try again later", Retry_After="1") from error
+
+    async def _chunks(
+        self, answers: Answers, news: asyncio.Queue[tuple[int, Update | Failure]], arrived: float, request_id: str
+    ) -> AsyncGenerator[Json, None]:
+        """Yields chunks as they come and counts them in the metrics. Closing it before the end cancels the request."""
+        for job in answers.jobs:
+            self.metrics.asked(job.sequences[0].num_prompt_tokens)
+        last: dict[tuple[int, int], float] = {}
+        reason = "cancelled"
+        try:
+            while not answers.is_done:
+                number, told = await news.get()
+                now = time.monotonic()
+                if isinstance(told, Failure):
+                    reason = told.kind
+                    raise FailedError(_STATUS[told.kind], told.message)
+                self._count(answers.jobs[number], (number, told.index), told, arrived, now, last)
+                for chunk in answers.take(number, told):
+                    yield chunk
+            reason = ""
+            self.metrics.end_to_end.observe(time.monotonic() - arrived)
+        finally:
+            for job in answers.jobs:
+                self.scheduler.cancel(job)  # those that have ended do not mind
+                for sequence in job.sequences:
+                    self.metrics.speculated(sequence.stats)
+                    if not reason:
+                        self.metrics.answered(str(sequence.finish_reason))
+            if reason:
+                self.metrics.failed(reason)
+            self._log(answers, reason, time.monotonic() - arrived, request_id)
+
+    def _count(
+        self,
+        job: Job,
+        answer: tuple[int, int],
+        update: Update,
+        arrived: float,
+        now: float,
+        last: dict[tuple[int, int], float],
+    ) -> None:
+        self.metrics.written(len(update.ids))
+        if answer not in last:
+            self.metrics.time_to_first_token.observe(now - arrived)
+            self.metrics.queue_time.observe((job.joined or now) - arrived)
+        else:
+            for _ in update.ids:
+                self.metrics.inter_token_latency.observe((now - last[answer]) / len(update.ids))
+        last[answer] = now
+
+    def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
+        sequences = [sequence for job in answers.jobs for sequence in job.sequences]
+        reasons = reason or ",".join(str(sequence.finish_reason) for sequence in sequences)
+        prompt = sum(job.sequences[0].num_prompt_tokens for job in answers.jobs)
+        tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
+        log.info(
+            "%s %s %s: %d prompt tokens, %d new in %d rounds, %.3f s",
+            request_id, answers.id, reasons, prompt, tokens, rounds, seconds,
+        )  # fmt: skip
+
+    def _decode(self, ids: list[int]) -> str:
+        assert self.engine.tokenizer is not None
+        return str(self.engine.tokenizer.decode(ids))
+
+
+# Streaming
+
+
+def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) -> Callable[[Update | Failure], None]:
+    """A listener, called in the scheduler's thread, that puts updates into a queue of this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def listen(told: Update | Failure) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, (number, told))
+
+    return listen
+
+
+async def _events(
+    answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """Server-sent events, one per chunk. An error after the first event can only be an event itself."""
+    try:
+        for chunk in (*answers.opening(), first):
+            yield answers.event(chunk, options)
+        async for chunk in chunks:
+            yield answers.event(chunk, options)
+        for chunk in answers.closing(bool(options.include_usage)):
+            yield answers.event(chunk, StreamOptions())
+        yield answers.ending
+    except RefusedError as error:
+        for chunk in answers.failure(error):
+            yield answers.event(chunk, StreamOptions())
+    finally:
+        await chunks.aclose()
+
+
+async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
+    """The whole response, once all chunks have come."""
+    async for _ in chunks:
+        pass
+    return answers.whole()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
+    """The result of the work; None if the client disconnects first, which cancels the work."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody_there() -> Response:
+    return Response(status_code=499)  # nobody is there to read it

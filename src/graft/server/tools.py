@@ -1,0 +1,696 @@
+"""Tool calls: how models of a family write them, grammars that force them, and parsers that read them as they come.
+
+A format is one family's way of writing calls. Its grammar is in llguidance's Lark dialect, so that a forced call always
+is one that its parser reads, with arguments that fit the function's schema.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.server.grammar import SPACING
+from graft.server.refusals import Json
+
+_MOST_CALLS = 8  # of one answer, where a grammar forces them
+_WITHOUT_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+_COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentSchemas"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a model may call. schema: of its arguments; None: anything."""
+
+    name: str
+    schema: Json | None
+
+
+# Pieces of an answer, as a parser reads them
+
+
+@dataclass(frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of a call's arguments, in JSON."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallStart | Arguments
+
+
+class Parser(ABC):
+    """Reads an answer's text, which comes in pieces of any size."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Piece]: ...
+
+    @abstractmethod
+    def finish(self) -> list[Piece]:
+        """What was held back, when the answer has ended."""
+
+
+# Formats
+
+Mark = Callable[[str], str]
+
+
+class Format(ABC):
+    """One family's way of writing calls."""
+
+    name: str
+    opening: str  # what a call begins with, and no other text holds
+    is_whole_answer = False  # calls stand alone: a text that does not begin with one has none
+
+    @abstractmethod
+    def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
+        """Lark rules, of which `calls` is one call or up to `most`.
+
+        mark: a marker as a Lark expression. is_open: the first marker has been written already.
+        """
+
+    @abstractmethod
+    def parser(self, names: Sequence[str]) -> Parser:
+        """names: of the functions that may be called."""
+
+    def new_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+
+class Hermes(Format):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call."""
+
+    name, opening = "hermes", "<tool_call>"
+
+    def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
+        opening, closing = mark(self.opening), mark("</tool_call>")
+        more = f" ({_quoted(chr(10))} {opening} call){{0,{most - 1}}}" if most > 1 else ""
+        calls = f"calls: call{more}" if is_open else f"calls: {opening} call{more}"
+        forms = [
+            f"call_{i}: {_quoted(_head(f, 'arguments'))} args_{i} {_quoted('}' + chr(10))} {closing}"
+            for i, f in enumerate(functions)
+        ]
+        return [calls, _one_of(functions), *forms, *_arguments(functions)]
+
+    def parser(self, names: Sequence[str]) -> Parser:
+        return _MarkedCalls(self, self.opening, "</tool_call>")
+
+
+class Qwen(Hermes):
+    """As Hermes, and the form of Qwen's coder models: <function=name><parameter=key>value</parameter></function>."""
+
+    name = "qwen"
+
+    def parser(self, names: Sequence[str]) -> Parser:
+        return _MarkedCalls(self, self.opening, "</tool_call>", reads_xml=True)
+
+
+class Llama3(Format):
+    """The answer is {"name": ..., "parameters": {...}}, or several of them with semicolons between."""
+
+    name, opening, is_whole_answer = "llama3", '{"name"', True
+
+    def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
+        calls = [
+            f"call_{i}: {_quoted(_head(f, 'parameters', ''))} args_{i} {_quoted('}')}" for i, f in enumerate(functions)
+        ]
+        return [_several("; ", most), _one_of(functions), *calls, *_arguments(functions)]
+
+    def parser(self, names: Sequence[str]) -> Parser:
+        return _CallsAlone(self, ("<|python_tag|>",), names)
+
+
+class Mistral(Format):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; newer models write [TOOL_CALLS]name[ARGS]{...}."""
+
+    name, opening = "mistral", "[TOOL_CALLS]"
+
+    def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
+        calls = [
+            f"call_{i}: {_quoted(_head(f, 'arguments', ''))} args_{i} {_quoted('}')}" for i, f in enumerate(functions)
+        ]
+        opening = "" if is_open else mark(self.opening)
+        listed = f"calls: {opening} {_quoted('[')} listed {_quoted(']')}"
+        return [listed, _several(", ", most, "listed"), _one_of(functions), *calls, *_arguments(functions)]
+
+    def parser(self, names: Sequence[str]) -> Parser:
+        return _CallsAlone(self, (self.opening,), names)
+
+    def new_id(self) -> str:
+        """Its templates refuse ids of any other form."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class Pythonic(Format):
+    """[name(key="value"), ...], as in Python; values may be written as in JSON."""
+
+    name, opening, is_whole_answer = "pythonic", "[", True
+
+    def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
+        rules = [f"calls: {_quoted('[')} listed {_quoted(']')}", _several(", ", most, "listed"), _one_of(functions)]
+        for i, function in enumerate(functions):
+            rules += _keyword_rules(i, function)
+        return rules
+
+    def parser(self, names: Sequence[str]) -> Parser:
+        return _PythonicCalls(self, names)
+
+
+FORMATS: dict[str, Format] = {f.name: f for f in (Hermes(), Llama3(), Qwen(), Mistral(), Pythonic())}
+
+
+def format_of(template: str) -> Format | None:
+    """The format that a chat template asks the model for, if it can be told."""
+    if "<tool_call>" in template:
+        return FORMATS["qwen" if "<function=" in template else "hermes"]
+    if "[TOOL_CALLS]" in template:
+        return FORMATS["mistral"]
+    if re.search(r"\[\w+\(\w+=\w+", template):
+        return FORMATS["pythonic"]
+    if "<|python_tag|>" in template or ('"parameters"' in template and "<|eot_id|>" in template):
+        return FORMATS["llama3"]
+    return None
+
+
+# Grammars
+
+
+def call_grammar(
+    form: Format,
+    functions: Sequence[Function],
+    *,
+    is_forced: bool,
+    most: int,
+    thinks: str | None,
+    answer: Json | None,
+    mark_ids: Mapping[str, int],
+) -> str:
+    """A grammar, in Lark, of answers that are calls, or, unless forced, text or JSON of the schema `answer` instead.
+
+    thinks: "may" or "does": reasoning may come first, or has begun in the prompt. mark_ids: tokens that are markers.
+    """
+
+    def mark(text: str) -> str:
+        """A marker: the token of that name, or it is spelt."""
+        return f"<[{mark_ids[text]}]>" if text in mark_ids else _quoted(text)
+
+    def until(rule: str, marker: str, unless: str = "") -> list[str]:
+        """A rule of any text and, behind it, a marker."""
+        if marker in mark_ids:  # which no text holds
+            spelt = f"/(?s:.*)/ & ~/(?s:.*{_escaped(marker)}.*)/"
+            return [f"{rule}: {rule.upper()} <[{mark_ids[marker]}]>", f"{rule.upper()}: {spelt}{unless}"]
+        # Lazy: it ends with the first marker.
+        return [f"{rule}[lazy]: {rule.upper()}", f"{rule.upper()}: /(?s:.*{_escaped(marker)})/{unless}"]
+
+    is_text = not is_forced and answer is None and not form.is_whole_answer
+    rules = [*form.rules(functions, min(most, _MOST_CALLS), mark, is_open=is_text)]
+    # What is no reasoning must not look like its beginning: the lexer takes the longest that fits.
+    unless = r" & ~/(?s:[ \n]*<think>.*)/" if thinks == "may" else ""
+    if is_forced:
+        body = "calls"
+    elif answer is not None:
+        body = "calls | json"
+        rules.append(f"json: %json {_embedded(answer)}")
+    elif form.is_whole_answer:
+        body = "SPACE calls | OTHER"
+        first = _escaped(form.opening[0])
+        rules += [r"SPACE: /[ \n]*/", rf"OTHER: /(?s:[ \n]*([^ \n{first}].*)?)/{unless}"]
+    else:
+        body = "TEXT | before calls"
+        rules += [
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*{_escaped(form.opening)}.*)/{unless}",
+            *until("before", form.opening, unless),
+        ]
+    if thinks is not None:
+        rules += [*until("thought", "</think>"), r"THEN: /[ \n]*/"]
+        opening = mark("<think>") + " thought" if thinks == "may" else "thought"
+        then = f"THEN ({body})" if is_forced or answer is not None else f"({body})"
+        body = f"{opening} {then}" if thinks == "does" else f"{body} | {opening} {then}"
+    return "\n".join([f"start: {body}", *rules]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _head(function: Function, key: str, before: str = "\n") -> str:
+    return f'{before}{{"name": {json.dumps(function.name)}, {json.dumps(key)}: '
+
+
+def _several(between: str, most: int, rule: str = "calls") -> str:
+    return f"{rule}: call" if most == 1 else f"{rule}: call ({_quoted(between)} call){{0,{most - 1}}}"
+
+
+def _one_of(functions: Sequence[Function]) -> str:
+    return "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))
+
+
+def _arguments(functions: Sequence[Function]) -> list[str]:
+    return [f"args_{i}: %json {_embedded(_closed(f.schema))}" for i, f in enumerate(functions)]
+
+
+def _embedded(schema: Json) -> str:
+    return json.dumps({**schema, "x-guidance": SPACING})
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not name, where it does not speak of them: what fits it still fits
+    the one given, and a model cannot go on inventing properties."""
+    if schema is None:
+        return {"type": "object"}
+    if not isinstance(schema, dict) or not schema:
+        return schema if schema else _WITHOUT_ARGUMENTS
+    return _closed_part(schema)
+
+
+def _closed_part(schema: Any) -> Any:
+    if not isinstance(schema, dict) or _COMBINED & schema.keys():
+        return schema
+    there = dict(schema)
+    if isinstance(there.get("properties"), dict):
+        there["properties"] = {name: _closed_part(part) for name, part in there["properties"].items()}
+        there.setdefault("additionalProperties", False)
+    if "items" in there:
+        there["items"] = _closed_part(there["items"])
+    return there
+
+
+def _keyword_rules(i: int, function: Function) -> list[str]:
+    """Rules of a call with keyword arguments: those that are required, and any of the others, in order."""
+    schema = _closed(function.schema)
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    names = [name for name in properties if name.isidentifier()]
+    rules = [f"call_{i}: {_quoted(function.name + '(')} first_{i}_0 {_quoted(')')}"]
+    for k, name in enumerate(names):
+        part = properties[name] if isinstance(properties[name], dict) else {}
+        rules.append(f"value_{i}_{k}: %json {_embedded({**shared, **part})}")
+        for state, before in (("first", ""), ("more", ", ")):
+            given = f"{_quoted(f'{before}{name}=')} value_{i}_{k} more_{i}_{k + 1}"
+            skipped = "" if name in required else f" | {state}_{i}_{k + 1}"
+            rules.append(f"{state}_{i}_{k}: {given}{skipped}")
+    rules += [f"{state}_{i}_{len(names)}: {_quoted('')}" for state in ("first", "more")]
+    return rules
+
+
+# Parsers
+
+
+class Thinking(Parser):
+    """Reasoning between <think> and </think>, apart from what another parser reads behind it."""
+
+    def __init__(self, has_begun: bool, then: Parser | None) -> None:
+        """has_begun: the prompt ends with <think>."""
+        self._inside: bool | None = True if has_begun else None  # None: not known yet
+        self._then = then or PlainText()
+        self._held = ""
+        self._is_after = False  # and nothing has come since
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._inside is False:
+            return self._passed_on(text)
+        self._held += text
+        pieces: list[Piece] = []
+        if self._inside is None:
+            start = self._held.lstrip()
+            if "<think>".startswith(start[:7]) and len(start) < 7:
+                return []
+            self._inside = start.startswith("<think>")
+            if not self._inside:
+                held, self._held = self._held, ""
+                return self._then.feed(held)
+            self._held = start.removeprefix("<think>")
+        before, marker, after = self._held.partition("</think>")
+        if marker:
+            self._inside, self._held, self._is_after = False, "", True
+            pieces += [Reasoning(before)] if before else []
+            return pieces + self._passed_on(after)
+        safe = len(before) - _overlap(before, "</think>")
+        self._held = before[safe:]
+        return [Reasoning(before[:safe])] if safe else []
+
+    def finish(self) -> list[Piece]:
+        held, self._held = self._held, ""
+        if self._inside:
+            return [Reasoning(held)] if held else []
+        return (self._then.feed(held) if held else []) + self._then.finish()
+
+    def _passed_on(self, text: str) -> list[Piece]:
+        if self._is_after:
+            text = text.lstrip()
+            self._is_after = not text
+        return self._then.feed(text) if text else []
+
+
+class PlainText(Parser):
+    def feed(self, text: str) -> list[Piece]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class _Reader(Parser):
+    """What parsers of calls share: numbers and ids of calls, and white space that is held back before a call."""
+
+    def __init__(self, form: Format) -> None:
+        self._format = form
+        self._buffer = ""
+        self._num_calls = 0
+        self._space = ""
+
+    def _content(self, text: str) -> list[Piece]:
+        """Text, but for white space at its end, which may stand before a call."""
+        text = self._space + text
+        end = len(text.rstrip())
+        self._space = text[end:]
+        return [Content(text[:end])] if end else []
+
+    def _last_content(self, text: str) -> list[Piece]:
+        text = self._space + text
+        self._space = ""
+        return [Content(text)] if text and not (self._num_calls and not text.strip()) else []
+
+    def _call(self, name: str, arguments: str) -> list[Piece]:
+        index, self._num_calls, self._space = self._num_calls, self._num_calls + 1, ""
+        start = CallStart(index, self._format.new_id(), name)
+        return [start, Arguments(index, arguments)] if arguments else [start]
+
+
+class _MarkedCalls(_Reader):
+    """Calls between two markers, with text around them. A call ends where its JSON does: a string may hold a marker."""
+
+    def __init__(self, form: Format, opening: str, closing: str, reads_xml: bool = False) -> None:
+        super().__init__(form)
+        self._opening, self._closing, self._reads_xml = opening, closing, reads_xml
+        self._json: _JsonCall | None = None  # the call that is being read
+        self._is_told = False  # a call has been, and its closing marker is still to come
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while True:
+            if self._is_told:
+                rest = self._buffer.lstrip()
+                if self._closing.startswith(rest):
+                    return pieces  # of which a part may have come
+                self._buffer, self._is_told = rest.removeprefix(self._closing), False
+            if self._json is None:
+                before, marker, after = self._buffer.partition(self._opening)
+                if not marker:
+                    safe = len(before) - _overlap(before, self._opening)
+                    self._buffer = before[safe:]
+                    return pieces + self._content(before[:safe])
+                pieces += self._content(before)
+                self._buffer, self._json = after, _JsonCall()
+            if self._buffer.lstrip().startswith("{"):
+                pieces += self._streamed()
+                end = self._json.end
+            else:  # another form, or none
+                end = self._buffer.find(self._closing)
+                end = None if end < 0 else end
+            if end is None:
+                return pieces
+            if self._json.index is None:
+                found = self._found(self._buffer[:end])
+                pieces += self._call(*found) if found else self._content(self._opening + self._buffer[:end])
+                if found is None:  # its closing marker is text as well
+                    self._buffer, self._json = self._buffer[end:], None
+                    rest = self._buffer.lstrip()
+                    pieces += self._content(self._buffer[: len(self._buffer) - len(rest)])
+                    if rest.startswith(self._closing):
+                        pieces += self._content(self._closing)
+                    self._buffer = rest.removeprefix(self._closing)
+                    continue
+            self._buffer, self._json, self._is_told = self._buffer[end:], None, True
+
+    def finish(self) -> list[Piece]:
+        rest, self._buffer = self._buffer, ""
+        if self._is_told:  # whatever is there is the beginning of a closing marker
+            return []
+        if self._json is None:
+            return self._last_content(rest)
+        if self._json.index is not None:  # cut in the middle: what there was is told already
+            return []
+        found = self._found(rest)
+        return self._call(*found) if found is not None else self._last_content(self._opening + rest)
+
+    def _streamed(self) -> list[Piece]:
+        assert self._json is not None
+        pieces: list[Piece] = []
+        name, arguments = self._json.read(self._buffer)
+        if name is not None:
+            self._json.index = self._num_calls
+            pieces += self._call(name, "")
+        if arguments:
+            assert self._json.index is not None
+            pieces.append(Arguments(self._json.index, arguments))
+        return pieces
+
+    def _found(self, body: str) -> tuple[str, str] | None:
+        """A whole call's name and arguments."""
+        is_xml = self._reads_xml and body.lstrip().startswith("<function=")
+        return self._xml(body) if is_xml else _call_of(body)
+
+    def _xml(self, body: str) -> tuple[str, str] | None:
+        head = re.match(r"\s*<function=([^>\s]+)>", body)
+        if head is None:
+            return None
+        pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body[head.end() :], re.DOTALL)
+        return head[1], json.dumps({key: _value(text) for key, text in pairs}, ensure_ascii=False)
+
+
+class _CallsAlone(_Reader):
+    """Calls that are the whole answer, or stand behind a marker that may leave no text: objects, or a list of them."""
+
+    def __init__(self, form: Format, markers: Sequence[str], names: Sequence[str]) -> None:
+        super().__init__(form)
+        self._markers = markers
+        known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        self._start = re.compile(rf"\s*(?:\[\s*)?(\{{|(?:{known})(?:\[ARGS\])?\s*\{{)" if known else r"\s*\[?\s*(\{)")
+        self._longest = max(map(len, names), default=0) + 12
+        self._reads_calls: bool | None = None  # None: not known yet
+        self._json: _JsonCall | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        if not self._reads_calls:
+            for marker in self._markers:
+                before, found, after = self._buffer.partition(marker)
+                if found:
+                    pieces += self._content(before)
+                    self._buffer, self._reads_calls = after, True
+        if self._reads_calls is None:
+            start = self._buffer.lstrip()
+            could_be = any(marker.startswith(start) for marker in self._markers)
+            if not start or could_be:
+                return pieces
+            if self._start.match(start):
+                self._reads_calls = True
+            elif len(start) > self._longest or not re.fullmatch(r"\[?\s*[\w-]*(\[\w*\]?)?\s*", start):
+                self._reads_calls = False
+        if self._reads_calls is False:
+            safe = len(self._buffer) - max(_overlap(self._buffer, marker) for marker in self._markers)
+            before, self._buffer = self._buffer[:safe], self._buffer[safe:]
+            return pieces + self._content(before)
+        return pieces + self._calls() if self._reads_calls else pieces
+
+    def _calls(self) -> list[Piece]:
+        """Calls as far as they have come."""
+        pieces: list[Piece] = []
+        while True:
+            if self._json is None:
+                start = self._buffer.lstrip("[]();, \n\t")
+                for marker in self._markers:
+                    start = start.removeprefix(marker).lstrip("[; \n\t")
+                self._buffer = start
+                named = re.match(r"([\w-]+)(?:\[ARGS\])?\s*(?=\{)", start)
+                if not start or (named is None and re.fullmatch(r"[\w-]+(\[\w*\]?)?\s*", start)):
+                    return pieces  # the rest of a name is still to come
+                self._json = _JsonCall()
+                if named is not None:
+                    self._buffer = _head(Function(named[1], None), "arguments", "") + start[named.end() :]
+                    self._json.is_bare = True
+            name, arguments = self._json.read(self._buffer)
+            if name is not None:
+                self._json.index = self._num_calls
+                pieces += self._call(name, "")
+            if arguments and self._json.index is not None:
+                pieces.append(Arguments(self._json.index, arguments))
+            end = self._json.end
+            if end is None:
+                return pieces
+            if self._json.index is None:
+                found = _call_of(self._buffer[:end])
+                pieces += self._call(*found) if found is not None else self._content(self._buffer[:end])
+            self._buffer, self._json = self._buffer[end:], None
+
+    def finish(self) -> list[Piece]:
+        if self._json is not None and self._json.index is not None:
+            return []
+        rest, self._buffer = self._buffer, ""
+        return self._last_content(rest if not self._num_calls else "")
+
+
+class _PythonicCalls(_Reader):
+    """A list of calls written as in Python, which is the whole answer. Nothing of it is run."""
+
+    def __init__(self, form: Format, names: Sequence[str]) -> None:
+        super().__init__(form)
+        self._is_list: bool | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        if self._is_list is None:
+            start = self._buffer.lstrip()
+            if re.fullmatch(r"\[?\s*\w*\s*", start):
+                return []
+            self._is_list = re.match(r"\[\s*\w+\s*\(", start) is not None
+        if self._is_list:
+            return []  # until its end
+        before, self._buffer = self._buffer, ""
+        return self._content(before)
+
+    def finish(self) -> list[Piece]:
+        found = _python_calls(self._buffer) if self._is_list else None
+        if found is None:
+            return self._last_content(self._buffer)
+        return [piece for name, arguments in found for piece in self._call(name, arguments)]
+
+
+class _JsonCall:
+    """Reads {"name": ..., "arguments": {...}} while it comes: the name once, arguments bit by bit."""
+
+    _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+    def __init__(self) -> None:
+        self.index: int | None = None  # of the call, once its name is told
+        self.end: int | None = None  # where the object ends in the text
+        self.is_bare = False  # written as a name and its arguments: the object around them has no end
+        self._place, self._depth, self._in_string, self._is_escaped = 0, 0, False, False
+        self._arguments: tuple[int, int | None] | None = None  # where they begin and end
+        self._told = 0
+
+    def read(self, text: str) -> tuple[str | None, str]:
+        """The name, when it is first known, and arguments that have come since the last call. text: all so far."""
+        name = None
+        if self._arguments is None and (head := self._HEAD.match(text)):
+            name = str(json.loads(head[1], strict=False))
+            self._arguments, self._told = (head.end(), None), head.end()
+        while self._place < len(text) and self.end is None:
+            self._step(text[self._place])
+        if self._arguments is None:
+            return None, ""
+        until = min(self._place if self._arguments[1] is None else self._arguments[1], len(text))
+        new, self._told = text[self._told : until], max(until, self._told)
+        return name, new
+
+    def _step(self, letter: str) -> None:
+        place, self._place = self._place, self._place + 1
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif letter == "\\":
+                self._is_escaped = True
+            elif letter == '"':
+                self._in_string = False
+        elif letter == '"':
+            self._in_string = True
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            if self._depth == 1 and self._arguments is not None and self._arguments[1] is None:
+                self._arguments = (self._arguments[0], place + 1)
+                if self.is_bare:
+                    self.end = place + 1
+            if self._depth <= 0:
+                self.end = place + 1
+
+
+def _call_of(text: str) -> tuple[str, str] | None:
+    """A call's name and arguments, whatever the order of its keys; None if it is none."""
+    try:
+        call = json.loads(text, strict=False)
+        name = call["name"]
+        given = call.get("arguments", call.get("parameters", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str):
+        return None
+    return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _value(text: str) -> Any:
+    """A value as JSON, else as text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def _python_calls(text: str) -> list[tuple[str, str]] | None:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            return None
+        calls = []
+        for call in tree.elts:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                return None
+            arguments = {str(word.arg): _literal(word.value) for word in call.keywords}
+            calls.append((call.func.id, json.dumps(arguments, ensure_ascii=False)))
+        return calls
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(part) for part in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How many characters at the text's end may be the beginning of the marker."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,265 @@
+"""The server's limits and manners: what clients send back, half-sent requests, hosts, TLS, ids, and how it stops."""
+
+import json
+import logging
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from test_server import CHAT, GREEDY, metric, new_engine, post, running, until
+
+
+@pytest.fixture
+def errors(caplog):
+    """What uvicorn logs, which it keeps to itself."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(read_timeout=0.6) as url:
+        yield url
+
+
+# What clients send back
+
+
+def test_an_answer_of_ours_can_be_sent_back_as_the_official_client_dumps_it(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    message = client.chat.completions.create(model="tiny", **CHAT, **GREEDY).choices[0].message
+    dumped = message.model_dump()
+    assert dumped["refusal"] is None, "it has nulls"
+    history = [*CHAT["messages"], dumped, {"role": "user", "content": "and?"}]
+    bare = [*CHAT["messages"], {"role": "assistant", "content": message.content}, history[-1]]
+    whole, same = (client.chat.completions.create(model="tiny", messages=m, **GREEDY) for m in (history, bare))
+    assert whole.choices[0].message.content == same.choices[0].message.content
+    assert whole._request_id
+
+
+INERT = {
+    "tools": None, "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
+    "safety_identifier": "s", "user": "u", "audio": None, "functions": None, "response_format": None, "stop": None,
+    "stream_options": None, "temperature": 0, "max_tokens": 4,
+}  # fmt: skip
+
+
+def test_fields_that_change_nothing_are_taken(url):
+    with_all = post(url, "/v1/chat/completions", **CHAT, **INERT)
+    assert with_all.status_code == 200, with_all.text
+    bare = post(url, "/v1/chat/completions", **CHAT, temperature=0, max_tokens=4)
+    assert with_all.json()["choices"][0]["message"] == bare.json()["choices"][0]["message"]
+    assert post(url, "/v1/chat/completions", **{**CHAT, "tools": []}, max_tokens=1).status_code == 200
+    said_nothing = [{"role": "assistant", "content": None}, {"role": "user", "content": "x"}]
+    assert post(url, "/v1/chat/completions", messages=said_nothing, max_tokens=1).status_code == 200
+
+
+def test_a_schema_that_is_not_strict_may_be_one_that_cannot_be_compiled(url):
+    schema = {"type": "string", "minLength": 3, "maxLength": 2}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    answer = post(url, prompt="x", response_format=wanted, max_tokens=30, seed=1, logit_bias={"95": 4})
+    assert answer.status_code == 200, answer.text
+    wanted["json_schema"]["strict"] = True
+    assert post(url, prompt="x", response_format=wanted).status_code == 400
+
+
+def events_of(answer):
+    return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+
+
+def test_usage_comes_with_every_chunk_if_asked_for(url):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = events_of(post(url, prompt="abc", stream=True, stream_options=options, **GREEDY))
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 12 and events[-1]["choices"] == []
+    plain = events_of(post(url, prompt="abc", stream=True, **GREEDY))
+    assert not any("usage" in event for event in plain)
+
+
+def test_events_can_be_padded_to_tell_nothing_by_their_size(url):
+    body = {"prompt": "abc", "stream": True, **GREEDY}
+    answer = post(url, stream_options={"include_obfuscation": True}, **body)
+    sizes = {len(line.removeprefix("data: ")) % 256 for line in answer.iter_lines() if line.startswith("data: {")}
+    assert sizes == {0}
+    assert all("obfuscation" not in event for event in events_of(post(url, **body)))
+
+
+# Limits
+
+
+def test_as_many_prompts_as_a_request_may_have_are_answered(url):
+    answer = post(url, prompt=["Hi"] * 66, max_tokens=1, temperature=0)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 66
+
+
+def test_a_huge_prompt_is_refused_before_it_is_tokenized():
+    engine = new_engine()
+    encode = engine.encode
+
+    def watched(prompt, **more):
+        assert len(prompt) < 100_000
+        return encode(prompt, **more)
+
+    engine.encode = watched
+    with running(engine, max_prompt_bytes=1000) as url:
+        answer = post(url, prompt="word " * 200_000)
+        assert answer.status_code == 400 and "more than the 1000 allowed" in answer.json()["error"]["message"]
+        assert [post(url, "/tokenize", prompt="x" * size).status_code for size in (1000, 1001)] == [200, 400]
+        call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 100_000})}}
+        called = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+        assert post(url, "/v1/chat/completions", messages=called).status_code == 400
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [(b"", b""), (HEAD, b"408"), (HEAD + b"Content-Length: 100\r\n\r\n{", b"408"), (b"GET /health HT", b"408")],
+)
+def test_a_request_that_is_never_wholly_sent_is_ended(url, sent, answered, errors):
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(sent)
+        start = time.monotonic()
+        received = b""
+        while piece := connection.recv(4096):  # until the server closes it
+            received += piece
+    assert time.monotonic() - start < 8
+    assert answered in received.split(b"\r\n")[0]
+    if answered:
+        assert json.loads(received.split(b"\r\n\r\n")[1])["error"]["type"] == "timeout_error"
+    assert "Traceback" not in errors.text
+
+
+def test_a_slow_answer_is_not_a_slow_request(url):
+    """The limit is on what clients send: a connection that waits for its answer, or for its next request, stays."""
+    with httpx.Client(timeout=60) as http:
+        body = {"prompt": "abc", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        start = time.monotonic()
+        while time.monotonic() - start < 1.0:
+            assert http.post(f"{url}/v1/completions", json=body).status_code == 200
+        time.sleep(1.0)
+        assert http.get(f"{url}/health").status_code == 200
+
+
+# Who may ask
+
+
+def test_a_proxy_may_keep_its_own_host():
+    with running(allowed_hosts=("api.example.com", "*.example.org")) as url:
+
+        def status(host):
+            return httpx.get(f"{url}/version", headers={"host": host}).status_code
+
+        assert [status(h) for h in ("api.example.com", "API.example.com:443", "a.example.org", "127.0.0.1")] == [
+            200
+        ] * 4
+        assert [status(h) for h in ("example.com", "evil.example", "example.org", "")] == [400] * 4
+        assert "allowed-hosts" in httpx.get(url, headers={"host": "x"}).json()["error"]["message"]
+
+
+def test_it_speaks_https(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    more = ["-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(["openssl", *words, *more], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    with running(ssl_certfile=cert, ssl_keyfile=key) as url:
+        context = ssl.create_default_context(cafile=cert)
+        assert url.startswith("https") and httpx.get(f"{url}/version", verify=context).status_code == 200
+
+
+def test_every_answer_has_the_requests_id(url, caplog):
+    given = httpx.get(f"{url}/version", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = [post(url, **body).headers["x-request-id"] for body in ({"prompt": "x", **GREEDY}, {"nonsense": 1})]
+    assert len(set(made)) == 2 and all(name.startswith("req-") for name in made)
+    odd = httpx.get(f"{url}/version", headers={"x-request-id": "a b" * 100}).headers["x-request-id"]
+    assert odd.startswith("req-"), "not what could confuse a log"
+    with caplog.at_level("INFO"):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "x", **GREEDY}, headers={"x-request-id": "mine-2"})
+        until(lambda: "mine-2" in caplog.text)
+
+
+def test_refusals_have_their_types_and_are_counted():
+    with running(api_keys=("right",), max_rows=1, max_waiting=0) as url:
+
+        def failed(reason):
+            text = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer right"}).text
+            lines = [line for line in text.splitlines() if f'reason="{reason}"' in line and "_total" in line]
+            return sum(float(line.split()[-1]) for line in lines)
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client.completions.create(model="tiny", prompt="x")
+        assert refused.value.type == "authentication_error" and refused.value.code == "invalid_api_key"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="right", max_retries=0)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="tiny", prompt="x", extra_body={"nonsense": 1})
+        assert refused.value.type == "invalid_request_error" and refused.value.param == "nonsense"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+        slow = {"model": "tiny", "prompt": "abc", "max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(**slow)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="tiny", prompt="x")
+        assert refused.value.type == "rate_limit_error"
+        stream.close()
+        assert [failed(reason) for reason in ("key", "request", "model", "busy")] == [1, 1, 1, 1]
+
+
+# Beginning and end
+
+
+def test_it_is_alive_before_it_is_ready():
+    engine = new_engine()
+    warm_up, may_go_on = engine.warm_up, threading.Event()
+
+    def slow(*given):
+        assert may_go_on.wait(60)
+        warm_up(*given)
+
+    engine.warm_up = slow
+    with running(engine, waits=False) as url:
+        try:
+            assert httpx.get(f"{url}/live").json() == {"status": "starting"}
+            early = httpx.get(f"{url}/health"), post(url, prompt="x", **GREEDY)
+            assert [answer.status_code for answer in early] == [503, 503]
+            assert "starting" in early[1].json()["error"]["message"] and early[1].headers["retry-after"] == "1"
+        finally:
+            may_go_on.set()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        assert httpx.get(f"{url}/live").json() == {"status": "ok"}
+        assert metric(url, "generation_tokens_total") == 0 and metric(url, "prefix_cache_tokens") == 0
+        assert post(url, prompt="x", **GREEDY).status_code == 200
+
+
+def test_what_takes_too_long_when_the_server_stops_is_told_so(errors):
+    body = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "speculate": False}
+    with ThreadPoolExecutor(2) as pool:
+        engine = new_engine()
+        step = engine.target.step
+        with running(engine, shutdown_timeout=0.3) as url:
+            engine.target.step = lambda *given, **more: (time.sleep(0.02), step(*given, **more))[1]
+            whole = pool.submit(post, url, **body)
+            streamed = pool.submit(post, url, stream=True, **body)
+            until(lambda: metric(url, "num_requests_running") == 2)
+            time.sleep(0.3)
+    answer = whole.result()
+    assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
+    last = events_of(streamed.result())[-1]
+    assert "shutting down" in last["error"]["message"]
+    assert "Traceback" not in errors.text

@@ -1,0 +1,379 @@
+"""Tool calls: formats and their parsers, forced calls, streams, and the official client's round trip."""
+
+import asyncio
+import json
+import random
+from itertools import pairwise
+
+import numpy as np
+import openai
+import pytest
+
+from graft import Engine, GraftError
+from graft.server.chat import ChatTemplate
+from graft.server.grammar import Grammars, Wanted
+from graft.server.schema import Message, Tool
+from graft.server.tools import (
+    FORMATS,
+    Arguments,
+    CallStart,
+    Content,
+    Function,
+    PlainText,
+    Reasoning,
+    Thinking,
+    call_grammar,
+    format_of,
+)
+from test_server import CHAT, post, running
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 6, "pattern": "^[a-z]*$"},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "unit": {"enum": ["C", "F"]},
+            },
+            "required": ["city", "unit"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+WITH_TOOLS = (
+    "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}MARK{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+SHORT = (
+    "{# <tool_call> #}{% if tools %}T{{ tools | length }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}[assistant]"
+)
+
+
+def engine_with(template=None):
+    tokenizer = byte_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=4096), tokenizer, budget=12)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(engine_with(SHORT)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+# Parsers
+
+
+def read(parser, text, size):
+    """Content, reasoning and calls that a parser finds in a text that comes in pieces of a size."""
+    pieces = [piece for start in range(0, len(text), size) for piece in parser.feed(text[start : start + size])]
+    pieces += parser.finish()
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [[piece.name, ""] for piece in pieces if isinstance(piece, CallStart)]
+    for piece in pieces:
+        if isinstance(piece, Arguments):
+            calls[piece.index][1] += piece.text
+    return content, thought, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+ROME = ("get_weather", {"city": 'Ro}"m{e', "unit": "C"})
+ROME_JSON = json.dumps(ROME[1])
+ONE = f'{{"name": "get_weather", "arguments": {ROME_JSON}}}'
+CASES = [
+    ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [ROME]),
+    ("hermes", f"Let me see.\n<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", "Let me see.", [ROME, ROME]),
+    ("hermes", f'<tool_call>{{"arguments": {ROME_JSON}, "name": "get_weather"}}</tool_call>', "", [ROME]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "]}</tool_call>}"}}</tool_call> <tool_call>' + ONE
+     + "</tool_call>", "", [("f", {"x": "]}</tool_call>}"}), ROME]),  # a marker in a string is none
+    ("hermes", '<tool_call>{"no": "call"} </tool_call> more', '<tool_call>{"no": "call"} </tool_call> more', []),
+    ("hermes", "1 < 2 <tool", "1 < 2 <tool", []),
+    ("hermes", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+    ("hermes", '<tool_call>{"name": "clock"}</tool_call>', "", [("clock", {})]),
+    ("hermes", f"<tool_call>\n{ONE}", "", [ROME]),
+    ("qwen", f"<tool_call>\n{ONE}\n</tool_call>", "", [ROME]),
+    ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+     "</parameter>\n</function>\n</tool_call>", "", [("get_weather", {"city": "Rome", "days": 3})]),
+    ("llama3", f'{{"name": "get_weather", "parameters": {ROME_JSON}}}', "", [ROME]),
+    ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {ROME_JSON}}}; {ONE}', "", [ROME, ROME]),
+    ("llama3", "Just text { with braces }", "Just text { with braces }", []),
+    ("llama3", '{"some": "JSON"}', '{"some": "JSON"}', []),
+    ("mistral", f"[TOOL_CALLS][{ONE}, {ONE}]", "", [ROME, ROME]),
+    ("mistral", f"[{ONE}]", "", [ROME]),  # its marker may be a token without text
+    ("mistral", f"I look.[TOOL_CALLS]get_weather[ARGS]{ROME_JSON}", "I look.", [ROME]),
+    ("mistral", f"get_weather{ROME_JSON}", "", [ROME]),
+    ("mistral", "get_weather is a function", "get_weather is a function", []),
+    ("pythonic", '[get_weather(city="Rome", days=3, on=true), clock()]', "",
+     [("get_weather", {"city": "Rome", "days": 3, "on": True}), ("clock", {})]),
+    ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
+    ("pythonic", "[f(__import__('os').system('true'))]", "[f(__import__('os').system('true'))]", []),
+    ("pythonic", "[f(x=open('f'))]", "[f(x=open('f'))]", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_are_read_however_the_text_is_cut(name, text, content, calls):
+    for size in (1, 3, 7, 1000):
+        parser = FORMATS[name].parser(["get_weather", "clock"])
+        assert read(parser, text, size) == (content, "", calls), size
+
+
+def test_arguments_come_before_the_call_has_ended():
+    parser = FORMATS["hermes"].parser([])
+    pieces = parser.feed('<tool_call>\n{"name": "f", "arguments": {"text": "a long st')
+    assert isinstance(pieces[0], CallStart) and pieces[1] == Arguments(0, '{"text": "a long st')
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "text", "expected"),
+    [
+        (False, "<think>hm\n</think>\n\nyes", ("yes", "hm\n", [])),
+        (True, "hm</think>yes", ("yes", "hm", [])),
+        (False, "no <think> here", ("no <think> here", "", [])),
+        (True, "never ends </thi", ("", "never ends </thi", [])),
+        (False, f"<think>a</think>\n<tool_call>{ONE}</tool_call>", ("", "a", [ROME])),
+    ],
+)
+def test_reasoning_is_told_apart(has_begun, text, expected):
+    for size in (1, 4, 1000):
+        assert read(Thinking(has_begun, FORMATS["hermes"].parser([])), text, size) == expected
+    assert read(PlainText(), text, 3)[0] == text
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("... <tool_call> ...", "hermes"),
+        ("<tool_call><function=", "qwen"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3"),
+        ("write [func_name1(params_name1=params_value1)]", "pythonic"),
+    ],
+)
+def test_the_format_is_told_by_the_template(template, name):
+    assert format_of(template).name == name
+    assert format_of("{{ messages }}") is None
+
+
+# Templates
+
+
+def rendered(engine, messages, tools=TOOLS):
+    parts = [Message.model_validate(message) for message in messages]
+    return ChatTemplate(engine).render(parts, [Tool.model_validate(tool) for tool in tools], {})
+
+
+CONVERSATION = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}]},
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+]  # fmt: skip
+
+
+def test_tools_go_through_the_models_own_template():
+    text = rendered(engine_with(WITH_TOOLS), CONVERSATION)
+    assert text.startswith('TOOLS [{"type": "function", "function": {"name": "get_weather"')
+    assert 'MARKget_weather {"city": "x"}' in text and "[tool]sunny" in text
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
+    text = rendered(engine_with(), CONVERSATION)
+    assert text.startswith("[system]You can call functions") and '{"name": "clock"' in text
+    assert '[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>' in text
+    assert "[user]<tool_response>\nsunny\n</tool_response>" in text
+    with_system = rendered(engine_with(), [{"role": "system", "content": "Be brief."}, *CONVERSATION])
+    assert with_system.startswith("[system]Be brief.\n\nYou can call functions")
+    with pytest.raises(GraftError, match="no tools"):
+        ChatTemplate(engine_with(), "mistral")
+
+
+def test_a_name_is_honoured_or_refused(url):
+    answer = post(url, "/v1/chat/completions", messages=[{"role": "user", "content": "x", "name": "Ann"}])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages.0.name"
+    named = engine_with("{% for m in messages %}{{ m.name }}: {{ m.content }}\n{% endfor %}")
+    assert rendered(named, [{"role": "user", "content": "x", "name": "Ann"}], []) == "Ann: x\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice goes with tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
+        ({"tools": [WEATHER, WEATHER]}, "two tools have the same name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string", "minLength": 2,
+            "maxLength": 1}}}], "tool_choice": "required"}, "Unsatisfiable"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": CONVERSATION[1]["tool_calls"]}]}, "assistant"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template is not supported"),
+        ({"functions": []}, "functions is not supported"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(url, body, words):
+    answer = post(url, "/v1/chat/completions", **{**CHAT, **body})
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+# Calls
+
+
+def fits(arguments):
+    """Whether arguments of get_weather fit its schema."""
+    given = json.loads(arguments)
+    good = set(given) <= {"city", "unit", "days"} and {"city", "unit"} <= set(given)
+    return good and given["unit"] in "CF" and len(given["city"]) <= 6 and 1 <= given.get("days", 1) <= 9
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit(name):
+    functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", {})]
+    text = call_grammar(FORMATS[name], functions, is_forced=True, most=3, thinks=None, answer=None, mark_ids={})
+    tokenizer = byte_tokenizer()
+    grammar = asyncio.run(Grammars(tokenizer, BYTE_VOCAB, [2]).compile(Wanted("grammar", text)))
+    dice, numbers = random.Random(0), set()
+    for _ in range(10):
+        matcher, ids = grammar.deep_copy(), []
+        while not matcher.is_stopped():
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            ids.append(dice.choice(np.flatnonzero(bits[:BYTE_VOCAB]).tolist()))
+            matcher.consume_token(ids[-1])
+        answer = tokenizer.decode(ids, skip_special_tokens=True)
+        content, _, calls = read(FORMATS[name].parser(["get_weather", "clock"]), answer, 5)
+        assert content == "" and 1 <= len(calls) <= 3, answer
+        for function, arguments in calls:
+            assert fits(json.dumps(arguments)) if function == "get_weather" else arguments == {}
+        numbers.add(len(calls))
+    assert len(numbers) > 1
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("hermes", SHORT),
+        pytest.param("hermes", None, marks=pytest.mark.slow),
+        pytest.param("qwen", None, marks=pytest.mark.slow),
+        pytest.param("llama3", WITH_TOOLS, marks=pytest.mark.slow),
+        pytest.param("mistral", WITH_TOOLS, marks=pytest.mark.slow),
+        pytest.param("pythonic", WITH_TOOLS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_forces_calls_that_fit_their_schema(name, template):
+    with running(engine_with(template), tool_parser=name) as url:
+        seen = set()
+        for seed in range(2):
+            body = {**CHAT, "tools": TOOLS, "seed": seed, "temperature": 1.0}
+            answer = post(url, "/v1/chat/completions", tool_choice=NAMED, **body).json()["choices"][0]
+            assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None, answer
+            (call,) = answer["message"]["tool_calls"]
+            assert call["function"]["name"] == "get_weather" and fits(call["function"]["arguments"])
+            seen.add(call["function"]["arguments"])
+        several = post(url, "/v1/chat/completions", tool_choice="required", **body).json()["choices"][0]["message"]
+        assert 1 <= len(several["tool_calls"]) <= 8
+        for call in several["tool_calls"]:
+            is_weather = call["function"]["name"] == "get_weather"
+            assert fits(call["function"]["arguments"]) if is_weather else call["function"]["arguments"] == "{}"
+        assert len(seen) > 1, "and they are drawn"
+
+
+def test_a_forced_call_is_the_same_with_and_without_speculation(url):
+    body = {**CHAT, "tools": TOOLS, "tool_choice": NAMED, "seed": 5}
+    plain, graft = (
+        post(url, "/v1/chat/completions", speculate=speculate, **body).json()["choices"][0]
+        for speculate in (False, True)
+    )
+    functions = [answer["message"]["tool_calls"][0]["function"] for answer in (plain, graft)]
+    assert functions[0] == functions[1] and plain["speculation"]["num_draft_tokens"] == 0
+
+
+def test_the_official_clients_round_trip(client):
+    messages = [{"role": "user", "content": "weather in rome?"}]
+    options = {"model": "tiny", "tools": TOOLS, "tool_choice": NAMED, "seed": 3}
+    message = client.chat.completions.create(messages=messages, **options).choices[0].message
+    (call,) = message.tool_calls
+    assert fits(call.function.arguments)
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **options))
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+    assert deltas[0].id and deltas[0].function.name == "get_weather" and {delta.index for delta in deltas} == {0}
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    assert len(deltas) > 3, "it comes bit by bit"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=5, temperature=0)
+    again = client.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5, temperature=0
+    )
+    assert answer.choices[0].message.content and answer.usage.prompt_tokens > again.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_where_no_call_is_forced_a_strict_function_is_called_by_its_schema(name):
+    form, tokenizer = FORMATS[name], byte_tokenizer()
+    functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", None)]
+    text = call_grammar(form, functions, is_forced=False, most=1, thinks="may", answer=None, mark_ids={})
+    grammars = Grammars(tokenizer, BYTE_VOCAB, [2])
+    matcher = asyncio.run(grammars.compile(Wanted("grammar", text)))
+
+    def is_whole(answer):
+        state, ids = matcher.deep_copy(), tokenizer.encode(answer)
+        return state.validate_tokens(ids) == len(ids) and state.consume_tokens(ids) and state.is_accepting()
+
+    def written(arguments):
+        given = json.loads(arguments)
+        if name == "pythonic":
+            return "[get_weather({})]".format(", ".join(f"{k}={json.dumps(v)}" for k, v in given.items()))
+        key = "parameters" if name == "llama3" else "arguments"
+        call = json.dumps({"name": "get_weather", key: given})
+        return {"llama3": call, "mistral": f"[TOOL_CALLS][{call}]"}.get(name, f"<tool_call>\n{call}\n</tool_call>")
+
+    good, bad = '{"city": "rome", "unit": "C"}', '{"city": "rome", "unit": "K"}'
+    assert is_whole(written(good)) and not is_whole(written(bad))
+    assert is_whole("") and is_whole("Just text.\nAnd more.") and is_whole("<think>hm</think>\nyes")
+    assert is_whole(f"<think>hm</think>\n{written(good)}") and not is_whole(f"<think>hm</think>\n{written(bad)}")
+    assert not is_whole(written(good) + written(good)), "one at most"
+
+
+def test_one_call_at_most_if_parallel_calls_are_not_wanted(url):
+    for seed in range(2):
+        body = {**CHAT, "tools": [CLOCK], "tool_choice": "required", "seed": seed, "temperature": 1.5}
+        answers = [
+            post(url, "/v1/chat/completions", parallel_tool_calls=parallel, **body).json()["choices"][0]["message"]
+            for parallel in (False, True)
+        ]
+        assert len(answers[0]["tool_calls"]) == 1
+        ids = [call["id"] for call in answers[1]["tool_calls"]]
+        assert all(one != other for one, other in pairwise(ids))
+
+
+def test_reasoning_comes_apart_in_streams_and_answers():
+    template = WITH_TOOLS + "<think>"
+    with running(engine_with(template)) as url:
+        body = {**CHAT, "max_tokens": 8, "temperature": 0}
+        message = post(url, "/v1/chat/completions", **body).json()["choices"][0]["message"]
+        assert message["reasoning_content"] and message["content"] == ""
+        back = [*CHAT["messages"], message, *CHAT["messages"]]
+        assert post(url, "/v1/chat/completions", messages=back, max_tokens=1).status_code == 200
+    engine = engine_with(template)
+    assert ChatTemplate(engine, reasoning_parser="none").thinks("...<think>\n") is None
+    assert [ChatTemplate(engine).thinks(prompt) for prompt in ("...<think>\n", "...")] == ["does", "may"]
