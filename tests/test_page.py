@@ -1,5 +1,7 @@
 """The web page in a real browser: what a user sees and does, in light and dark mode, on a desktop and on a phone."""
 
+import json
+import os
 import shutil
 
 import pytest
@@ -8,15 +10,19 @@ from test_server import running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 800}
+CHAT = "**/v1/chat/completions"
+
 
 @pytest.fixture(scope="module")
 def browser():
+    """Chromium: the one that GRAFT_CHROMIUM names, or else the system's."""
+    path = os.environ.get("GRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium: install Debian's package chromium, or name a browser in GRAFT_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
-        chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium to run the page in: {str(error).splitlines()[0]}")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -32,11 +38,11 @@ def open_page(browser, url):
     """Opens the page; nothing may go wrong on it."""
     pages = []
 
-    def open_one(**options):
-        page, troubles = browser.new_page(**options), []
+    def open_one(at=url, **options):
+        page, troubles = browser.new_page(**{"viewport": DESKTOP, "reduced_motion": "reduce", **options}), []
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda message: troubles.append(message.text) if _is_trouble(message) else None)
-        page.goto(url)
+        page.goto(at)
         pages.append((page, troubles))
         return page
 
@@ -47,36 +53,151 @@ def open_page(browser, url):
 
 
 def _is_trouble(message):
-    return message.type == "error" and "status of 400" not in message.text  # a refusal is shown on the page
+    # What could not be loaded is shown on the page.
+    return message.type == "error" and "Failed to load resource" not in message.text
 
 
-def ask(page, text, longest=30):
+def ask(page, text, longest=30, temperature=0):
     if page.locator("#max-tokens").input_value() != str(longest):
         page.locator("#settings summary").click()
         page.fill("#max-tokens", str(longest))
+        page.fill("#temperature", str(temperature))
         page.locator("#settings summary").click()
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
 
 
 def wait_for_the_end(page):
-    page.locator(".round").first.wait_for(timeout=30_000)
+    page.locator(".ending > *").last.wait_for(timeout=60_000)
     page.get_by_role("button", name="Send").wait_for(timeout=60_000)
 
 
-def test_a_chat_shows_who_proposed_what(open_page):
+def a_round(*pieces):
+    """A round as the server tells of it, that only shows text: (text, origin) for each token."""
+    new = [{"id": 5, "text": text, "origin": origin} for text, origin in pieces]
+    return {
+        "tokens": ["a"], "parents": [0], "probabilities": [1.0], "sources": ["root"], "accepted": [], "num_pruned": 0,
+        "num_hidden": 0, "new": new,
+    }  # fmt: skip
+
+
+def answering(page, *rounds, reason="stop", is_whole=True):
+    """Has the next answer be this: chunks of rounds, then the end, or none."""
+    chunks = [{"delta": {"content": "".join(piece["text"] for piece in one["new"])}, "rounds": [one]} for one in rounds]
+    chunks.append({"delta": {}, "finish_reason": reason, "speculation": {"decode_seconds": 0.5}})
+    events = [f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in (chunks if is_whole else chunks[:-1])]
+    body = "".join([*events, "data: [DONE]\n\n"] if is_whole else events)
+    page.route(CHAT, lambda route: route.fulfill(body=body, content_type="text/event-stream"), times=1)
+
+
+def failing(page, status, message="no", **headers):
+    body = json.dumps({"error": {"message": message}})
+    page.route(CHAT, lambda route: route.fulfill(status=status, body=body, headers=headers), times=1)
+
+
+def sides(page):
+    return page.evaluate(
+        """[...document.querySelectorAll("button, input, summary, textarea")].filter((one) => one.checkVisibility())
+        .map((one) => [one.id || one.className || one.textContent, one.getBoundingClientRect()])
+        .map(([name, { width, height }]) => [name, width, height])"""
+    )
+
+
+def in_view(page, selector):
+    """Whether the top of an element is on the screen, below the header."""
+    top = page.locator(selector).bounding_box()["y"]
+    return page.locator("header").bounding_box()["height"] - 1 <= top < page.viewport_size["height"] - 50
+
+
+# On a phone
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_can_be_read(open_page, scheme):
+    page = open_page(viewport=PHONE, color_scheme=scheme)
+    page.check("#race")
+    ask(page, "x" * 200, longest=12)
+    wait_for_the_end(page)
+    page.locator(".round").first.click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert [one for one in sides(page) if min(one[1:]) < 24] == []
+    ink, ground = (
+        page.evaluate(f"getComputedStyle(document.body).{what}.match(/\\d+/g).map(Number)")
+        for what in ("color", "backgroundColor")
+    )
+    assert (sum(ink) > sum(ground)) == (scheme == "dark") and abs(sum(ink) - sum(ground)) > 380
+
+
+def test_on_a_phone_the_document_follows_the_stream_unless_the_reader_leaves_it(open_page):
+    page = open_page(viewport=PHONE)
+    lines = [a_round((f"line {number}\n\n", "drafted")) for number in range(60)]
+    answering(page, *lines)
+    ask(page, "count")
+    wait_for_the_end(page)
+    end, foot = page.locator(".ending").bounding_box(), page.locator("#foot").bounding_box()
+    assert page.evaluate("scrollY") > 500 and end["y"] + end["height"] <= foot["y"] + 1
+    answering(page, *lines)
+    page.fill("#prompt", "again")
+    page.evaluate("addEventListener('scroll', () => scrollTo({top: 0, behavior: 'instant'}))")
+    page.keyboard.press("Enter")
+    page.locator(".turn").nth(1).locator(".inspect").wait_for()
+    assert page.evaluate("scrollY") == 0
+
+
+def test_on_a_phone_a_tapped_round_brings_its_tree_into_view_and_there_is_a_way_back(open_page):
+    page = open_page(viewport=PHONE)
+    answering(page, *[a_round((f"line {number}\n\n", "drafted")) for number in range(40)])
+    ask(page, "count")
+    wait_for_the_end(page)
+    page.locator(".token").nth(38).click()
+    assert in_view(page, "#tree") and page.locator("#tree-words").inner_text().startswith("Round 39:")
+    page.click("#back")
+    assert in_view(page, ".token.chosen") and not in_view(page, "#tree")
+
+
+# The first visit
+
+
+def test_the_first_visit_offers_examples_a_race_and_the_legend(open_page):
+    page = open_page()
+    assert page.locator("#examples button").count() == 3 and page.locator(".lead").inner_text().count(".") == 1
+    legend = page.locator("#legend li").all_inner_texts()
+    assert legend == ["guessed by the small head", "copied from earlier text", "seen before", "written by the model"]
+    answering(page, a_round(("Light.", "model")))
+    page.locator("#examples button").first.click()
+    wait_for_the_end(page)
+    assert page.locator(".user").inner_text() == "Why is the sky blue?" and page.locator("#legend").is_visible()
+    assert not page.locator("#welcome").is_visible()
+    page.click("#clear")
+    page.click("#demo")
+    page.locator(".headline b").wait_for(timeout=60_000)
+
+
+# A chat and its rounds
+
+
+def test_a_chat_shows_who_proposed_what_in_the_same_words_and_colours_everywhere(open_page):
     page = open_page()
     ask(page, "abcabcabc", longest=60)
     wait_for_the_end(page)
     assert page.locator("#model").inner_text() == "tiny"
-    assert page.locator(".message.user").inner_text() == "abcabcabc"
-    assert page.locator(".answers .token").count() > 10 and page.locator(".token.grafted").count() > 0
+    assert page.locator(".user").inner_text() == "abcabcabc"
+    assert page.locator(".answers .token").count() > 10 and page.locator(".token.copied").count() > 0
     assert float(page.locator("#accepted").inner_text()) > 1 and float(page.locator("#speed").inner_text()) > 0
-    counts = [int(row.split(" · ")[0]) for row in page.locator("#shares li:not(.sub) .count").all_inner_texts()]
+    counts = [int(row.split(" · ")[0]) for row in page.locator("#shares .count").all_inner_texts()]
     assert sum(counts) == page.locator(".round i").count() > 20
+    assert "copied from this chat" in page.locator("#shares").inner_text()
+    page.locator(".token.copied").first.click()
+    assert page.locator("#tree svg g.copied.taken title").first.text_content().startswith("copied from this chat")
+    colours = page.evaluate(
+        """[".token.copied", ".swatch.copied", "#bar .copied", ".round .copied", "svg .copied rect"]
+        .map((one) => getComputedStyle(document.querySelector(one)))
+        .map((style, place) => (place === 4 ? style.fill : style.backgroundColor))"""
+    )
+    assert len(set(colours)) == 1
 
 
-def test_a_round_shows_its_tree_by_mouse_and_by_keyboard(open_page):
+def test_a_round_shows_its_tree_by_mouse_and_by_keyboard_which_never_leaves_what_is_typed(open_page):
     page = open_page()
     ask(page, "abcabcabc", longest=60)
     wait_for_the_end(page)
@@ -85,48 +206,123 @@ def test_a_round_shows_its_tree_by_mouse_and_by_keyboard(open_page):
     assert f"Round {last + 1}:" in page.locator("#tree-words").inner_text()
     page.keyboard.press("ArrowLeft")
     assert f"Round {last}:" in page.locator("#tree-words").inner_text()
-    page.locator(".token.grafted").first.click()
-    assert page.locator("#tree svg g.grafted.taken").count() > 0 and page.locator(".token.chosen").count() > 0
+    page.keyboard.press("Home")
+    assert "Round 1:" in page.locator("#tree-words").inner_text()
+    page.focus("#prompt")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.type("typed")
+    assert "Round 1:" in page.locator("#tree-words").inner_text() and page.input_value("#prompt") == "typed"
 
 
-def test_plain_decoding_and_graft_race_to_the_same_text(open_page):
+# The race
+
+
+def test_a_race_ends_with_a_headline_two_bars_and_the_same_text(open_page):
     page = open_page()
     page.check("#race")
     ask(page, "abcabcabc", longest=40)
-    page.locator("#verdict").wait_for(timeout=60_000)
-    plain, graft = page.locator(".lane .message").all_inner_texts()
-    assert plain == graft and "The same text" in page.locator("#verdict").inner_text()
-    assert page.locator(".lane").first.locator(".token.grafted").count() == 0
+    page.locator(".headline b").wait_for(timeout=60_000)
+    graft, plain = page.locator(".lane .message").all_inner_texts()
+    assert plain == graft and page.locator(".verdict .same").count() == 1
+    assert float(page.locator(".headline b").inner_text()) > 0 and page.locator(".lap .fill").count() == 2
+    assert page.locator(".lane").nth(1).locator(".token:not(.model)").count() == 0
+    assert in_view(page, ".verdict")
 
 
-def test_an_answer_can_be_stopped(open_page):
+@pytest.mark.parametrize("origin, is_said", [("past", True), ("suffix", False)])
+def test_a_race_says_when_the_answer_was_copied_from_an_earlier_one(open_page, origin, is_said):
     page = open_page()
-    ask(page, "go on and on", longest=900)
+    page.check("#race")
+    answering(page, a_round(("two", "model")))
+    answering(page, a_round(("one", origin)))  # the route added last answers first
+    ask(page, "race")
+    page.locator(".headline b").wait_for()
+    assert ("copied from an earlier one" in page.locator(".verdict").inner_text()) == is_said
+    assert "differ" in page.locator(".verdict .differs").inner_text()
+
+
+# How an answer ends
+
+
+def test_an_answer_that_was_cut_goes_on_to_what_it_would_have_been(open_page):
+    page = open_page()
+    ask(page, "tell me", longest=40, temperature=1)
+    wait_for_the_end(page)
+    whole = page.locator(".message").inner_text()
+    page.click("#clear")
+    ask(page, "tell me", longest=12, temperature=1)
+    wait_for_the_end(page)
+    assert "Cut at 12 tokens" in page.locator(".ending").inner_text()
+    first = page.locator(".message").inner_text()
+    page.get_by_role("button", name="Go on").click()
+    page.get_by_text("Cut at 2").wait_for(timeout=30_000)  # 24, or less by what was half a character
+    both = page.locator(".message").inner_text()
+    assert len(whole) > len(both) > len(first) > 0 and whole.startswith(both) and both.startswith(first)
+
+
+def test_an_answer_can_be_stopped_and_goes_on(open_page):
+    page = open_page()
+    ask(page, "tell me", longest=500, temperature=1)  # 360 tokens, when nobody stops it
     page.locator(".round").nth(2).wait_for(timeout=30_000)
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="Send").wait_for(timeout=5_000)
-    ask(page, "again")
     wait_for_the_end(page)
-    assert page.locator(".message.user").count() == 2
+    assert "Stopped after" in page.locator(".ending").inner_text()
+    before = page.locator(".round").count()
+    page.get_by_role("button", name="Go on").click()
+    page.locator(".round").nth(before + 3).wait_for(timeout=30_000)
+    page.get_by_role("button", name="Stop").click()
+    wait_for_the_end(page)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_and_can_be_read(open_page, scheme):
-    page = open_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
-    page.check("#race")
-    ask(page, "x" * 200)
-    page.locator("#verdict").wait_for(timeout=60_000)
-    page.locator(".round").first.click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    ink, ground = (
-        page.evaluate(f"getComputedStyle(document.body).{what}.match(/\\d+/g).map(Number)")
-        for what in ("color", "backgroundColor")
-    )
-    assert (sum(ink) > sum(ground)) == (scheme == "dark") and abs(sum(ink) - sum(ground)) > 380
+def test_an_empty_answer_is_said_to_be_one(open_page):
+    page = open_page()
+    answering(page, a_round(("", "model")))
+    ask(page, "nothing?")
+    wait_for_the_end(page)
+    assert "The answer is empty" in page.locator(".ending").inner_text()
+    answering(page, a_round(("Something.", "model")))
+    page.get_by_role("button", name="Ask again").click()
+    page.get_by_text("Something.").first.wait_for()
+    assert page.locator(".user").count() == 1 and "empty" not in page.locator(".ending").inner_text()
 
 
-def test_errors_are_said_in_words(open_page):
+def test_errors_are_said_in_human_words_and_the_prompt_is_kept(open_page):
     page = open_page()
     ask(page, "y" * 1500)
     page.locator(".error").wait_for(timeout=10_000)
-    assert "context" in page.locator(".error").inner_text()
+    assert "longer than the model can read" in page.locator(".error").inner_text()
+    assert page.get_by_role("button", name="Retry").count() == 0  # it would fail again
+    page.get_by_role("button", name="Edit the message").click()
+    assert page.input_value("#prompt") == "y" * 1500 and page.locator(".turn").count() == 0
+    failing(page, 429, **{"retry-after": "7", "x-request-id": "req-1"})
+    ask(page, "short")
+    page.locator(".error").wait_for()
+    assert "busy. Try again in 7 seconds" in page.locator(".error").inner_text()
+    assert "req-1" in page.locator(".ending").inner_text()
+    page.route(CHAT, lambda route: route.abort(), times=1)
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("cannot be reached").wait_for()
+    answering(page, a_round(("half", "model")), is_whole=False)
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("broke off").wait_for()
+    assert page.locator(".message").inner_text() == "half"
+    answering(page, a_round(("whole", "model")))
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("whole").first.wait_for()
+    assert page.locator(".user").all_inner_texts() == ["short"] and page.locator(".error").count() == 0
+
+
+def test_a_key_is_asked_for_where_one_is_needed_and_the_question_waits_for_it(open_page):
+    with running(api_keys=("sesame",)) as locked:
+        page = open_page(at=locked)
+        page.locator("#key-form").wait_for()
+        ask(page, "open", longest=5)
+        page.locator(".error").wait_for()
+        page.fill("#key", "wrong")
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_text("was not taken").wait_for()
+        page.fill("#key", "sesame")
+        page.get_by_role("button", name="Use this key").click()
+        page.locator(".inspect").wait_for(timeout=30_000)
+        assert not page.locator("#key-form").is_visible() and page.locator("#model").inner_text() == "tiny"
+        page.close()

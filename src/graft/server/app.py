@@ -30,7 +30,7 @@ from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatShape, Json, Shape, TextShape
 from graft.server.grammar import Grammars, SchemasBusyError
-from graft.server.guard import Guard
+from graft.server.guard import PAGE_PATHS, Guard
 from graft.server.metrics import Metrics
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.settings import ServeSettings
@@ -500,9 +500,9 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, file in {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}.items():
+    for path in PAGE_PATHS:
 
-        def serve(file: str = file) -> Response:
+        def serve(file: str = path[1:] or "index.html") -> Response:
             return FileResponse(PAGE / file, headers=_PAGE_HEADERS)
 
         app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

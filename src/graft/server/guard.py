@@ -10,7 +10,8 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_OPEN = {"/", "/page.css", "/page.js", "/health", "/version"}  # to anybody
+PAGE_PATHS = ("/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js")
+_OPEN = {*PAGE_PATHS, "/health", "/version"}  # to anybody
 
 
 class _TooLargeError(Exception):
