@@ -1,5 +1,6 @@
 """The web page in a real browser: what a user sees and does, in light and dark mode, on a desktop and on a phone."""
 
+import itertools
 import json
 import os
 import shutil
@@ -81,13 +82,20 @@ def a_round(*pieces):
     }  # fmt: skip
 
 
-def answering(page, *rounds, reason="stop", is_whole=True):
-    """Has the next answer be this: chunks of rounds, then the end, or none."""
+def answering(page, *rounds, reason="stop", is_whole=True, path=CHAT):
+    """Has the next answer be this: chunks of rounds, then the end, or none. Returns the requests that it answers."""
     chunks = [{"delta": {"content": "".join(piece["text"] for piece in one["new"])}, "rounds": [one]} for one in rounds]
     chunks.append({"delta": {}, "finish_reason": reason, "speculation": {"decode_seconds": 0.5}})
     events = [f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in (chunks if is_whole else chunks[:-1])]
     body = "".join([*events, "data: [DONE]\n\n"] if is_whole else events)
-    page.route(CHAT, lambda route: route.fulfill(body=body, content_type="text/event-stream"), times=1)
+    requests = []
+
+    def answer(route):
+        requests.append(route.request.post_data_json)
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route(path, answer, times=1)
+    return requests
 
 
 def failing(page, status, message="no", **headers):
@@ -255,7 +263,9 @@ def test_an_answer_that_was_cut_goes_on_to_what_it_would_have_been(open_page):
     assert "Cut at 12 tokens" in page.locator(".ending").inner_text()
     first = page.locator(".message").inner_text()
     page.get_by_role("button", name="Go on").click()
-    page.get_by_text("Cut at 2").wait_for(timeout=30_000)  # 24, or less by what was half a character
+    page.locator("#talk > :not(#spoken)").get_by_text("Cut at 2").first.wait_for(
+        timeout=30_000
+    )  # 24, or less by what was half a character
     both = page.locator(".message").inner_text()
     assert len(whole) > len(both) > len(first) > 0 and whole.startswith(both) and both.startswith(first)
 
@@ -282,7 +292,7 @@ def test_an_empty_answer_is_said_to_be_one(open_page):
     assert "The answer is empty" in page.locator(".ending").inner_text()
     answering(page, a_round(("Something.", "model")))
     page.get_by_role("button", name="Ask again").click()
-    page.get_by_text("Something.").first.wait_for()
+    page.locator("#talk > :not(#spoken)").get_by_text("Something.").first.wait_for()
     assert page.locator(".user").count() == 1 and "empty" not in page.locator(".ending").inner_text()
 
 
@@ -301,14 +311,14 @@ def test_errors_are_said_in_human_words_and_the_prompt_is_kept(open_page):
     assert "req-1" in page.locator(".ending").inner_text()
     page.route(CHAT, lambda route: route.abort(), times=1)
     page.get_by_role("button", name="Retry").click()
-    page.get_by_text("cannot be reached").wait_for()
+    page.locator("#talk > :not(#spoken)").get_by_text("cannot be reached").first.wait_for()
     answering(page, a_round(("half", "model")), is_whole=False)
     page.get_by_role("button", name="Retry").click()
-    page.get_by_text("broke off").wait_for()
+    page.locator("#talk > :not(#spoken)").get_by_text("broke off").first.wait_for()
     assert page.locator(".message").inner_text() == "half"
     answering(page, a_round(("whole", "model")))
     page.get_by_role("button", name="Retry").click()
-    page.get_by_text("whole").first.wait_for()
+    page.locator("#talk > :not(#spoken)").get_by_text("whole").first.wait_for()
     assert page.locator(".user").all_inner_texts() == ["short"] and page.locator(".error").count() == 0
 
 
@@ -320,9 +330,136 @@ def test_a_key_is_asked_for_where_one_is_needed_and_the_question_waits_for_it(op
         page.locator(".error").wait_for()
         page.fill("#key", "wrong")
         page.get_by_role("button", name="Use this key").click()
-        page.get_by_text("was not taken").wait_for()
+        page.locator("#talk > :not(#spoken)").get_by_text("was not taken").first.wait_for()
         page.fill("#key", "sesame")
         page.get_by_role("button", name="Use this key").click()
         page.locator(".inspect").wait_for(timeout=30_000)
         assert not page.locator("#key-form").is_visible() and page.locator("#model").inner_text() == "tiny"
         page.close()
+
+
+# The text of an answer
+
+MARKDOWN = """## A title
+
+A **bold _word_**, `co*de*` and *more*, but 2 * 3 * 4 and a_b_c.
+See [this](https://example.com/a) or [that](javascript:alert(1)).
+
+```python
+for i in range(3):
+    print("**not bold**")  # a line that is so long that it does not fit on any telephone whatsoever
+```
+
+1. one
+   - under it
+2. two
+
+> said <img src=x onerror="document.title='broken'">
+
+| a | b |
+|---|---|
+| 1 | **2** |
+"""
+
+
+def in_pieces(text, size=3):
+    """Rounds of two tokens, of a few characters each."""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return [
+        a_round(*((piece, ("drafted", "suffix", "model")[(at + place) % 3]) for place, piece in enumerate(pair)))
+        for at in range(0, len(pieces), 2)
+        if (pair := pieces[at : at + 2])
+    ]
+
+
+def test_markdown_is_shown_as_elements_and_nothing_in_it_is_run(open_page):
+    page = open_page(viewport=PHONE)
+    answering(page, *in_pieces(MARKDOWN))
+    ask(page, "markdown <b>please</b>")
+    wait_for_the_end(page)
+    assert page.locator(".user").inner_text() == "markdown <b>please</b>"
+    message = page.locator(".message")
+    assert message.locator("h4").inner_text() == "A title"  # the headings go on from the page's own
+    assert message.locator("strong").first.inner_text() == "bold word" and message.locator("strong em").count() == 1
+    assert message.locator("p code").inner_text() == "co*de*" and message.locator("em").last.inner_text() == "more"
+    assert "2 * 3 * 4 and a_b_c." in message.inner_text() and "[that](javascript:alert(1))" in message.inner_text()
+    assert message.locator("a").evaluate_all("all => all.map((one) => one.href)") == ["https://example.com/a"]
+    code = message.locator("pre")
+    assert code.inner_text().startswith('for i in range(3):\n    print("**not bold**")')
+    assert "mono" in code.locator("code").evaluate("one => getComputedStyle(one).fontFamily")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert message.locator("ol > li").count() == 2 and message.locator("ol ul > li").inner_text() == "under it"
+    assert "<img src=x" in message.locator("blockquote").inner_text() and page.title() == "Graft"
+    assert message.locator("td").all_inner_texts() == ["1", "2"]
+    levels = page.evaluate(
+        """[...document.querySelectorAll("h1, h2, h3, h4, h5, h6")].filter((one) => one.checkVisibility())
+        .map((one) => Number(one.tagName[1]))"""
+    )
+    assert levels[0] == 1 and all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_every_character_keeps_the_colour_of_its_token(open_page):
+    page = open_page()
+    text = "one **two** `three`\n\n- four\n- five"
+    answering(page, *in_pieces(text))
+    ask(page, "colours")
+    wait_for_the_end(page)
+    shown = page.locator(".token").evaluate_all("all => all.map((one) => [one.textContent, one.className])")
+    kinds = ("drafted", "copied", "model")
+    expected = [kinds[(place // 3 // 2 * 2 + place // 3 % 2) % 3] for place in range(len(text))]
+    spelt = [(letter, kind) for letters, kind in shown for letter in letters]
+    wanted = [
+        (letter, f"token {kind}")
+        for place, (letter, kind) in enumerate(zip(text, expected, strict=True))
+        if letter not in "*`\n" and not text.startswith("- ", place) and not text.startswith("- ", place - 1)
+    ]
+    assert spelt == wanted
+
+
+def test_a_conversation_is_kept_over_a_reload_and_every_answer_can_be_inspected(open_page):
+    page = open_page()
+    answering(page, a_round(("Three.", "drafted")), a_round((" Or more", "model")), reason="length")
+    ask(page, "how many?")
+    wait_for_the_end(page)
+    asked = answering(page, a_round(("Two.", "drafted")))
+    ask(page, "and?")
+    page.locator("#talk > :not(#spoken)").get_by_text("Two.").first.wait_for()
+    wait_for_the_end(page)
+    before = page.locator(".turn").all_inner_texts()
+    assert [message["content"] for message in asked[0]["messages"]] == ["how many?", "Three. Or more", "and?"]
+    page.reload()
+    assert page.locator(".turn").all_inner_texts() == before and not page.locator("#welcome").is_visible()
+    assert page.locator("#rounds-count").inner_text() == "1"
+    page.locator(".inspect").first.click()
+    assert page.locator("#rounds-count").inner_text() == "2"
+    assert page.locator(".inspect").first.get_attribute("aria-pressed") == "true"
+    page.locator(".turn").nth(1).locator(".token").click()
+    assert page.locator("#rounds-count").inner_text() == "1" and page.locator("#tree").is_visible()
+    asked = answering(page, a_round((" to come.", "model")), path="**/v1/completions")
+    page.get_by_role("button", name="Go on").click()
+    page.locator("#messages").get_by_text("Three. Or more to come.").wait_for()
+    assert asked[0]["prompt"][-2:] == [5, 5]  # it still knows the tokens
+    wait_for_the_end(page)
+    page.click("#clear")
+    page.reload()
+    assert page.locator(".turn").count() == 0 and page.locator("#welcome").is_visible()
+
+
+def test_what_is_read_out_are_sentences(open_page):
+    page = open_page()
+    assert page.locator("[aria-live], [role=log]").count() == 1
+    answering(page, *in_pieces("It is **blue**. Light scatters! And so on", size=2))
+    ask(page, "why?")
+    wait_for_the_end(page)
+    said = page.locator("#spoken p").all_inner_texts()
+    assert "".join(said).replace(" ", "") == "Itisblue.Lightscatters!Andsoon" and said[-1].endswith("And so on")
+    assert all(one.rstrip()[-1] in ".!" for one in said[:-1])
+
+
+def test_bubbles_stay_inside_the_column_of_the_answers(open_page):
+    page = open_page(viewport={"width": 1800, "height": 800})
+    answering(page, a_round(("Yes.", "model")))
+    ask(page, "ok?")
+    wait_for_the_end(page)
+    bubble, column = page.locator(".user").bounding_box(), page.locator(".answers").bounding_box()
+    assert bubble["x"] + bubble["width"] == pytest.approx(column["x"] + column["width"], abs=1)

@@ -2,6 +2,7 @@
 // No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
 import { Trouble, hasKey, request, stream, useKey } from "./api.js";
+import { showMarkdown } from "./markdown.js";
 import { $, KINDS, button, element, kindOf, wordsOf } from "./parts.js";
 import { drawTree, wordsOfRound } from "./tree.js";
 
@@ -39,7 +40,7 @@ class Answer {
 
   reset() {
     this.rounds = [];
-    this.pieces = []; // {text, origin, round}
+    this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
     this.ids = []; // of its tokens
     this.counts = {}; // tokens by origin
     this.text = "";
@@ -66,7 +67,9 @@ class Answer {
     for (const { id, text, origin } of round.new) {
       this.ids.push(id);
       this.counts[origin] = (this.counts[origin] ?? 0) + 1;
-      if (text) this.pieces.push({ text, origin, round: number });
+      if (!text) continue;
+      const last = this.pieces.at(-1);
+      this.pieces.push({ text, at: last ? last.at + last.text.length : 0, origin, round: number });
     }
   }
 
@@ -88,10 +91,34 @@ class Answer {
   }
 
   render() {
-    const drawn = this.body.querySelectorAll(".token").length;
-    for (const piece of this.pieces.slice(drawn)) this.body.append(tokenOf(piece));
+    showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
+    if (this === shown) markChosen();
     const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
     this.title.textContent = `${this.name}${speed}`;
+  }
+
+  // A text whose characters stand at these places of the whole answer, as one span for each token's part of it
+  spans(text, places) {
+    const spans = [];
+    let from = 0;
+    while (from < text.length) {
+      const piece = this.pieceAt(places[from]);
+      let to = from + 1;
+      while (to < text.length && places[to] < piece.at + piece.text.length) to += 1;
+      spans.push(tokenOf(text.slice(from, to), piece));
+      from = to;
+    }
+    return spans;
+  }
+
+  pieceAt(place) {
+    let [low, high] = [0, this.pieces.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.pieces[middle].at <= place) low = middle;
+      else high = middle - 1;
+    }
+    return this.pieces[low];
   }
 
   get numTokens() {
@@ -112,7 +139,7 @@ class Answer {
   }
 }
 
-function tokenOf({ text, origin, round }) {
+function tokenOf(text, { origin, round }) {
   const span = element("span", `token ${kindOf(origin)}`, text);
   span.title = `${wordsOf(origin)}, round ${round + 1}`;
   span.dataset.round = round;
@@ -244,6 +271,7 @@ function edit(turn) {
 
 function forget(turn) {
   turns = turns.filter((one) => one !== turn);
+  keep();
   turn.box.remove();
   if (turn.answers.includes(shown)) show(turns.at(-1)?.answer ?? null);
   $("welcome").hidden = turns.length > 0;
@@ -259,6 +287,7 @@ async function answerAll(turn, answers) {
   const { signal } = stop;
   $("send").textContent = "Stop";
   turn.ending.replaceChildren();
+  $("spoken").replaceChildren();
   show(answers[0]);
   for (const answer of answers) {
     await follow(turn, answer, signal);
@@ -269,6 +298,11 @@ async function answerAll(turn, answers) {
   const follows = isAtEnd();
   turn.render();
   turn.renderEnding();
+  speak(turn.answer, true);
+  for (const words of turn.box.querySelectorAll(".headline, .ending p")) {
+    $("spoken").append(element("p", "", words.textContent));
+  }
+  keep();
   showFigures();
   if (follows && turn.racing) bringIntoView(turn.verdict, "nearest");
   else if (follows) scrollToEnd();
@@ -327,7 +361,19 @@ function paint(turn, answer) {
     turn.render();
     if (follows) scrollToEnd();
     if (answer === shown) showFigures();
+    if (answer === turn.answer) speak(answer);
   });
+}
+
+// Read out for those who listen: whole sentences, not tokens
+
+function speak(answer, isOver = false) {
+  const fresh = answer.text.slice(answer.spoken);
+  const ends = [...fresh.matchAll(/[.!?…:;]["')\]*]*\s+|\n+/g)].map((found) => found.index + found[0].length);
+  const upTo = isOver ? fresh.length : ends.at(-1) ?? 0;
+  const words = fresh.slice(0, upTo).replace(/[*_`#|]+/g, "").trim();
+  if (words) $("spoken").append(element("p", "", words));
+  answer.spoken += upTo;
 }
 
 // Scrolling: the end of the text stays in sight while it grows, unless the reader has left it
@@ -442,6 +488,49 @@ function markChosen() {
   shown.body.querySelectorAll(`[data-round="${chosen}"]`).forEach((token) => token.classList.add("chosen"));
 }
 
+// The conversation stays over a reload, and goes with the tab
+
+function keep() {
+  const told = turns.map(({ prompt, racing, answers }) => ({
+    prompt,
+    racing,
+    answers: answers.map(({ text, rounds, seconds, reason }) => ({ text, rounds, seconds, reason })),
+  }));
+  const put = () => sessionStorage.setItem("graft.turns", JSON.stringify(told));
+  try {
+    put();
+  } catch { // more than a browser stores: of the trees only the last are kept, of the texts all
+    for (const { answers } of told.slice(0, -1)) {
+      for (const answer of answers) answer.rounds = answer.rounds.map((round) => ({ new: round.new }));
+    }
+    try {
+      put();
+    } catch {
+      sessionStorage.removeItem("graft.turns");
+    }
+  }
+}
+
+function restore() {
+  for (const told of JSON.parse(sessionStorage.getItem("graft.turns") ?? "[]")) {
+    if (!told.answers[0].text) continue; // never answered
+    const turn = new Turn(told.prompt, told.racing);
+    turn.answers.forEach((answer, place) => {
+      const { text, rounds, seconds, reason } = told.answers[place];
+      rounds.forEach((round) => answer.addRound(round));
+      const ended = reason === "failed" ? "stopped" : reason;
+      Object.assign(answer, { text, seconds, reason: ended, spoken: text.length });
+    });
+    turns.push(turn);
+    $("messages").append(turn.box);
+    turn.render();
+    turn.renderEnding();
+  }
+  $("welcome").hidden = turns.length > 0;
+  show(turns.at(-1)?.answer ?? null);
+  scrollToEnd();
+}
+
 // The key, where the server wants one
 
 function askForKey() {
@@ -524,6 +613,7 @@ $("clear").addEventListener("click", async () => {
   stop?.abort();
   await running;
   turns = [];
+  keep();
   $("messages").replaceChildren($("welcome"));
   $("welcome").hidden = false;
   show(null);
@@ -537,6 +627,6 @@ $("legend").append(...Object.entries(KINDS).map(([kind, { all }]) => {
   row.append(element("span", `swatch ${kind}`), element("span", "", all));
   return row;
 }));
+restore();
 nameModel();
-showFigures();
 if (!isPhone()) $("prompt").focus();
