@@ -7,6 +7,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
+const THINK = /^\s*<think>/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const ROW = /^\s*\|.*\|\s*$/;
 const DASHES = /^\s*\|[-:|\s]*-[-:|\s]*\|\s*$/;
@@ -74,6 +75,9 @@ function blocksOf(lines) {
     } else if (RULE.test(line.text)) {
       block = { kind: "hr" };
       next += 1;
+    } else if (THINK.test(line.text)) { // what some models write before they answer
+      const thought = takeWhile((one, at) => at === first || !lines[at - 1].text.includes("</think>"));
+      block = { kind: "blockquote", blocks: blocksOf([cut(line, line.text.indexOf(">") + 1), ...thought.slice(1)]) };
     } else if (QUOTE.test(line.text)) {
       const quoted = takeWhile((one) => QUOTE.test(one.text));
       block = { kind: "blockquote", blocks: blocksOf(quoted.map((one) => cut(one, one.text.match(QUOTE)[0].length))) };

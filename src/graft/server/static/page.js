@@ -43,7 +43,8 @@ class Answer {
     this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
     this.ids = []; // of its tokens
     this.counts = {}; // tokens by origin
-    this.text = "";
+    this.text = ""; // to be sent back: without what the model thought before it, which the pieces have
+    this.thinks = false;
     this.seconds = 0; // of decoding alone
     this.since = null; // when the stream under way brought its first token
     this.reason = null; // stop, length, stopped or failed; null: not begun, or not ended
@@ -55,6 +56,7 @@ class Answer {
   take(choice) {
     this.since ??= performance.now();
     this.text += choice.delta?.content ?? choice.text ?? "";
+    this.thinks ||= Boolean(choice.delta?.reasoning_content);
     for (const round of choice.rounds ?? []) this.addRound(round);
     if (!choice.finish_reason) return;
     this.reason = choice.finish_reason;
@@ -87,7 +89,7 @@ class Answer {
       if (last) this.ids.pop();
       else this.rounds.pop();
     }
-    this.text = this.pieces.map((piece) => piece.text).join("");
+    if (!this.thinks) this.text = this.pieces.map((piece) => piece.text).join("");
   }
 
   render() {
@@ -199,8 +201,12 @@ class Turn {
     const memory = copied >= MUCH_COPIED
       ? ` ${Math.round(100 * copied)}% of the answer was copied from an earlier one: a new question would gain less.`
       : "";
-    const note = "One after the other, each with the machine to itself; reading the question is not counted.";
-    this.verdict.replaceChildren(headline, laps, same, element("p", "note", note + memory));
+    const none = graft.numTokens === (graft.counts.model ?? 0)
+      ? " Graft guessed nothing right this time, or found that guessing would not pay: the difference is chance."
+      : "";
+    const note = "One after the other, Graft first, so that it can copy nothing from the plain answer. Reading the " +
+      "question is not counted.";
+    this.verdict.replaceChildren(headline, laps, same, element("p", "note", note + memory + none));
   }
 
   renderEnding() {
@@ -248,7 +254,7 @@ function lapOf(answer, longest) {
 
 function ask(text, racing = $("race").checked) {
   const last = turns.at(-1);
-  if (last && !last.answer.text) forget(last); // was never answered
+  if (last && !last.answer.pieces.length) forget(last); // was never answered
   $("welcome").hidden = true;
   const turn = new Turn(text, racing);
   turns.push(turn);
@@ -453,6 +459,7 @@ function addRoundBar(number) {
   bar.setAttribute("role", "option");
   bar.setAttribute("aria-selected", "false");
   bar.setAttribute("aria-label", `Round ${number + 1}, ${round.new.length} tokens`);
+  if (round.new.length > 12) bar.classList.add("high");
   for (const piece of round.new) {
     const block = element("i", kindOf(piece.origin));
     block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // a very good round is no tower
