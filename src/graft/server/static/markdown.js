@@ -4,13 +4,13 @@
 import { element } from "./parts.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(?=\S)/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const THINK = /^\s*<think>/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const ROW = /^\s*\|.*\|\s*$/;
-const DASHES = /^\s*\|[-:|\s]*-[-:|\s]*\|\s*$/;
+const MAX_DEPTH = 8; // of quotes and lists in each other
 
 // Shows a text in a box. write(text, places): nodes for a text whose characters stand at these places of the source.
 // Blocks that are there already stay: of a growing text only the last one is made anew.
@@ -44,7 +44,7 @@ const indentOf = (line) => line.text.length - line.text.trimStart().length;
 
 // Blocks: {kind, from, to, ...}, each of some lines
 
-function blocksOf(lines) {
+function blocksOf(lines, depth = 0) {
   const blocks = [];
   let level = 3; // the page's own headings go so deep; none is skipped below
   let next = 0;
@@ -67,26 +67,26 @@ function blocksOf(lines) {
       block = { kind: "code", lines: takeWhile((one) => !closes(one)) };
       next += 1; // the closing fence, if it has come
     } else if (HEADING.test(line.text)) {
-      const [all, marks, words] = line.text.match(HEADING);
+      const [before, marks] = line.text.match(HEADING);
       level = Math.min(level + 1, marks.length + 3, 6);
-      const from = all.indexOf(words, all.indexOf(marks) + marks.length);
-      block = { kind: `h${level}`, lines: [cut(line, from, from + words.length)] };
+      block = { kind: `h${level}`, lines: [cut(line, before.length)] };
       next += 1;
     } else if (RULE.test(line.text)) {
       block = { kind: "hr" };
       next += 1;
-    } else if (THINK.test(line.text)) { // what some models write before they answer
+    } else if (depth < MAX_DEPTH && THINK.test(line.text)) { // what some models write before they answer
       const thought = takeWhile((one, at) => at === first || !lines[at - 1].text.includes("</think>"));
-      block = { kind: "blockquote", blocks: blocksOf([cut(line, line.text.indexOf(">") + 1), ...thought.slice(1)]) };
-    } else if (QUOTE.test(line.text)) {
-      const quoted = takeWhile((one) => QUOTE.test(one.text));
-      block = { kind: "blockquote", blocks: blocksOf(quoted.map((one) => cut(one, one.text.match(QUOTE)[0].length))) };
-    } else if (ITEM.test(line.text)) {
+      thought[0] = cut(line, line.text.indexOf(">") + 1);
+      block = { kind: "blockquote", blocks: blocksOf(thought, depth + 1) };
+    } else if (depth < MAX_DEPTH && QUOTE.test(line.text)) {
+      const quoted = takeWhile((one) => QUOTE.test(one.text)).map((one) => cut(one, one.text.match(QUOTE)[0].length));
+      block = { kind: "blockquote", blocks: blocksOf(quoted, depth + 1) };
+    } else if (depth < MAX_DEPTH && ITEM.test(line.text)) {
       const starts = (one) => ITEM.test(one.text) && !RULE.test(one.text);
       const isOurs = (one, at) => starts(one) || (isBlank(one) ? goesOn(lines, at) : indentOf(one) > 0 ||
         (!isBlank(lines[at - 1]) && !beginsBlock(lines, at)));
-      block = listOf(takeWhile(isOurs));
-    } else if (ROW.test(line.text) && DASHES.test(lines[next + 1]?.text ?? "")) {
+      block = listOf(takeWhile(isOurs), depth + 1);
+    } else if (beginsTable(lines, next)) {
       const rows = takeWhile((one) => ROW.test(one.text));
       block = { kind: "table", rows: rows.filter((one, place) => place !== 1).map(cellsOf) };
     } else {
@@ -101,7 +101,12 @@ function blocksOf(lines) {
 }
 
 const beginsBlock = (lines, at) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((one) => one.test(lines[at].text)) ||
-  (ROW.test(lines[at].text) && DASHES.test(lines[at + 1]?.text ?? ""));
+  beginsTable(lines, at);
+
+function beginsTable(lines, at) {
+  const second = lines[at + 1]?.text ?? "";
+  return ROW.test(lines[at].text) && ROW.test(second) && /^[-:|\s]+$/.test(second) && second.includes("-");
+}
 
 // After a blank line a list goes on with a further item, or with what is indented.
 const goesOn = (lines, at) => {
@@ -109,7 +114,7 @@ const goesOn = (lines, at) => {
   return later !== undefined && (ITEM.test(later.text) || indentOf(later) > 1);
 };
 
-function listOf(lines) {
+function listOf(lines, depth) {
   const outer = indentOf(lines[0]);
   const number = parseInt(lines[0].text.trim(), 10);
   const items = [];
@@ -121,7 +126,7 @@ function listOf(lines) {
       items.at(-1).lines.push(cut(line, Math.min(indentOf(line), items.at(-1).width)));
     }
   }
-  const blocks = items.map((item) => blocksOf(item.lines));
+  const blocks = items.map((item) => blocksOf(item.lines, depth));
   return Number.isNaN(number) ? { kind: "ul", items: blocks } : { kind: "ol", start: number, items: blocks };
 }
 
@@ -176,25 +181,34 @@ function joined(lines) {
 }
 
 // What stands in a line: the first mark that fits, and the same again in what it holds and in what follows
-
+// (each reaches so far and no further: marks without an end must not be searched for through the whole text, again
+// and again).
 const MARKS = [
-  ["code", /(`+)(?!`)([^]*?[^`])\1(?!`)/dg],
-  ["strong", /(\*\*)(?=\S)([^]*?\S)\*\*(?!\*)/dg],
-  ["strong", /(?<!\w)(__)(?=\S)([^]*?\S)__(?!\w)/dg],
-  ["em", /(\*)(?=[^\s*])([^*]*[^\s*])\*(?![\w*])/dg],
-  ["em", /(?<!\w)(_)(?=[^\s_])([^_]*[^\s_])_(?!\w)/dg],
-  ["del", /(~~)(?=\S)([^]*?\S)~~/dg],
-  ["a", /(\[)([^\][]+)\]\((https?:\/\/[^\s()]+)\)/dg],
+  ["code", /(`+)(?!`)([^]{0,400}?[^`])\1(?!`)/dg],
+  ["strong", /(\*\*)(?=\S)([^]{0,400}?\S)\*\*(?!\*)/dg],
+  ["strong", /(?<!\w)(__)(?=\S)([^]{0,400}?\S)__(?!\w)/dg],
+  ["em", /(\*)(?=[^\s*])([^*]{0,400}[^\s*])\*(?![\w*])/dg],
+  ["em", /(?<!\w)(_)(?=[^\s_])([^_]{0,400}[^\s_])_(?!\w)/dg],
+  ["del", /(~~)(?=\S)([^]{0,400}?\S)~~/dg],
+  ["a", /(\[)([^\][]{1,400})\]\((https?:\/\/[^\s()]+)\)/dg],
 ];
 
 function inline(text, places, write) {
   const made = [];
+  const coming = MARKS.map(([kind]) => ({ kind, found: { index: -1 } })); // of each mark, where it is found next
   let done = 0; // characters
   while (done < text.length) {
-    const { kind, found } = firstMark(text, done);
-    const start = found ? found.index : text.length;
+    coming.forEach((one, place) => {
+      if (!one.found || one.found.index >= done) return;
+      const pattern = MARKS[place][1];
+      pattern.lastIndex = done;
+      one.found = pattern.exec(text);
+    });
+    const first = coming.filter((one) => one.found).sort((a, b) => a.found.index - b.found.index)[0];
+    const start = first ? first.found.index : text.length;
     if (start > done) made.push(...write(text.slice(done, start), places.slice(done, start)));
-    if (!found) break;
+    if (!first) break;
+    const { kind, found } = first;
     const [from, to] = found.indices[2];
     const inner = [text.slice(from, to), places.slice(from, to)];
     const box = element(kind);
@@ -204,14 +218,4 @@ function inline(text, places, write) {
     done = start + found[0].length;
   }
   return made;
-}
-
-function firstMark(text, from) {
-  let first = {};
-  for (const [kind, pattern] of MARKS) {
-    pattern.lastIndex = from;
-    const found = pattern.exec(text);
-    if (found && !(first.found?.index <= found.index)) first = { kind, found };
-  }
-  return first;
 }
