@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 
+import httpx
 import pytest
 
 from test_server import running
@@ -136,6 +137,13 @@ def in_view(page, selector):
     """Whether the top of an element is on the screen, below the header."""
     top = page.locator(selector).bounding_box()["y"]
     return page.locator("header").bounding_box()["height"] - 1 <= top < page.viewport_size["height"] - 50
+
+
+def test_the_pages_files_are_all_that_is_served_whatever_the_query_asks_for(url):
+    for path in ("/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"):
+        plain = httpx.get(url + path)
+        assert plain.status_code == 200 and plain.headers["content-security-policy"].startswith("default-src 'self'")
+        assert httpx.get(url + path, params={"file": __file__}).content == plain.content
 
 
 # On a phone

@@ -30,7 +30,7 @@ from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatShape, Json, Shape, TextShape
 from graft.server.grammar import Grammars, SchemasBusyError
-from graft.server.guard import PAGE_PATHS, Guard
+from graft.server.guard import Guard
 from graft.server.metrics import Metrics
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.settings import ServeSettings
@@ -500,9 +500,13 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path in PAGE_PATHS:
+    for file in PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.add_api_route(path, _serving(file), include_in_schema=False, response_class=Response)
 
-        def serve(file: str = path[1:] or "index.html") -> Response:
-            return FileResponse(PAGE / file, headers=_PAGE_HEADERS)
 
-        app.add_api_route(path, serve, include_in_schema=False, response_class=Response)
+def _serving(file: Path) -> Callable[[], Response]:
+    def serve() -> Response:  # without parameters: they would be the query's, and name any file
+        return FileResponse(file, headers=_PAGE_HEADERS)
+
+    return serve

@@ -10,8 +10,8 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PAGE_PATHS = ("/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js")
-_OPEN = {*PAGE_PATHS, "/health", "/version"}  # to anybody
+_PAGE = {"/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"}
+_OPEN = _PAGE | {"/health", "/version"}  # to anybody
 
 
 class _TooLargeError(Exception):
