@@ -501,12 +501,11 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 def _add_page(app: FastAPI) -> None:
     for file in PAGE.iterdir():
-        path = "/" if file.name == "index.html" else f"/{file.name}"
-        app.add_api_route(path, _serving(file), include_in_schema=False, response_class=Response)
+        _add_file(app, "/" if file.name == "index.html" else f"/{file.name}", file)
 
 
-def _serving(file: Path) -> Callable[[], Response]:
+def _add_file(app: FastAPI, path: str, file: Path) -> None:
     def serve() -> Response:  # without parameters: they would be the query's, and name any file
         return FileResponse(file, headers=_PAGE_HEADERS)
 
-    return serve
+    app.add_api_route(path, serve, include_in_schema=False, response_class=Response)
