@@ -333,7 +333,7 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
     new = []
     for token, origin in zip(record.new_tokens, record.origins, strict=True):
         spelling.push(token)
-        new.append({"text": spelling.take(), "origin": origin})
+        new.append({"id": token, "text": spelling.take(), "origin": origin})
     return {
         "tokens": [tokenizer.decode([token]) for token in record.tokens],
         "parents": record.parents,

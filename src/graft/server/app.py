@@ -257,9 +257,12 @@ def _named(error: RequestValidationError) -> RefusedError:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, file in {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}.items():
+    for file in PAGE.iterdir():
+        _add_file(app, "/" if file.name == "index.html" else f"/{file.name}", file)
 
-        def serve(file: str = file) -> Response:
-            return FileResponse(PAGE / file, headers=_PAGE_HEADERS)
 
-        app.add_api_route(path, serve, include_in_schema=False, response_class=Response)
+def _add_file(app: FastAPI, path: str, file: Path) -> None:
+    def serve() -> Response:  # without parameters: they would be the query's, and name any file
+        return FileResponse(file, headers=_PAGE_HEADERS)
+
+    app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.refusals import error_body, new_request_id, reason_for
 
-OPEN = {"/", "/page.css", "/page.js", "/health", "/live", "/version"}  # to anybody
+_PAGE = {"/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"}
+OPEN = _PAGE | {"/health", "/live", "/version"}  # to anybody
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # what a client may call its request
 

@@ -1,82 +1,138 @@
-// The page: a chat whose tokens show who proposed them, and the rounds behind it. No framework, no build.
+// The page: a chat whose pieces show who guessed them, a race against plain decoding, and the rounds behind an answer.
+// No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
-const $ = (id) => document.getElementById(id);
-let conversation = []; // messages as the API takes them
+import { Trouble, hasKey, request, stream, useKey } from "./api.js";
+import { showMarkdown } from "./markdown.js";
+import { $, KINDS, button, element, kindOf, wordsOf } from "./parts.js";
+import { drawTree, wordsOfRound } from "./tree.js";
+
+const DEMO = "Write a Python function that returns the n-th Fibonacci number.";
+const EXAMPLES = [
+  "Why is the sky blue?",
+  "Write a short story about a fox and a river.",
+  "Repeat this text, word for word: The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote " +
+    "down the weather in a small blue book.",
+];
+const MUCH_COPIED = 0.2; // the share of an answer taken from an earlier one that a race must mention
+
+let turns = []; // the conversation
 let stop = null; // an AbortController while an answer comes
+let running = null; // a promise that the latest answer has ended
 let shown = null; // the answer whose figures and rounds are shown
-const MAX_NODES = 40; // of a drawn tree, beside the accepted ones
+let chosen = null; // the number of the round whose tree is shown
 
-// What each source of grafts is, in words
-const SOURCES = {
-  suffix: "copied from this conversation",
-  past: "copied from earlier answers",
-  datastore: "copied from the index",
-  trigram: "what followed the same 3 tokens",
-  bigram: "what followed the same 2 tokens",
-  adjacency: "what followed the same token",
-};
+const isPhone = () => getComputedStyle($("messages")).overflowY === "visible"; // the document scrolls
+const answerOf = new WeakMap(); // by the element that holds its text
 
-const kindOf = (origin) => (origin === "model" ? "model" : origin === "drafted" ? "drafted" : "grafted");
-
-function element(tag, classes = "", text = "") {
-  const made = document.createElement(tag);
-  if (classes) made.className = classes;
-  if (text) made.textContent = text;
-  return made;
-}
-
-// An answer on its way
+// An answer: its tokens as they come, and how it ended
 
 class Answer {
-  constructor(words, lane) {
+  constructor(name, speculates) {
+    this.name = name;
+    this.speculates = speculates;
+    this.title = element("h3", "", name);
+    this.body = element("div", "message");
+    this.lane = element("div", "lane");
+    this.lane.append(this.title, this.body);
+    answerOf.set(this.body, this);
+    this.reset();
+  }
+
+  reset() {
     this.rounds = [];
+    this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
+    this.ids = []; // of its tokens
     this.counts = {}; // tokens by origin
-    this.numTokens = 0;
-    this.text = "";
-    this.started = null;
-    this.seconds = null; // of decoding alone, as the server says at the end
-    this.title = element("h3", "", words);
-    this.body = element("div", "message waiting");
-    lane.append(this.title, this.body);
-    this.words = words;
+    this.text = ""; // to be sent back: without what the model thought before it, which the pieces have
+    this.thinks = false;
+    this.seconds = 0; // of decoding alone
+    this.since = null; // when the stream under way brought its first token
+    this.reason = null; // stop, length, stopped or failed; null: not begun, or not ended
+    this.trouble = null;
+    this.spoken = 0; // characters read out
+    this.body.replaceChildren();
   }
 
   take(choice) {
-    this.started ??= performance.now();
-    this.text += choice.delta.content ?? "";
+    this.since ??= performance.now();
+    this.text += choice.delta?.content ?? choice.text ?? "";
+    this.thinks ||= Boolean(choice.delta?.reasoning_content);
     for (const round of choice.rounds ?? []) this.addRound(round);
-    if (choice.speculation) this.seconds = choice.speculation.decode_seconds;
+    if (!choice.finish_reason) return;
+    this.reason = choice.finish_reason;
+    this.seconds += choice.speculation.decode_seconds;
+    this.since = null;
   }
 
   addRound(round) {
     const number = this.rounds.push(round) - 1;
-    for (const piece of round.new) {
-      this.numTokens += 1;
-      this.counts[piece.origin] = (this.counts[piece.origin] ?? 0) + 1;
-      if (!piece.text) continue;
-      const span = element("span", `token ${kindOf(piece.origin)}`, piece.text);
-      span.title = `${piece.origin === "model" ? "the model's own" : piece.origin}, round ${number + 1}`;
-      span.dataset.round = number;
-      this.body.append(span);
+    for (const { id, text, origin } of round.new) {
+      this.ids.push(id);
+      this.counts[origin] = (this.counts[origin] ?? 0) + 1;
+      if (!text) continue;
+      const last = this.pieces.at(-1);
+      this.pieces.push({ text, at: last ? last.at + last.text.length : 0, origin, round: number });
     }
   }
 
-  end() {
-    this.body.classList.remove("waiting");
-    // Stop strings cut the text in a token's middle: what is shown is exactly what was answered.
-    let left = this.text.length;
-    for (const span of [...this.body.querySelectorAll(".token")]) {
-      if (span.textContent.length > left) span.textContent = span.textContent.slice(0, left);
-      left -= span.textContent.length;
-      if (!span.textContent) span.remove();
+  end(reason) {
+    this.reason = reason;
+    if (this.since !== null) this.seconds += (performance.now() - this.since) / 1000;
+    this.since = null;
+  }
+
+  // Makes ready to go on: the last tokens may be half a character that nobody has seen, and are written again.
+  dropUnseen() {
+    while (this.rounds.length && !this.rounds.at(-1).new.at(-1)?.text) {
+      const last = this.rounds.at(-1).new.pop();
+      if (last) this.counts[last.origin] -= 1;
+      if (last) this.ids.pop();
+      else this.rounds.pop();
     }
-    if (left > 0) this.body.append(this.text.slice(-left));
-    this.title.textContent = `${this.words} · ${this.speed.toFixed(1)} tokens/s`;
+    if (!this.thinks) this.text = this.pieces.map((piece) => piece.text).join("");
+  }
+
+  render() {
+    showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
+    if (this === shown) markChosen();
+    const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
+    this.title.textContent = `${this.name}${speed}`;
+  }
+
+  // A text whose characters stand at these places of the whole answer, as one span for each token's part of it
+  spans(text, places) {
+    const spans = [];
+    let from = 0;
+    while (from < text.length) {
+      const piece = this.pieceAt(places[from]);
+      let to = from + 1;
+      while (to < text.length && places[to] < piece.at + piece.text.length) to += 1;
+      spans.push(tokenOf(text.slice(from, to), piece));
+      from = to;
+    }
+    return spans;
+  }
+
+  pieceAt(place) {
+    let [low, high] = [0, this.pieces.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.pieces[middle].at <= place) low = middle;
+      else high = middle - 1;
+    }
+    return this.pieces[low];
+  }
+
+  get numTokens() {
+    return this.ids.length;
+  }
+
+  get secondsSoFar() {
+    return this.seconds + (this.since === null ? 0 : (performance.now() - this.since) / 1000);
   }
 
   get speed() {
-    const seconds = this.seconds ?? (performance.now() - this.started) / 1000;
-    return this.started === null || seconds <= 0 ? 0 : this.numTokens / seconds;
+    return this.secondsSoFar > 0 ? this.numTokens / this.secondsSoFar : 0;
   }
 
   get meanAccepted() {
@@ -85,153 +141,330 @@ class Answer {
   }
 }
 
-async function stream(answer, speculate) {
-  const seed = parseInt($("seed").value, 10);
-  const headers = { "Content-Type": "application/json" };
-  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
-  const response = await fetch("v1/chat/completions", {
-    method: "POST",
-    headers,
-    signal: stop.signal,
-    body: JSON.stringify({
-      messages: conversation,
-      stream: true,
-      return_rounds: true,
-      speculate,
-      temperature: Number($("temperature").value) || 0,
-      max_tokens: Math.max(1, parseInt($("max-tokens").value, 10) || 256),
-      ...(Number.isNaN(seed) ? {} : { seed }),
-    }),
-  });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const data = event.replace(/^data: /, "");
-      if (data === "[DONE]") continue;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      for (const choice of chunk.choices) answer.take(choice);
-      if (answer === shown) showFigures();
-      stayAtEnd();
+function tokenOf(text, { origin, round }) {
+  const span = element("span", `token ${kindOf(origin)}`, text);
+  span.title = `${wordsOf(origin)}, round ${round + 1}`;
+  span.dataset.round = round;
+  return span;
+}
+
+// A turn: what was asked, the answer or the two that race, and what can be done next
+
+class Turn {
+  constructor(prompt, racing) {
+    this.prompt = prompt;
+    this.racing = racing;
+    // Graft goes first: nothing of the plain answer is there to be copied.
+    this.answers = [new Answer("With Graft", true), ...(racing ? [new Answer("Plain decoding", false)] : [])];
+    this.box = element("div", racing ? "turn racing" : "turn");
+    this.verdict = element("div", "verdict");
+    this.verdict.hidden = !racing;
+    this.lanes = element("div", "answers");
+    this.lanes.append(...this.answers.map((answer) => answer.lane));
+    this.ending = element("div", "ending");
+    this.box.append(element("div", "user", prompt), this.verdict, this.lanes, this.ending);
+    if (!racing) this.answer.title.classList.add("unseen"); // its speed stands beside it
+  }
+
+  get answer() {
+    return this.answers[0];
+  }
+
+  get messages() {
+    const asked = { role: "user", content: this.prompt };
+    return this.answer.text ? [asked, { role: "assistant", content: this.answer.text }] : [];
+  }
+
+  render() {
+    for (const answer of this.answers) answer.render();
+    if (this.racing) this.renderVerdict();
+  }
+
+  renderVerdict() {
+    const longest = Math.max(...this.answers.map((answer) => answer.secondsSoFar), 0.001);
+    const laps = element("div", "laps");
+    laps.append(...this.answers.map((answer) => lapOf(answer, longest)));
+    const [graft, plain] = this.answers;
+    const isOver = this.answers.every((answer) => ["stop", "length"].includes(answer.reason)) && plain.text;
+    if (!isOver) {
+      const words = this.answers.some((answer) => answer.reason === "stopped") ? "The race was stopped" : "The race is on";
+      this.verdict.replaceChildren(element("p", "headline", words), laps);
+      return;
     }
+    const headline = element("p", "headline");
+    headline.append(element("b", "", (graft.speed / plain.speed).toFixed(2)), " times as fast with Graft");
+    const isSame = plain.text === graft.text;
+    const same = element("p", isSame ? "same" : "differs", isSame
+      ? "The same text, to the letter."
+      : "The texts differ. In low precision two almost equally likely words can change places.");
+    const copied = (graft.counts.past ?? 0) / graft.numTokens;
+    const memory = copied >= MUCH_COPIED
+      ? ` ${Math.round(100 * copied)}% of the answer was copied from an earlier one: a new question would gain less.`
+      : "";
+    const none = graft.numTokens === (graft.counts.model ?? 0)
+      ? " Graft guessed nothing right this time, or found that guessing would not pay: the difference is chance."
+      : "";
+    const note = "One after the other, Graft first, so that it can copy nothing from the plain answer. Reading the " +
+      "question is not counted.";
+    this.verdict.replaceChildren(headline, laps, same, element("p", "note", note + memory + none));
+  }
+
+  renderEnding() {
+    this.ending.replaceChildren();
+    const failed = this.answers.find((answer) => answer.reason === "failed");
+    const cut = this.answers.filter((answer) => ["length", "stopped"].includes(answer.reason));
+    const say = (words, classes = "") => this.ending.append(element("p", classes, words));
+    if (failed) {
+      const { trouble } = failed;
+      say(trouble.message, "trouble error");
+      const id = trouble.request ? ` (request ${trouble.request})` : "";
+      if (trouble.said) say(`The server says: ${trouble.said}${id}`);
+      if (trouble.mayPass) this.ending.append(button("Retry", () => retry(this)));
+      if (!this.answer.text) this.ending.append(button("Edit the message", () => edit(this)));
+    } else if (cut.length) {
+      const { reason, numTokens } = cut[0];
+      if (reason === "length") say(`Cut at ${numTokens} tokens, as the settings say.`);
+      else say(numTokens ? `Stopped after ${numTokens} tokens.` : "Stopped before the first word.");
+      this.ending.append(button("Go on", () => run(this, cut.concat(this.answers.filter((answer) => !answer.reason)))));
+    } else if (this.answer.reason && !this.answer.text) {
+      say("The answer is empty: the model ended it at once.");
+      this.ending.append(button("Ask again", () => retry(this)));
+    }
+    const { answer } = this;
+    if (!answer.rounds.length) return;
+    answer.inspect = button("How it was made", () => inspectAnswer(answer), "inspect");
+    answer.inspect.setAttribute("aria-pressed", String(answer === shown));
+    this.ending.append(answer.inspect);
+    if (!this.racing) this.ending.append(element("span", "quiet", `${answer.speed.toFixed(1)} tokens a second`));
   }
 }
 
-function stayAtEnd() {
-  const box = $("messages");
-  if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
+function lapOf(answer, longest) {
+  const lap = element("div", "lap");
+  const track = element("span", "track");
+  const fill = element("span", "fill");
+  fill.style.width = `${(100 * answer.secondsSoFar) / longest}%`;
+  track.append(fill);
+  const time = answer.secondsSoFar ? `${answer.secondsSoFar.toFixed(1)} s` : "";
+  lap.append(element("span", "", answer.speculates ? "Graft" : "Plain"), track, element("span", "time", time));
+  return lap;
 }
 
-async function ask(text) {
+// Asking
+
+function ask(text, racing = $("race").checked) {
+  const last = turns.at(-1);
+  if (last && !last.answer.pieces.length) forget(last); // was never answered
   $("welcome").hidden = true;
-  const talk = conversation; // a new one may begin before this answer has ended
-  talk.push({ role: "user", content: text });
-  $("messages").append(element("div", "message user", text));
-  const racing = $("race").checked;
-  const answers = element("div", racing ? "answers racing" : "answers");
-  const lanes = racing ? [element("div", "lane"), element("div", "lane")] : [element("div", "lane")];
-  answers.append(...lanes);
-  $("messages").append(answers);
-  $("messages").scrollTop = $("messages").scrollHeight;
-  const graft = new Answer("Graft", lanes.at(-1));
-  const plain = racing ? new Answer("Plain decoding", lanes[0]) : null;
-  show(graft);
-  stop = new AbortController();
-  $("send").textContent = "Stop";
-  const runs = [follow(graft, true), ...(plain ? [follow(plain, false)] : [])];
-  await Promise.all(runs);
-  if (plain && plain.text && graft.text) sayWhoWon(plain, graft, answers);
-  stop = null;
-  $("send").textContent = "Send";
-  if (graft.text) talk.push({ role: "assistant", content: graft.text });
-  else talk.pop();
-  showFigures();
+  const turn = new Turn(text, racing);
+  turns.push(turn);
+  $("messages").append(turn.box);
+  scrollToEnd();
+  return run(turn, turn.answers);
+}
+
+function retry(turn) {
+  const again = turn.answers.filter((answer) => answer.reason !== "length" && (!answer.text || answer.reason !== "stop"));
+  again.forEach((answer) => answer.reset());
+  return run(turn, again);
+}
+
+function edit(turn) {
+  forget(turn);
+  $("prompt").value = turn.prompt;
   $("prompt").focus();
 }
 
-async function follow(answer, speculate) {
-  try {
-    await stream(answer, speculate);
-  } catch (error) {
-    if (error.name !== "AbortError") answer.body.append(element("p", "error", error.message));
+function forget(turn) {
+  turns = turns.filter((one) => one !== turn);
+  keep();
+  turn.box.remove();
+  if (turn.answers.includes(shown)) show(turns.at(-1)?.answer ?? null);
+  $("welcome").hidden = turns.length > 0;
+}
+
+function run(turn, answers) {
+  if (!stop) running = answerAll(turn, answers);
+  return running;
+}
+
+async function answerAll(turn, answers) {
+  stop = new AbortController();
+  const { signal } = stop;
+  $("send").textContent = "Stop";
+  turn.ending.replaceChildren();
+  $("spoken").replaceChildren();
+  show(answers[0]);
+  for (const answer of answers) {
+    await follow(turn, answer, signal);
+    if (!["stop", "length"].includes(answer.reason)) break;
   }
-  answer.end();
+  stop = null;
+  $("send").textContent = "Send";
+  const follows = isAtEnd();
+  turn.render();
+  turn.renderEnding();
+  speak(turn.answer, true);
+  for (const words of turn.box.querySelectorAll(".headline, .ending p")) {
+    $("spoken").append(element("p", "", words.textContent));
+  }
+  keep();
+  showFigures();
+  if (follows && turn.racing) bringIntoView(turn.verdict, "nearest");
+  else if (follows) scrollToEnd();
+  const failed = answers.find((answer) => answer.trouble)?.trouble;
+  if (failed?.status === 401) askForKey();
+  else if ([document.body, $("send")].includes(document.activeElement) && !isPhone()) $("prompt").focus();
 }
 
-function sayWhoWon(plain, graft, answers) {
-  const same = plain.text === graft.text ? "The same text" : "Another text (stopped early?)";
-  const words = `${same}; Graft was ${(graft.speed / plain.speed).toFixed(2)} times as fast. ` +
-    "They share the machine, turn by turn: speeds count each one's own turns.";
-  const note = element("p", "quiet message", words);
-  note.id = "verdict";
-  document.querySelectorAll("#verdict").forEach((old) => old.removeAttribute("id"));
-  answers.after(note);
-  stayAtEnd();
+async function follow(turn, answer, signal) {
+  answer.reason = answer.trouble = null;
+  answer.dropUnseen();
+  answer.body.classList.add("waiting");
+  const before = turns.slice(0, turns.indexOf(turn)).flatMap((one) => one.messages);
+  const messages = [...before, { role: "user", content: turn.prompt }];
+  try {
+    const [path, asked] = await askedFor(answer, messages, signal);
+    for await (const choice of stream(path, { ...asked, ...settings(answer) }, signal)) {
+      answer.take(choice);
+      paint(turn, answer);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError" && !(error instanceof Trouble)) throw error;
+    answer.end(error instanceof Trouble ? "failed" : "stopped");
+    answer.trouble = error instanceof Trouble ? error : null;
+  }
+  answer.body.classList.remove("waiting");
 }
 
-// Figures and rounds
+// An answer that was cut goes on from its own tokens. The draw's noise depends on the seed and the position alone, so it
+// becomes what it would have been with a higher limit.
+async function askedFor(answer, messages, signal) {
+  if (!answer.numTokens) return ["v1/chat/completions", { messages }];
+  const { tokens } = await (await request("tokenize", { messages }, signal)).json();
+  return ["v1/completions", { prompt: [...tokens, ...answer.ids] }];
+}
+
+function settings(answer) {
+  const seed = parseInt($("seed").value, 10);
+  return {
+    return_rounds: true,
+    speculate: answer.speculates,
+    temperature: Number($("temperature").value) || 0,
+    max_tokens: Math.max(1, parseInt($("max-tokens").value, 10) || 256),
+    ...(Number.isNaN(seed) ? {} : { seed }),
+  };
+}
+
+let painting = false; // at most once a frame
+function paint(turn, answer) {
+  if (painting) return;
+  painting = true;
+  requestAnimationFrame(() => {
+    painting = false;
+    if (!turns.includes(turn)) return;
+    const follows = isAtEnd();
+    turn.render();
+    if (follows) scrollToEnd();
+    if (answer === shown) showFigures();
+    if (answer === turn.answer) speak(answer);
+  });
+}
+
+// Read out for those who listen: whole sentences, not tokens
+
+function speak(answer, isOver = false) {
+  const fresh = answer.text.slice(answer.spoken);
+  const ends = [...fresh.matchAll(/[.!?…:;]["')\]*]*\s+|\n+/g)].map((found) => found.index + found[0].length);
+  const upTo = isOver ? fresh.length : ends.at(-1) ?? 0;
+  const words = fresh.slice(0, upTo).replace(/[*_`#|]+/g, "").trim();
+  if (words) $("spoken").append(element("p", "", words));
+  answer.spoken += upTo;
+}
+
+// Scrolling: the end of the text stays in sight while it grows, unless the reader has left it
+
+function pastTheEnd() { // pixels of the messages that are out of sight at their end
+  if (!isPhone()) return $("messages").scrollHeight - $("messages").scrollTop - $("messages").clientHeight;
+  return $("messages").getBoundingClientRect().bottom - $("foot").getBoundingClientRect().top;
+}
+
+const isAtEnd = () => pastTheEnd() < 120;
+
+function scrollToEnd() {
+  if (isPhone()) window.scrollBy({ top: Math.max(0, pastTheEnd()), behavior: "instant" });
+  else $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+
+function bringIntoView(target, block) {
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  target.scrollIntoView({ block, behavior: still ? "instant" : "smooth" });
+}
+
+// The panel: figures and rounds of one answer
 
 function show(answer) {
   shown = answer;
+  chosen = null;
+  markChosen();
+  for (const one of turns.flatMap((turn) => turn.answers)) {
+    one.inspect?.setAttribute("aria-pressed", String(one === answer));
+  }
   $("rounds").replaceChildren();
   $("tree").hidden = true;
   showFigures();
 }
 
+function inspectAnswer(answer) {
+  show(answer);
+  if (isPhone()) bringIntoView($("panel-title"), "start");
+}
+
 function showFigures() {
   const rounds = shown?.rounds ?? [];
-  const counts = shown?.counts ?? {};
-  $("speed").textContent = shown?.numTokens ? shown.speed.toFixed(1) : "–";
-  $("accepted").textContent = rounds.length ? shown.meanAccepted.toFixed(2) : "–";
-  $("rounds-count").textContent = rounds.length || "–";
-  const kinds = { drafted: 0, grafted: 0, model: 0 };
-  for (const [origin, count] of Object.entries(counts)) kinds[kindOf(origin)] += count;
+  $("panel").hidden = !rounds.length;
+  $("panel-empty").hidden = rounds.length > 0;
+  if (!rounds.length) return;
+  $("speed").textContent = shown.speed.toFixed(1);
+  $("accepted").textContent = shown.meanAccepted.toFixed(2);
+  $("rounds-count").textContent = rounds.length;
+  const shares = new Map(); // by words: {kind, count}
+  const kinds = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, 0]));
+  for (const [origin, count] of Object.entries(shown.counts)) {
+    kinds[kindOf(origin)] += count;
+    const words = wordsOf(origin);
+    shares.set(words, { kind: kindOf(origin), count: count + (shares.get(words)?.count ?? 0) });
+  }
   $("bar").replaceChildren(...Object.entries(kinds).map(([kind, count]) => {
     const part = element("span", kind);
     part.style.flexGrow = count;
     return part;
   }));
-  const words = { drafted: "drafted", grafted: "grafted", model: "the model's own" };
-  const rows = [];
-  for (const [kind, count] of Object.entries(kinds)) {
-    rows.push(share(words[kind], count, kind));
-    if (kind !== "grafted") continue;
-    for (const [origin, part] of Object.entries(counts)) {
-      if (kindOf(origin) === "grafted") rows.push(share(SOURCES[origin] ?? origin, part, null));
-    }
-  }
-  $("shares").replaceChildren(...rows);
+  const order = Object.keys(KINDS);
+  const sorted = [...shares].sort(([, a], [, b]) => order.indexOf(a.kind) - order.indexOf(b.kind) || b.count - a.count);
+  $("shares").replaceChildren(...sorted.map(([words, { kind, count }]) => {
+    const row = element("li");
+    const percent = `${count} · ${Math.round((100 * count) / shown.numTokens)}%`;
+    row.append(element("span", `swatch ${kind}`), element("span", "", words), element("span", "count", percent));
+    return row;
+  }));
   for (let number = $("rounds").childElementCount; number < rounds.length; number += 1) addRoundBar(number);
-}
-
-function share(words, count, kind) {
-  const row = element("li", kind ? "" : "sub");
-  if (kind) row.append(element("span", `swatch ${kind}`));
-  const percent = shown?.numTokens ? `${count} · ${Math.round((100 * count) / shown.numTokens)}%` : "";
-  row.append(element("span", "", words), element("span", "count", percent));
-  return row;
 }
 
 function addRoundBar(number) {
   const round = shown.rounds[number];
-  const bar = element("button", "round");
-  bar.type = "button";
+  const bar = button("", () => choose(number, bar), "round");
   bar.tabIndex = number === 0 ? 0 : -1;
   bar.setAttribute("role", "option");
   bar.setAttribute("aria-selected", "false");
   bar.setAttribute("aria-label", `Round ${number + 1}, ${round.new.length} tokens`);
+  if (round.new.length > 12) bar.classList.add("high");
   for (const piece of round.new) {
     const block = element("i", kindOf(piece.origin));
-    block.style.height = `${Math.min(7, 110 / round.new.length)}px`; // a very good round is no tower
+    block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // a very good round is no tower
     bar.append(block);
   }
-  bar.addEventListener("click", () => choose(number));
   const box = $("rounds");
   const atEnd = box.scrollWidth - box.scrollLeft - box.clientWidth < 40;
   box.append(bar);
@@ -241,110 +474,103 @@ function addRoundBar(number) {
 function choose(number) {
   const bars = [...$("rounds").children];
   if (!bars[number]) return;
+  chosen = number;
   bars.forEach((bar, place) => {
     bar.setAttribute("aria-selected", String(place === number));
     bar.tabIndex = place === number ? 0 : -1;
   });
-  bars[number].focus({ preventScroll: true });
-  bars[number].scrollIntoView({ block: "nearest", inline: "nearest" });
-  document.querySelectorAll(".token.chosen").forEach((token) => token.classList.remove("chosen"));
-  shown.body.querySelectorAll(`[data-round="${number}"]`).forEach((token) => token.classList.add("chosen"));
-  drawTree(shown.rounds[number], number);
-}
-
-// A round's tree
-
-function drawTree(round, number) {
-  const size = round.tokens.length;
-  const verified = size - round.num_pruned; // the last nodes were proposed, and pruned
-  const accepted = new Set(round.accepted);
-  const reach = [1];
-  for (let node = 1; node < size; node += 1) reach[node] = reach[round.parents[node]] * round.probabilities[node];
-  const ranked = [...Array(verified).keys()].slice(1).sort((a, b) => reach[b] - reach[a]);
-  const kept = new Set([0, ...accepted, ...ranked.slice(0, MAX_NODES)]);
-  for (let node = verified; node < size; node += 1) if (kept.has(round.parents[node])) kept.add(node);
-  const children = Array.from({ length: size }, () => []);
-  for (let node = 1; node < size; node += 1) if (kept.has(node)) children[round.parents[node]].push(node);
-
-  // Depth goes down. What was accepted stands leftmost; every node as far left as its level and its parent allow.
-  const nodes = []; // {label, note, classes, depth, column, parent, taken}
-  const free = []; // by depth, the next column
-  const add = (node) => {
-    node.column = Math.max(free[node.depth] ?? 0, node.parent?.column ?? 0);
-    free[node.depth] = node.column + 1;
-    nodes.push(node);
-    return node;
-  };
-  const place = (node, depth, parent) => {
-    const pruned = node >= verified;
-    const whose = pruned ? "pruned" : round.sources[node];
-    const own = add({
-      label: spell(round.tokens[node]),
-      note: node === 0 ? "" : `${round.probabilities[node].toFixed(2)} ${whose}`,
-      classes: node === 0 ? "root" : pruned ? "pruned" : kindOf(round.sources[node]),
-      taken: node === 0 || accepted.has(node),
-      depth,
-      parent,
-    });
-    const last = node === 0 ? round.accepted.length === 0 : round.accepted.at(-1) === node;
-    if (last && round.new.length > round.accepted.length) {
-      const label = spell(round.new.at(-1).text || "…");
-      add({ label, note: "model's own", classes: "model", taken: true, depth: depth + 1, parent: own });
-    }
-    const rank = (child) => (accepted.has(child) ? 0 : child < verified ? 1 : 2);
-    for (const child of children[node].sort((a, b) => rank(a) - rank(b))) place(child, depth + 1, own);
-  };
-  place(0, 0, null);
-
-  const hidden = verified - [...kept].filter((node) => node < verified).length;
-  const some = verified > 1 || round.num_hidden > 0;
-  const outcome = some ? `${accepted.size} of ${verified - 1} verified tokens accepted` : "plain decoding, no tree";
-  const rest = [
-    hidden > 0 ? `; ${hidden} less likely not drawn` : "",
-    round.num_hidden > 0 ? `; ${round.num_hidden} proposed from what all requests share not shown` : "",
-  ];
-  $("tree-words").textContent = `Round ${number + 1}: ${outcome}${rest.join("")}.`;
-  $("tree-scroll").replaceChildren(svgOf(nodes));
+  if ($("rounds").contains(document.activeElement)) bars[number].focus({ preventScroll: true });
+  $("rounds").scrollLeft = bars[number].offsetLeft - $("rounds").offsetLeft - $("rounds").clientWidth / 2;
+  markChosen();
+  const round = shown.rounds[number];
+  $("tree-words").textContent = `Round ${number + 1}: ${wordsOfRound(round)}`;
+  $("tree-scroll").replaceChildren(...(round.tokens ? [drawTree(round)] : []));
   $("tree").hidden = false;
+  bringIntoView($("tree"), isPhone() ? "start" : "nearest");
 }
 
-const spell = (text) => {
-  const visible = text.replaceAll("\n", "⏎").replaceAll(" ", "·");
-  return visible.length > 12 ? `${visible.slice(0, 11)}…` : visible;
-};
+function markChosen() {
+  document.querySelectorAll(".token.chosen").forEach((token) => token.classList.remove("chosen"));
+  if (chosen === null) return;
+  shown.body.querySelectorAll(`[data-round="${chosen}"]`).forEach((token) => token.classList.add("chosen"));
+}
 
-function svgOf(nodes) {
-  const [WIDTH, HEIGHT] = [104, 46]; // of a place; a node takes 96 by 30 of it
-  const make = (tag, attributes, text) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-    if (text !== undefined) made.textContent = text;
-    return made;
-  };
-  const most = (what) => 1 + Math.max(...nodes.map((node) => node[what]));
-  const x = (node) => 8 + node.column * WIDTH;
-  const y = (node) => 8 + node.depth * HEIGHT;
-  const size = { width: WIDTH * most("column") + 8, height: HEIGHT * most("depth") };
-  const svg = make("svg", { ...size, role: "img", "aria-label": "Tree of proposed tokens" });
-  for (const node of nodes.filter((one) => one.parent)) {
-    const [x1, y1, x2, y2] = [x(node.parent) + 48, y(node.parent) + 30, x(node) + 48, y(node)];
-    const path = `M${x1} ${y1} C${x1} ${y1 + 10} ${x2} ${y2 - 10} ${x2} ${y2}`;
-    svg.append(make("path", { d: path, class: node.taken && node.parent.taken ? "taken" : "" }));
+// The conversation stays over a reload, and goes with the tab
+
+function keep() {
+  const told = turns.map(({ prompt, racing, answers }) => ({
+    prompt,
+    racing,
+    answers: answers.map(({ text, rounds, seconds, reason }) => ({ text, rounds, seconds, reason })),
+  }));
+  const put = () => sessionStorage.setItem("graft.turns", JSON.stringify(told));
+  try {
+    put();
+  } catch { // more than a browser stores: of the trees only the last are kept, of the texts all
+    for (const { answers } of told.slice(0, -1)) {
+      for (const answer of answers) answer.rounds = answer.rounds.map((round) => ({ new: round.new }));
+    }
+    try {
+      put();
+    } catch {
+      sessionStorage.removeItem("graft.turns");
+    }
   }
-  for (const node of nodes) {
-    const group = make("g", {
-      class: `${node.classes} ${node.taken ? "taken" : "missed"}`,
-      transform: `translate(${x(node)} ${y(node)})`,
+}
+
+function restore() {
+  for (const told of JSON.parse(sessionStorage.getItem("graft.turns") ?? "[]")) {
+    if (!told.answers[0].text) continue; // never answered
+    const turn = new Turn(told.prompt, told.racing);
+    turn.answers.forEach((answer, place) => {
+      const { text, rounds, seconds, reason } = told.answers[place];
+      rounds.forEach((round) => answer.addRound(round));
+      const ended = reason === "failed" ? "stopped" : reason;
+      Object.assign(answer, { text, seconds, reason: ended, spoken: text.length });
     });
-    group.append(make("rect", { width: 96, height: 30, rx: 5 }));
-    group.append(make("text", { x: 6, y: 13 }, node.label));
-    group.append(make("text", { x: 6, y: 25, class: "likely" }, node.note));
-    svg.append(group);
+    turns.push(turn);
+    $("messages").append(turn.box);
+    turn.render();
+    turn.renderEnding();
   }
-  return svg;
+  $("welcome").hidden = turns.length > 0;
+  show(turns.at(-1)?.answer ?? null);
+  scrollToEnd();
 }
 
-// Hands on the keyboard
+// The key, where the server wants one
+
+function askForKey() {
+  $("key-trouble").textContent = hasKey() ? "The one given was not taken." : "";
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+$("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  useKey($("key").value.trim());
+  $("key-form").hidden = true;
+  if (!(await nameModel())) return;
+  $("key").value = "";
+  $("prompt").focus();
+  const last = turns.at(-1);
+  if (last?.answers.some((answer) => answer.trouble?.status === 401)) retry(last);
+});
+
+async function nameModel() {
+  try {
+    const models = await (await request("v1/models")).json();
+    $("model").textContent = models.data[0].id;
+    return true;
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    $("model").textContent = error.status === 401 ? "" : error.message;
+    if (error.status === 401) askForKey();
+    return false;
+  }
+}
+
+// Hands
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -367,35 +593,47 @@ $("prompt").addEventListener("keydown", (event) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && stop) stop.abort();
-  const typing = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && event.target.value;
-  if (!shown || typing || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-  if (event.target.id === "tree-scroll") return; // scrolls
-  const now = [...$("rounds").children].findIndex((bar) => bar.getAttribute("aria-selected") === "true");
-  const next = event.key === "ArrowRight" ? now + 1 : Math.max(now - 1, 0);
-  choose(Math.min(next, shown.rounds.length - 1));
+});
+
+$("rounds").addEventListener("keydown", (event) => {
+  const last = shown.rounds.length - 1;
+  const now = chosen ?? -1;
+  const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: last }[event.key];
+  if (next === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
+  choose(Math.min(Math.max(next, 0), last));
 });
 
 $("messages").addEventListener("click", (event) => {
   const token = event.target.closest(".token");
-  if (token && shown?.body.contains(token)) choose(Number(token.dataset.round));
+  if (!token) return;
+  const answer = answerOf.get(token.closest(".message"));
+  if (answer !== shown) show(answer);
+  choose(Number(token.dataset.round));
 });
 
-$("clear").addEventListener("click", () => {
+$("back").addEventListener("click", () => {
+  bringIntoView(document.querySelector(".token.chosen") ?? shown.body, "center");
+});
+
+$("clear").addEventListener("click", async () => {
   stop?.abort();
-  conversation = [];
+  await running;
+  turns = [];
+  keep();
   $("messages").replaceChildren($("welcome"));
   $("welcome").hidden = false;
   show(null);
-  $("prompt").focus();
+  if (!isPhone()) $("prompt").focus();
 });
 
-async function nameModel() {
-  const headers = $("key").value ? { Authorization: `Bearer ${$("key").value}` } : {};
-  const response = await fetch("v1/models", { headers });
-  $("model").textContent = response.ok ? (await response.json()).data[0].id : "needs an API key: see Settings";
-}
-$("key").addEventListener("change", nameModel);
+$("demo").addEventListener("click", () => ask(DEMO, true));
+$("examples").append(...EXAMPLES.map((text) => button(text, () => ask(text))));
+$("legend").append(...Object.entries(KINDS).map(([kind, { all }]) => {
+  const row = element("li");
+  row.append(element("span", `swatch ${kind}`), element("span", "", all));
+  return row;
+}));
+restore();
 nameModel();
-showFigures();
-$("prompt").focus();
+if (!isPhone()) $("prompt").focus();

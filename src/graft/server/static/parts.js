@@ -1,0 +1,40 @@
+// What the page's modules share: making elements, and the words and colours for where a token came from.
+
+export const $ = (id) => document.getElementById(id);
+
+export function element(tag, classes = "", text = "") {
+  const made = document.createElement(tag);
+  if (classes) made.className = classes;
+  if (text) made.textContent = text;
+  return made;
+}
+
+export function button(words, act, classes = "") {
+  const made = element("button", classes, words);
+  made.type = "button";
+  made.addEventListener("click", act);
+  return made;
+}
+
+// One colour each (page.css has them by these names)
+export const KINDS = {
+  drafted: { all: "guessed by the small head", short: "guessed" },
+  copied: { all: "copied from earlier text", short: "copied" },
+  seen: { all: "seen before", short: "seen before" },
+  model: { all: "written by the model", short: "the model" },
+};
+
+// By what the server calls the origin: its kind, and its own words where the kind has several
+const ORIGINS = {
+  drafted: ["drafted"],
+  suffix: ["copied", "copied from this chat"],
+  past: ["copied", "copied from an earlier answer"],
+  datastore: ["copied", "copied from the index"],
+  trigram: ["seen"],
+  bigram: ["seen"],
+  adjacency: ["seen"],
+  model: ["model"],
+};
+
+export const kindOf = (origin) => (ORIGINS[origin] ?? ORIGINS.adjacency)[0];
+export const wordsOf = (origin) => ORIGINS[origin]?.[1] ?? KINDS[kindOf(origin)].all;
