@@ -178,8 +178,10 @@ class Engine:
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
-        self.policy.prepare()
         start = time.perf_counter()
+        self.policy.prepare()
+        setup_seconds = time.perf_counter() - start
+        start += setup_seconds
         batch = self.open(sequences, chooser)
         try:
             self._prefill(batch)
@@ -192,6 +194,7 @@ class Engine:
                     raise failure
                 seconds = time.perf_counter() - start
                 for sequence in batch.sequences:
+                    sequence.stats.setup_seconds = setup_seconds
                     sequence.stats.prefill_seconds = prefill_seconds
                     sequence.stats.decode_seconds += seconds
                     sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)

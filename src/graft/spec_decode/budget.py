@@ -150,10 +150,10 @@ class Budget:
     # What a round should do
 
     def may_look(self, num_rows: int) -> bool:
-        """Whether a round may look for nodes: not in debt, and not before a step was timed."""
+        """Whether a round may look for nodes: not in debt, and not before plain steps were timed."""
         if self.fixed is not None:
             return True
-        return self.step.is_known and (self._balance >= 0 or self._is_other(num_rows))
+        return self.step.is_sure and (self._balance >= 0 or self._is_other(num_rows))
 
     def max_nodes(self, num_rows: int, num_others: int = 0) -> int:
         """The most nodes that a round may verify. num_others: tokens of the step that are no rows'."""
@@ -175,8 +175,8 @@ class Budget:
 
     def _counts(self, base: int) -> list[int]:
         """Nodes that fill a step beside `base` other tokens, by its sizes. None is far larger than any that was timed:
-        what it costs is a guess."""
-        most = int(CLIP * CLIP * max(self.step.largest, base)) - base
+        what it costs is a guess, and where steps are not padded the first tree is to be a small one: it may not pay."""
+        most = int((CLIP * CLIP if self.step.is_padded else CLIP) * max(self.step.largest, base)) - base
         return list(dict.fromkeys(min(size - base, most) for size in self.step.sizes if size > base and most > 0))
 
     def prices(self, num_rows: int, num_others: int = 0) -> tuple[list[int], list[float]]:
