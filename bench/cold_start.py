@@ -6,12 +6,12 @@
 
 A ratio is the seconds of `off` over those of `graft` for the same answer, prompt and set-up included: below 1, Graft is
 slower. Both answer each prompt in turns, off, graft, off, so that both meet the same machine; `noise` is the first off
-over the second, which would be 1 on a quiet one. `cpu` is the ratio of CPU seconds of all threads, which other processes
-disturb less than the clock.
+over the second, which would be 1 on a quiet one. `cpu` is the ratio of CPU seconds of all threads, which others disturb
+less than the clock.
 
 `--from engine` gives every prompt an engine that knows nothing, `session` one engine for all prompts, which learns from
 the earlier ones, and `process` a new process for each call, whose model is loaded before the clock starts. `--beside N`
-keeps N other processes busy. Tables kept from earlier processes are not read or written unless `--kept`.
+keeps N other processes busy.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ def engine_of(args: argparse.Namespace, policy: str, like: Engine | None = None)
     model = args.model if like is None else like.target.model
     draft, profile = None if policy == "off" or args.draft == "none" else args.draft, args.profile
     tokenizer = None if like is None else like.tokenizer
-    return load(
-        model, tokenizer=tokenizer, policy=policy, draft=draft, profile=None if profile == "none" else profile
-    )
+    profile = None if profile == "none" else profile
+    return load(model, tokenizer=tokenizer, policy=policy, draft=draft, profile=profile, prefix_cache=False)
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ def load(
     isolated: bool = False,
     exact: bool = False,
     tensor_parallel: bool = False,
+    prefix_cache: bool = True,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -81,6 +82,7 @@ def load(
     tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
     (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
+    prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs.
     """
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
@@ -115,6 +117,7 @@ def load(
         datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
         isolated=isolated,
         exact=exact,
+        prefix_cache=prefix_cache,
     )
     equip(engine, profile if policy != "off" else None)
     return engine

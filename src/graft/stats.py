@@ -53,6 +53,7 @@ class Stats:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     proposed_by_source: Counter[str] = field(default_factory=Counter)
+    cached_tokens: int = 0  # of the prompt, those that were not read again
     setup_seconds: float = 0.0  # before anything is read: what a policy measures that is given a budget, once
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -85,6 +86,7 @@ class Stats:
             "accepted_by_source": dict(self.accepted_by_source),
             "accepted_by_depth": dict(sorted(self.accepted_by_depth.items())),
             "proposed_by_source": dict(self.proposed_by_source),
+            "cached_tokens": self.cached_tokens,
             "seconds": self.seconds,
             "setup_seconds": self.setup_seconds,
             "prefill_seconds": self.prefill_seconds,
