@@ -95,7 +95,15 @@ def engine_of(args: argparse.Namespace, policy: str, like: Engine | None = None)
     draft, profile = None if policy == "off" or args.draft == "none" else args.draft, args.profile
     tokenizer = None if like is None else like.tokenizer
     profile = None if profile == "none" else profile
-    return load(model, tokenizer=tokenizer, policy=policy, draft=draft, profile=profile, prefix_cache=False)
+    return load(
+        model,
+        tokenizer=tokenizer,
+        policy=policy,
+        draft=draft,
+        profile=profile,
+        prefix_cache=False,
+        keep_learned=args.kept,
+    )
 
 
 def main() -> None:
@@ -109,6 +117,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="turns for each prompt; the medians count")
     parser.add_argument("--from", dest="start", choices=("engine", "session", "process"), default="engine")
     parser.add_argument("--beside", type=int, default=0, help="busy processes beside")
+    parser.add_argument("--kept", action="store_true", help="keep what is learned; with --profile auto")
     parser.add_argument("--answer", help=argparse.SUPPRESS)  # in a process of its own: the policy
     args = parser.parse_args()
     if args.answer:

@@ -20,6 +20,7 @@ from graft.model.ranks import rank_group
 from graft.model.support import is_tensor_parallel
 from graft.model.tensor_parallel import embedding_of, lm_head_of, work
 from graft.settings import require
+from graft.spec_decode import learned
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES
 from graft.spec_decode.profile import About, equip
@@ -59,6 +60,7 @@ def load(
     exact: bool = False,
     tensor_parallel: bool = False,
     prefix_cache: bool = True,
+    keep_learned: bool | None = None,
 ) -> Engine:
     """An engine for a packaged model, a local folder, a hub id, or a transformers model already in memory.
 
@@ -83,7 +85,12 @@ def load(
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
     (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
     prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs.
+    keep_learned: what policy graft learns is kept in GRAFT_HOME/learned for later processes, in a file of this user's
+    own; not with another profile than auto, nor where texts are isolated. None: unless GRAFT_KEEP_LEARNED=0.
     """
+    require(
+        not (keep_learned and isolated), "isolated texts leave nothing that later ones may learn: drop keep_learned"
+    )
     require(datastore is None or policy == DEFAULT_POLICY, f"policy {policy!r} retrieves from no datastore: drop it")
     name = None
     if isinstance(model, str):
@@ -120,6 +127,8 @@ def load(
         prefix_cache=prefix_cache,
     )
     equip(engine, profile if policy != "off" else None)
+    if policy == DEFAULT_POLICY and profile == "auto" and not isolated and learned.is_wanted(keep_learned):
+        learned.keep_learned(engine)
     return engine
 
 

@@ -58,7 +58,7 @@ def generate(
     settings = sampling_settings(sampling)
     alone = settings.n == 1 and not as_json
     require(alone or not (show_tree or color_by_origin), "--show-tree and --color-by-origin take no --json and no --n")
-    engine = load_engine(loading)
+    engine = load_engine(loading, keep_learned=None)
     put = text if raw else user_message(text, engine.tokenizer, system)
     if show_tree or color_by_origin:
         generation = _watched(engine, put, settings, show_tree, color_by_origin)

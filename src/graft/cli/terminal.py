@@ -31,8 +31,11 @@ def aside(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
 
-def load_engine(loading: Given, isolated: bool = False) -> Engine:
-    """Loads the engine that the options describe. isolated: texts do not learn from each other."""
+def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | None = False) -> Engine:
+    """Loads the engine that the options describe.
+
+    isolated: texts do not learn from each other. keep_learned: unless the options say so; see `load`.
+    """
     # A line, not a spinner: a model that is fetched first draws bars of its own.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
@@ -41,7 +44,7 @@ def load_engine(loading: Given, isolated: bool = False) -> Engine:
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        engine = load(**loading | without, isolated=isolated)
+        engine = load(**{"keep_learned": keep_learned} | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 
