@@ -14,6 +14,7 @@ from graft.cli.bench_serve import benches
 from graft.cli.chat import chat
 from graft.cli.check import check
 from graft.cli.demo import demo
+from graft.cli.doctor import doctor
 from graft.cli.drafters import drafters
 from graft.cli.env import env
 from graft.cli.generate import generate
@@ -26,7 +27,7 @@ from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
 
-VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, train, load_check, pull, env)
+VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, plan, train, load_check, pull, env)
 
 app = typer.Typer(
     name="graft",

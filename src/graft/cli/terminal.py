@@ -41,10 +41,11 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
 
     from graft.loading import load
 
+    given: Given = {"keep_learned": keep_learned}
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        engine = load(**{"keep_learned": keep_learned} | loading | without, isolated=isolated)
+        engine = load(**given | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 

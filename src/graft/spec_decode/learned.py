@@ -118,7 +118,7 @@ def _split(state: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
     return [tuple(part.tolist()) for part in parts]
 
 
-def _texts(texts: Mapping[tuple[int, ...], None]) -> dict[str, Tensor]:
+def _texts(texts: dict[tuple[int, ...], None]) -> dict[str, Tensor]:
     """The latest of the texts, as many as an index takes."""
     kept: list[tuple[int, ...]] = []
     room = MAX_PAST_TOKENS
