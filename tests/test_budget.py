@@ -10,7 +10,7 @@ import torch
 
 from graft import Engine
 from graft.model import TargetRunner
-from graft.spec_decode.budget import Budget, PassGains
+from graft.spec_decode.budget import Budget, PassGains, Plan
 from graft.spec_decode.cost_model import ByRows, StepCost, UnitCost, usual_shape
 from graft.spec_decode.policies import make_policy
 from tiny import tiny_model
@@ -168,6 +168,7 @@ def test_places_that_are_padded_anyway_cost_nothing():
 
 def test_what_nodes_cost_is_in_the_tokens_that_their_time_usually_brings():
     budget = Budget(StepCost(GRID, lambda size: float(size)), 0, 0.0)
+    budget.restart(is_calibrated=True)
     budget.step.observe(16, 1.0)
     counts, costs = budget.prices(16)
     assert counts[:3] == [8, 16, 32] and max(counts) == 48, "a step of 64 is four times the largest that was timed"
@@ -241,6 +242,18 @@ def test_a_first_plain_step_that_was_a_hiccup_is_forgotten():
     for _ in range(2):
         step.observe(1, 0.1)
     assert step.is_sure and step.seconds(1) == pytest.approx(0.1, rel=0.1)
+
+
+def test_retrieval_of_which_nothing_is_known_is_doubted_until_some_of_it_came_true():
+    cold, known, drafting = (Budget(StepCost((), usual_shape("cpu")), passes, 0.0) for passes in (0, 0, 3))
+    known.restart(is_calibrated=True)
+    for budget in (cold, known, drafting):
+        budget.step.observe(1, 1.0)
+    hopes = [budget.plans([1.0], 1)[1].gain for budget in (cold, known, drafting)]
+    assert hopes == pytest.approx([0.5, 1.0, 1.0])
+    for _ in range(10):  # what it hoped for has come each time
+        cold.observe(1, 2, Plan(1, 1, cold.plans([1.0], 1)[1].gain, 1.05), 0)
+    assert cold.plans([1.0], 1)[1].gain > 0.85
 
 
 def test_a_hiccup_counts_for_little():

@@ -16,6 +16,7 @@ from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, ByRows, StepCost, r
 
 _SHARE = 0.01  # of the time that may be lost by looking for trees where none pays
 _GAIN, _FADING = 0.6, 0.8  # of a pass, before any was observed
+_FIRST_HOPED, _FIRST_CAME = 3.0, 1.5  # accepted tokens of chosen nodes, before any was chosen
 _STEADY = round(1 / BLEND) - 1  # observations of a running mean after which each new one counts alike
 
 
@@ -107,11 +108,13 @@ class Budget:
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
-    def restart(self) -> None:
-        """Forgets how rounds have gone, but not what anything costs."""
+    def restart(self, is_calibrated: bool = False) -> None:
+        """Forgets how rounds have gone, but not what anything costs. is_calibrated: acceptance was learned before."""
         self._passes = {0: self.passes}  # by `row_class`
         self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
-        self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
+        # Accepted tokens of chosen nodes: fading sums. Retrieval alone, of which nothing is known, is doubted at first.
+        is_doubted = not (is_calibrated or self.max_passes)
+        self._hoped, self._came = (_FIRST_HOPED, _FIRST_CAME) if is_doubted else (1 / BLEND, 1 / BLEND)
         self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
 
     # What things cost
