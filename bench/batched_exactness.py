@@ -69,7 +69,7 @@ class Request:
 
 def main() -> None:
     arguments = parsed()
-    engine = load(arguments.model, device=arguments.device, dtype="fp32", budget=arguments.budget)
+    engine = load(arguments.model, device=arguments.device, dtype="fp32", budget=arguments.budget, keep_learned=False)
     requests = made(engine, arguments.requests, arguments.data, random.Random(arguments.seed))
     settings = SchedulerSettings(
         max_rows=arguments.max_rows, max_waiting=len(requests), max_cache_tokens=arguments.max_cache_tokens

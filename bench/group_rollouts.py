@@ -52,7 +52,9 @@ class Way:
 
 def main() -> None:
     options = parse()
-    plain = load(options.model, policy=PLAIN, draft=None, device=options.device, dtype=options.dtype)
+    plain = load(
+        options.model, policy=PLAIN, draft=None, device=options.device, dtype=options.dtype, prefix_cache=False
+    )
     name = options.draft or (options.model if packaged_head(options.model) is not None else "none")
     drafter = load_drafter(name, plain.target.model, tokenizer=plain.tokenizer) if name != "none" else None
     graft = Engine(plain.target.model, plain.tokenizer, policy="graft", drafter=drafter)

@@ -15,6 +15,12 @@ from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test's engines learn is not to reach other tests, nor the user."""
+    monkeypatch.setenv("GRAFT_KEEP_LEARNED", "0")
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama with a token a byte and a chat template, as `save_pretrained` writes it."""

@@ -10,7 +10,7 @@ import torch
 
 from graft import Engine
 from graft.model import TargetRunner
-from graft.spec_decode.budget import Budget, PassGains
+from graft.spec_decode.budget import Budget, PassGains, Plan
 from graft.spec_decode.cost_model import ByRows, StepCost, UnitCost, usual_shape
 from graft.spec_decode.policies import make_policy
 from tiny import tiny_model
@@ -187,6 +187,7 @@ def test_places_that_are_padded_anyway_cost_nothing():
 
 def test_what_nodes_cost_is_in_the_tokens_that_their_time_usually_brings():
     budget = Budget(StepCost(GRID, lambda size: float(size)), 0, 0.0)
+    budget.restart(is_calibrated=True)
     budget.step.observe(16, 1.0)
     counts, costs = budget.prices(16)
     assert counts[:3] == [8, 16, 32] and max(counts) == 48, "a step of 64 is four times the largest that was timed"
@@ -236,6 +237,44 @@ def test_a_size_that_once_was_slow_is_tried_again():
     assert rounds > 50, "but not at once"
 
 
+def test_a_machine_that_was_busy_when_trees_were_tried_is_tried_again_within_seconds():
+    """Steps with trees took five times as long as now, plain ones half as long again: rounds of 0.1 seconds."""
+    step = StepCost((), usual_shape("cpu"))
+    for _ in range(30):
+        step.observe(1, 0.15)
+    for _ in range(5):
+        step.observe(2, 0.75)
+    assert step.seconds(2) > 2 * step.seconds(1)
+    seconds = 0.0
+    while step.seconds(2) > 1.3 * step.seconds(1):
+        step.observe(1, 0.1)
+        seconds += 0.1
+        assert seconds < 15
+    step.observe(2, 0.105)
+    assert step.seconds(2) < 1.2 * step.seconds(1), "and what is measured now outweighs what was"
+
+
+def test_a_first_plain_step_that_was_a_hiccup_is_forgotten():
+    step = StepCost((), usual_shape("cpu"))
+    step.observe(1, 0.5)
+    assert step.is_known and not step.is_sure, "nothing is tried on the strength of one step"
+    for _ in range(2):
+        step.observe(1, 0.1)
+    assert step.is_sure and step.seconds(1) == pytest.approx(0.1, rel=0.1)
+
+
+def test_retrieval_of_which_nothing_is_known_is_doubted_until_some_of_it_came_true():
+    cold, known, drafting = (Budget(StepCost((), usual_shape("cpu")), passes, 0.0) for passes in (0, 0, 3))
+    known.restart(is_calibrated=True)
+    for budget in (cold, known, drafting):
+        budget.step.observe(1, 1.0)
+    hopes = [budget.plans([1.0], 1)[1].gain for budget in (cold, known, drafting)]
+    assert hopes == pytest.approx([0.5, 1.0, 1.0])
+    for _ in range(10):  # what it hoped for has come each time
+        cold.observe(1, 2, Plan(1, 1, cold.plans([1.0], 1)[1].gain, 1.05), 0)
+    assert cold.plans([1.0], 1)[1].gain > 0.85
+
+
 def test_a_hiccup_counts_for_little():
     step = StepCost(GRID, usual_shape("cuda"))
     for _ in range(50):
@@ -248,7 +287,7 @@ def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
     budget = Budget(StepCost((), usual_shape("cuda")), 0, 0.0)
     budget.step.observe(2, 1.0)
     gains = [0.5 * n for n in range(1, 300)]
-    assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 6, "four times"
+    assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 2, "twice"
 
 
 def test_costs_are_kept_and_come_back():

@@ -1,5 +1,6 @@
 """The engine as its users see it: where answers end, streams, statistics, errors."""
 
+import asyncio
 import gc
 import weakref
 
@@ -314,3 +315,72 @@ def test_an_answer_of_a_group_goes_on_as_another_has_that_is_further(byte_model)
         return behind.stats.mean_accepted
 
     assert accepted(is_group=True) > 2 * accepted(is_group=False)
+
+
+# Prompts that begin alike
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", ["off", "graft"])
+def test_a_conversation_is_read_from_where_it_goes_on_and_its_text_is_the_same(policy, sampling):
+    model, text = tiny_model(max_position_embeddings=1024), []
+    keeping, reading = (Engine(model, policy=policy, prefix_cache=kept) for kept in (True, False))
+    cached = []
+    for turn in range(3):
+        text += [(7 * turn + 3 * place) % 50 + 5 for place in range(70)]
+        answers = [engine.generate(text, max_new_tokens=40, **sampling) for engine in (keeping, reading)]
+        assert answers[0].ids == answers[1].ids
+        assert answers[1].stats.cached_tokens == 0
+        cached.append(answers[0].stats.cached_tokens)
+        text += answers[0].ids
+    assert cached[0] == 0 and cached[1] >= 63 and cached[2] >= 191, "whole pages, the answers' too"
+
+
+def test_a_prompt_that_differs_from_the_first_token_on_is_read_whole():
+    engine = Engine(tiny_model(max_position_embeddings=512), policy="off", prefix_cache=True)
+    engine.generate([5] * 200, max_new_tokens=2)
+    assert engine.generate([6] + [5] * 199, max_new_tokens=2).stats.cached_tokens == 0
+    assert engine.generate([5] * 200, max_new_tokens=2).stats.cached_tokens == 191
+
+
+def test_a_cancelled_answer_leaves_its_prompt_for_the_next(byte_model):
+    engine = load(byte_model, tokenizer=byte_tokenizer())
+    stream = engine.stream("a" * 150, max_new_tokens=60)
+    next(stream)
+    stream.cancel()
+    assert engine.generate("a" * 150, max_new_tokens=1).stats.cached_tokens == 127
+    assert not engine.target.pool.is_in_use
+
+
+# Settings of each prompt, and asynchronous calls
+
+
+def test_prompts_of_a_batch_may_have_their_own_settings():
+    engine = Engine(tiny_model())
+    each = [{"max_new_tokens": 5}, {"temperature": 0.9, "seed": 4}, {"n": 2, "seed": 1}]
+    together = engine.generate_batch([PROMPT] * 3, each=each, max_new_tokens=9)
+    for own, result in zip(each, together, strict=True):
+        alone = engine.generate(PROMPT, **{"max_new_tokens": 9, **own})
+        assert [choice.ids for choice in result.choices] == [choice.ids for choice in alone.choices]
+    with pytest.raises(GraftError, match="options for 1 prompts, and there are 2"):
+        engine.generate_batch([PROMPT] * 2, each=[{}])
+
+
+def test_asynchronous_calls_give_the_same_text(byte_model):
+    engine = Engine(byte_model, byte_tokenizer())
+    expected = engine.generate("grafting", max_new_tokens=20).text
+
+    async def streamed(most=99):
+        pieces = []
+        async for piece in engine.stream_async("grafting", max_new_tokens=20):
+            pieces.append(piece)
+            if len(pieces) == most:
+                break
+        return "".join(pieces)
+
+    async def all_of_them():
+        return await asyncio.gather(engine.generate_async("grafting", max_new_tokens=20), streamed(), streamed(1))
+
+    whole, text, part = asyncio.run(all_of_them())
+    assert whole.text == text == expected and expected.startswith(part) and part
+    assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"

@@ -6,9 +6,12 @@ round with a tree of one node.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,8 +26,9 @@ from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
+from graft.model.kv_cache import Row
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.model.support import usable_model
+from graft.model.support import is_tensor_parallel, usable_model
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
@@ -85,7 +89,7 @@ class Reading(NamedTuple):
 
 class Engine:
     """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`,
-    `generate_group`, `stream`."""
+    `generate_group`, `stream`, `generate_async`, `stream_async`."""
 
     def __init__(
         self,
@@ -98,8 +102,12 @@ class Engine:
         datastore: Datastore | None = None,
         isolated: bool = False,
         exact: bool = False,
+        prefix_cache: bool = False,
     ) -> None:
         """policy: a name, or a policy object made for this model. budget, datastore, isolated: see `make_policy`.
+
+        prefix_cache: pages of texts that have ended are kept for as long as nobody needs them, and a prompt that begins
+        like one of them is read from where it differs.
 
         exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
         are slower. What is promised without it: docs/exactness.md.
@@ -115,6 +123,7 @@ class Engine:
             require_known("policy", policy, POLICIES)
             policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
+        self.prefix_cache = prefix_cache and not is_tensor_parallel(model)  # the other ranks copy no pages
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     def __repr__(self) -> str:
@@ -130,19 +139,43 @@ class Engine:
         """Answers one prompt: text, chat messages or token ids. Options are those of SamplingSettings."""
         return self.generate_batch([prompt], **options)[0]
 
-    def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, each: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> list[Generation]:
         """Answers several prompts together; each gets the text it would get alone.
 
-        How exactly that holds on which device and in which precision: docs/exactness.md.
+        each: options of every prompt, which go before those for all. How exactly the texts are the same, on which
+        device and in which precision: docs/exactness.md.
         """
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
-        settings = SamplingSettings.of(options)
-        batch = [s for prompt in prompts for s in self.new_sequences(self.encode(prompt), settings)]
-        for _ in self.rounds(batch):
+        good = each is None or len(each) == len(prompts)
+        require(good, f"each has options for {len(each or ())} prompts, and there are {len(prompts)}")
+        groups = [
+            self.new_sequences(self.encode(prompt), SamplingSettings.of({**options, **own}))
+            for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
+        ]
+        for _ in self.rounds([sequence for group in groups for sequence in group]):
             pass
-        groups = [batch[i : i + settings.n] for i in range(0, len(batch), settings.n)]
         return [_generation(group) for group in groups]
+
+    async def generate_async(self, prompt: Prompt, **options: Any) -> Generation:
+        """`generate` in a thread of the engine's own: calls wait for each other, and an event loop for none."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self.generate, prompt, **options))
+
+    async def stream_async(self, prompt: Prompt, **options: Any) -> AsyncGenerator[str, None]:
+        """`stream` in that thread, for `async for`. What is left is cancelled if the loop over it ends early."""
+        loop = asyncio.get_running_loop()
+        stream = await loop.run_in_executor(self._thread, partial(self.stream, prompt, **options))
+        try:
+            while (piece := await loop.run_in_executor(self._thread, next, stream, None)) is not None:
+                yield piece
+        finally:
+            await loop.run_in_executor(self._thread, stream.cancel)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-engine")
 
     def generate_group(self, prompt: Prompt, n: int, **options: Any) -> list[Choice]:
         """`n` answers to one prompt, as reinforcement learning samples them: the prompt is read once, and answers learn
@@ -208,11 +241,18 @@ class Engine:
         Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
-        self.policy.prepare()
         start = time.perf_counter()
-        batch = self.open(sequences, chooser)
+        self.policy.prepare()
+        setup_seconds = time.perf_counter() - start
+        start += setup_seconds
+        # Who reads the prompt otherwise has more in it than its ids say: images.
+        shares = self.prefix_cache and prefill is None
+        batch = self.open(sequences, chooser, shares)
         try:
+            cached_tokens = batch.cache.lengths
             (prefill or self._prefill)(batch)
+            for sequence, count in zip(sequences, cached_tokens, strict=True):
+                sequence.stats.cached_tokens = count
             prefill_seconds = time.perf_counter() - start
             clock = Clock()
             while batch.sequences:
@@ -222,14 +262,18 @@ class Engine:
                     raise failure
                 seconds = time.perf_counter() - start
                 for sequence in batch.sequences:
+                    sequence.stats.setup_seconds = setup_seconds
                     sequence.stats.prefill_seconds = prefill_seconds
                     sequence.stats.decode_seconds += seconds
                     sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
                 yield batch.sequences
                 unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
                 if len(unfinished) < len(batch.sequences):
-                    for sequence in (s for s in batch.sequences if s.finish_reason is not None):
-                        self.policy.finish(sequence)
+                    for row, sequence in enumerate(batch.sequences):
+                        if sequence.finish_reason is not None:
+                            self.policy.finish(sequence)
+                            if shares:
+                                self.keep_pages(batch, row)
                     batch.keep(unfinished)
         finally:
             for sequence in batch.sequences:
@@ -317,10 +361,38 @@ class Engine:
             except Exception as error:
                 sequence.failure = error
 
-    def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None) -> Batch:
-        """A batch of these sequences with an empty KV cache. chooser: replaces the sampler of their settings."""
+    def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None, shares: bool = False) -> Batch:
+        """A batch of these sequences.
+
+        chooser: replaces the sampler of their settings. shares: the KV cache has what is kept of their prompts.
+        """
         num_slots = max(s.num_prompt_tokens + s.settings.most_new_tokens for s in sequences) + MAX_BUDGET + 1
-        return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
+        if not shares:
+            return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
+        pool, rows = self.target.pool, list[Row]()
+        try:
+            for sequence in sequences:
+                rows.append(pool.open_like(sequence.ids, self.page_salt(sequence), num_slots))
+        except Exception:
+            for row in rows:
+                pool.release(row)
+            raise
+        return self.batch_of(sequences, self.target.cache_of(rows), chooser)
+
+    def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
+        """Under which a text's pages are kept. salt: of those who may use them."""
+        # What does not speculate leaves nothing for a drafter, so its pages are others. A prompt whose
+        # log-probabilities are wanted is read from its beginning.
+        own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
+        return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
+
+    def keep_pages(self, batch: Batch, row: int, salt: str = "") -> None:
+        """Keeps what a row has read and written for others that begin alike."""
+        sequence = batch.sequences[row]
+        if sequence.num_prompt_logprobs is not None:
+            return  # under a salt that nobody else has
+        num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
+        batch.cache.pool.keep(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
 
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences on rows that may know the beginnings of their texts already."""
@@ -356,6 +428,9 @@ class Engine:
                 raise failure
             waiting = [row for row in waiting if batch.rest_of(row, 1).tokens]
         self.policy.catch_up()
+        if self.prefix_cache:  # at once: an answer that is cancelled keeps nothing more
+            for row in row_of.values():
+                self.keep_pages(batch, row)
         for source, target in copies:
             batch.copy_row(source, target)
 

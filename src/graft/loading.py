@@ -22,6 +22,7 @@ from graft.model.ranks import rank_group
 from graft.model.support import is_tensor_parallel, usable_model
 from graft.model.tensor_parallel import embedding_of, lm_head_of, work
 from graft.settings import require, require_known
+from graft.spec_decode import learned
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, PolicySettings
 from graft.spec_decode.profile import About, Profile, equip
@@ -60,6 +61,8 @@ def load(
     isolated: bool = False,
     exact: bool = False,
     tensor_parallel: bool = False,
+    prefix_cache: bool = True,
+    keep_learned: bool | None = None,
 ) -> Engine:
     """An engine for a packaged model, a local folder or GGUF file, a hub id, or a transformers model already in memory.
 
@@ -83,11 +86,17 @@ def load(
     tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
     (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
+    prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs.
+    keep_learned: what policy graft learns is kept in GRAFT_HOME/learned for later processes, in a file of this user's
+    own; not with another profile than auto, nor where texts are isolated. None: unless GRAFT_KEEP_LEARNED=0.
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
     _check_names(model, draft, policy, datastore, profile)
     PolicySettings(budget)  # which checks it
+    require(
+        not (keep_learned and isolated), "isolated texts leave nothing that later ones may learn: drop keep_learned"
+    )
     name = None
     if isinstance(model, str):
         from graft.hub.load import load_model
@@ -121,8 +130,11 @@ def load(
         datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
         isolated=isolated,
         exact=exact,
+        prefix_cache=prefix_cache,
     )
     equip(engine, profile if policy != "off" else None)
+    if policy == DEFAULT_POLICY and profile == "auto" and not isolated and learned.is_wanted(keep_learned):
+        learned.keep_learned(engine)
     return engine
 
 

@@ -53,6 +53,8 @@ class Stats:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     proposed_by_source: Counter[str] = field(default_factory=Counter)
+    cached_tokens: int = 0  # of the prompt, those that were not read again
+    setup_seconds: float = 0.0  # before anything is read: what a policy measures that is given a budget, once
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """By the clock, from the call to the answer's end."""
+        return self.setup_seconds + self.prefill_seconds + self.decode_seconds
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -79,6 +86,9 @@ class Stats:
             "accepted_by_source": dict(self.accepted_by_source),
             "accepted_by_depth": dict(sorted(self.accepted_by_depth.items())),
             "proposed_by_source": dict(self.proposed_by_source),
+            "cached_tokens": self.cached_tokens,
+            "seconds": self.seconds,
+            "setup_seconds": self.setup_seconds,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "seconds_by_phase": dict(self.seconds_by_phase),

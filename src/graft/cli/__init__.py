@@ -16,6 +16,7 @@ from graft.cli.bench_serve import benches
 from graft.cli.chat import chat
 from graft.cli.check import check
 from graft.cli.demo import demo
+from graft.cli.doctor import doctor
 from graft.cli.drafters import drafters
 from graft.cli.env import env
 from graft.cli.export_head import export_head
@@ -33,7 +34,7 @@ from graft.errors import GraftError
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # of the user's machine
 
 _HEADS = (train, load_check, export_head)
-VERBS = (demo, generate, chat, serve, check, tune, drafters, plan, *_HEADS, export_hub, pull, env)
+VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, plan, *_HEADS, export_hub, pull, env)
 
 app = typer.Typer(
     name="graft",

@@ -31,7 +31,7 @@ def chat(
     [dim]Example:[/] graft chat --system "Answer in one sentence." --temperature 0.7
     """
     settings = sampling_settings(sampling)
-    engine = load_engine(loading)
+    engine = load_engine(loading, keep_learned=None)
     assert engine.tokenizer is not None
     require(bool(engine.tokenizer.chat_template), "this model has no chat template; try graft generate --raw")
     conversation = Conversation(engine, settings, system)
@@ -78,7 +78,9 @@ class Conversation:
         print()
         answer = stream.result
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        aside(f"{answer.stats.tokens_per_second:.1f} tokens/s, mean accepted length {answer.stats.mean_accepted:.2f}")
+        stats = answer.stats
+        read = f"{len(answer.prompt_ids) - stats.cached_tokens} of {len(answer.prompt_ids)} prompt tokens read"
+        aside(f"{stats.tokens_per_second:.1f} tokens/s, mean accepted length {stats.mean_accepted:.2f}, {read}")
 
 
 def _lines() -> Iterator[str]:

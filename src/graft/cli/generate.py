@@ -59,7 +59,7 @@ def generate(
     settings = sampling_settings(sampling)
     alone = settings.n == 1 and not as_json
     require(alone or not (show_tree or color_by_origin), "--show-tree and --color-by-origin take no --json and no --n")
-    engine = load_engine(loading)
+    engine = load_engine(loading, keep_learned=None)
     put = text if raw else engine.user_message(text, system)
     if show_tree or color_by_origin:
         generation = _watched(engine, put, settings, show_tree, color_by_origin)
@@ -133,6 +133,10 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     def by_source(stats: Stats) -> str:
         return ", ".join(f"{source} {count}" for source, count in stats.accepted_by_source.items()) or "none"
 
+    def by_stage(stats: Stats) -> str:
+        stages = {"set-up": stats.setup_seconds, "prompt": stats.prefill_seconds, "answer": stats.decode_seconds}
+        return f"{stats.seconds:.2f}: " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
+
     def plainly(stats: Stats) -> str:
         count = "all" if stats.plain_rounds == stats.rounds else f"{stats.plain_rounds} of"
         return f"{count} {stats.rounds} rounds: no tree was verified"
@@ -144,6 +148,7 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
         table.add_row("plain decoding", *map(plainly, answers))
     table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
+    table.add_row("seconds", *map(by_stage, answers))
     table.add_row("accepted by source", *map(by_source, answers))
     table.add_row("ms per round", *map(ms_per_round, answers))
     table.add_row("steps", target.mode)

@@ -52,6 +52,9 @@ LOADING: Group = MODEL | {
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
     "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),
+    "keep_learned": _model(
+        bool, "--keep-learned/--no-keep-learned", "Keep what is learned for later runs; generate and chat do."
+    ),
     "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
 }
 RANKS: Group = {

@@ -33,17 +33,21 @@ def aside(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
 
-def load_engine(loading: Given, isolated: bool = False) -> Engine:
-    """Loads the engine that the options describe. isolated: texts do not learn from each other."""
+def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | None = False) -> Engine:
+    """Loads the engine that the options describe.
+
+    isolated: texts do not learn from each other. keep_learned: unless the options say so; see `load`.
+    """
     # A line, not a spinner: a model that is fetched first draws bars of its own.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
     from graft.loading import load
 
+    given: Given = {"keep_learned": keep_learned}
     without = {name: None for name in ("draft", "profile") if loading.get(name) == "none"}
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
-        engine = load(**loading | without, isolated=isolated)
+        engine = load(**given | loading | without, isolated=isolated)
     engine.target.progress = _show_preparation
     return engine
 

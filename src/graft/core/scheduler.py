@@ -536,10 +536,7 @@ class Scheduler:
     # Pages
 
     def _salt(self, job: Job, sequence: Sequence) -> str:
-        # What does not speculate leaves nothing for a drafter, so its pages are others. A prompt whose
-        # log-probabilities are wanted is read from its beginning.
-        own = f"{job.number}/" if sequence.num_prompt_logprobs is not None else ""
-        return f"{own}{sequence.speculates and self.engine.drafter is not None}/{job.salt}"
+        return self.engine.page_salt(sequence, job.salt)
 
     def _keep_pages(self, job: Job, batch: Batch, row: int) -> None:
         """Keeps what a row has read and written for others that begin alike."""
@@ -547,11 +544,7 @@ class Scheduler:
         if most == 0:
             return
         with _logged("a text's pages are not kept"):
-            sequence = batch.sequences[row]
-            if sequence.num_prompt_logprobs is not None:
-                return  # under a salt that nobody else has
-            num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
-            self.pool.keep(batch.cache.rows[row], sequence.ids, self._salt(job, sequence), num_entries)
+            self.engine.keep_pages(batch, row, job.salt)
 
     def _make_room(self) -> None:
         """Every row that is decoded has pages for what the coming round writes."""

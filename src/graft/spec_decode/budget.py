@@ -16,6 +16,7 @@ from graft.spec_decode.cost_model import BLEND, CLIP, DOUBT, ByRows, StepCost, r
 
 _SHARE = 0.01  # of the time that may be lost by looking for trees where none pays
 _GAIN, _FADING = 0.6, 0.8  # of a pass, before any was observed
+_FIRST_HOPED, _FIRST_CAME = 3.0, 1.5  # accepted tokens of chosen nodes, before any was chosen
 _STEADY = round(1 / BLEND) - 1  # observations of a running mean after which each new one counts alike
 
 
@@ -108,11 +109,13 @@ class Budget:
         self.fixed, self.pass_cost = fixed, pass_cost
         self.restart()
 
-    def restart(self) -> None:
-        """Forgets how rounds have gone, but not what anything costs."""
+    def restart(self, is_calibrated: bool = False) -> None:
+        """Forgets how rounds have gone, but not what anything costs. is_calibrated: acceptance was learned before."""
         self._passes = {0: self.passes}  # by `row_class`
         self._tokens = self._time = 1.0  # of a row's round, in tokens and in plain rounds: running means
-        self._hoped = self._came = 1 / BLEND  # accepted tokens of chosen nodes: fading sums
+        # Accepted tokens of chosen nodes: fading sums. Retrieval alone, of which nothing is known, is doubted at first.
+        is_doubted = not (is_calibrated or self.max_passes)
+        self._hoped, self._came = (_FIRST_HOPED, _FIRST_CAME) if is_doubted else (1 / BLEND, 1 / BLEND)
         self._worth = 0.0  # of a look, in plain rounds beyond what it costs: a running mean
         self._balance, self._num_rows = 0.0, 1  # the account, and the rows of the last look
 
@@ -152,10 +155,10 @@ class Budget:
     # What a round should do
 
     def may_look(self, num_rows: int) -> bool:
-        """Whether a round may look for nodes: not in debt, and not before a step was timed."""
+        """Whether a round may look for nodes: not in debt, and not before plain steps were timed."""
         if self.fixed is not None:
             return True
-        return self.step.is_known and (self._balance >= 0 or self._is_other(num_rows))
+        return self.step.is_sure and (self._balance >= 0 or self._is_other(num_rows))
 
     def max_nodes(self, num_rows: int, num_others: int = 0) -> int:
         """The most nodes that a round may verify. num_others: tokens of the step that are no rows'."""
@@ -177,8 +180,8 @@ class Budget:
 
     def _counts(self, base: int) -> list[int]:
         """Nodes that fill a step beside `base` other tokens, by its sizes. None is far larger than any that was timed:
-        what it costs is a guess."""
-        most = int(CLIP * CLIP * max(self.step.largest, base)) - base
+        what it costs is a guess, and where steps are not padded the first tree is to be a small one: it may not pay."""
+        most = int((CLIP * CLIP if self.step.is_padded else CLIP) * max(self.step.largest, base)) - base
         return list(dict.fromkeys(min(size - base, most) for size in self.step.sizes if size > base and most > 0))
 
     def prices(self, num_rows: int, num_others: int = 0) -> tuple[list[int], list[float]]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BLEND = 0.05  # weight of a round in every running mean
 CLIP = 2.0  # an observation counts for at most this many times what was expected, or at least this part of it
 DOUBT = 0.003  # by which what was never tried looks better every round, until it is; what is well known, far less
+HASTE = 10  # times as fast as that, what was tried before a SHIFT: a busy machine may have made it slow
+SHIFT = 0.2  # of the level, a logarithm: what was observed before it is known no better than after one try
+FIRST = 3  # observations, of which one far below the others counts alone: other work makes a step longer, never shorter
 # Where nothing is padded, costs are kept for these sizes and lie on straight lines between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then a plain step more for every _STEEP
@@ -43,18 +46,21 @@ class StepCost:
     They are a shape (the usual one, or measured) times a correction of each size times one level for all: longer
     contexts and a busy machine make all steps dearer alike, so that no size is judged by when it was tried. A size that
     was not observed has the correction of its neighbours. What is not tried looks a little better from round to round,
-    so that a size that once was slow is tried again.
+    so that a size that once was slow is tried again, the plain step too; sooner where all steps have become faster or
+    slower since, as when other work on the machine has ended.
     """
 
     def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = float) -> None:
         """sizes: those that steps are padded to; none: they are not padded. shape: see `usual_shape`."""
-        self._is_padded = bool(sizes)
+        self.is_padded = bool(sizes)
         self.sizes = tuple(sizes) or SIZES
         self._shape = [shape(size) for size in self.sizes]
         self._corrections: dict[int, float] = {}  # logarithms, by the number of a size that was observed
         self._counts = [0] * len(self.sizes)
+        self._levels = [0.0] * len(self.sizes)  # when each was last observed
         self._doubts = [0.0] * len(self.sizes)  # logarithms, at most 0
         self._level: float | None = None  # logarithm; None: nothing was observed
+        self._num_observed = 0  # as far as that matters
         self.largest = self.sizes[0]  # size that was timed
         self._seconds, self._undoubted = list(self._shape), list(self._shape)
 
@@ -62,6 +68,11 @@ class StepCost:
     def is_known(self) -> bool:
         """Whether any step was timed: before, the seconds are in plain steps."""
         return self._level is not None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether enough steps were timed that they were not all hiccups, which are rare where a GPU pads its steps."""
+        return self._num_observed >= (1 if self.is_padded else FIRST)
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of so many tokens."""
@@ -72,7 +83,7 @@ class StepCost:
         at = bisect_left(sizes, num_tokens)
         if at == len(sizes):  # larger than all: in proportion
             return values[-1] * num_tokens / sizes[-1]
-        if self._is_padded or at == 0 or sizes[at] == num_tokens:
+        if self.is_padded or at == 0 or sizes[at] == num_tokens:
             return values[at]
         share = (num_tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
         return values[at - 1] + share * (values[at] - values[at - 1])
@@ -85,20 +96,31 @@ class StepCost:
             self._update()
         sizes, limit = self.sizes, math.log(CLIP)
         at = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
-        if not self._is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
+        if not self.is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
             at -= 1  # the nearest
-        for place, count in enumerate(self._counts):
+        usual = min(self._corrections.values(), default=0.0)
+        for place in range(len(sizes)):
             if sizes[place] >= least:
-                self._doubts[place] = max(self._doubts[place] + math.log1p(-DOUBT / (1 + count)), -limit)
+                is_other = self._counts[place] > 0 and abs(self._level - self._levels[place]) > SHIFT
+                if is_other:
+                    self._counts[place] = 1
+                doubt = (HASTE if is_other else 1) * DOUBT / (1 + self._counts[place])
+                # A size that was far dearer than others may have been so for the moment alone.
+                most = limit + (max(self._corrections[place] - usual, 0.0) if is_other else 0.0)
+                self._doubts[place] = max(self._doubts[place] - doubt, -most)
         self._doubts[at] = 0.0
         error = math.log(seconds / self._at(self._undoubted, num_tokens))
         self._level += BLEND * _clipped(error, limit)
         # The first observation of a size is all that is known of it; later ones are averaged, and the better a size is
-        # known the less counts what is far off.
+        # known the less counts what is far off. But if one of the first was a hiccup, it is forgotten.
         weight = max(1 / (1 + self._counts[at]), BLEND)
-        own = weight * (1 - BLEND) * _clipped(error, limit * math.sqrt(weight))
+        if error < -SHIFT and self._counts[at] < FIRST:
+            own = (1 - BLEND) * error
+        else:
+            own = weight * (1 - BLEND) * _clipped(error, limit * math.sqrt(weight))
         self._corrections[at] = self._correction(at) + own
         self._counts[at] = min(self._counts[at] + 1, round(1 / BLEND))
+        self._levels[at], self._num_observed = self._level, min(self._num_observed + 1, FIRST)
         self.largest = max(self.largest, sizes[at])
         self._update()
 
@@ -128,10 +150,11 @@ class StepCost:
         if "step_sizes" not in state or "step_seconds" not in state:
             return
         known = StepCost(state["step_sizes"].tolist())
-        known._is_padded, known._seconds = self._is_padded, state["step_seconds"].tolist()
+        known.is_padded, known._seconds = self.is_padded, state["step_seconds"].tolist()
         self._shape = [known.seconds(size) for size in self.sizes]
-        self._corrections, self._level, self.largest = {}, 0.0, self.sizes[-1]
-        self._counts, self._doubts = [0] * len(self.sizes), [0.0] * len(self.sizes)
+        self._corrections, self._level, self.largest, self._num_observed = {}, 0.0, self.sizes[-1], FIRST
+        self._counts = [0] * len(self.sizes)
+        self._levels, self._doubts = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
         self._update()
 
     def _update(self) -> None:

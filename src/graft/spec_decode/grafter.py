@@ -350,7 +350,7 @@ class Grafter:
         self._restore_calibration(part_of(state, "calibration"))
         self._path_calibration.restore(part_of(state, "paths"))
         self.budget.passes.restore(part_of(state, "prospect"))
-        self.budget.restart()
+        self.budget.restart(is_calibrated=bool(state))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
         """Restores counts source by source: the policy that learned them may have had other sources and buckets."""

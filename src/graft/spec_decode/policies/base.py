@@ -43,6 +43,7 @@ class Policy(ABC):
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
+    num_texts = 0  # finished ones that it has learned from
     kept_of_a_level: int | None = None  # drafted nodes of a depth that it asks for, the likeliest; None: all
     _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
     _unlearned_round: TargetTopK | None = None  # of a plain round
@@ -121,6 +122,7 @@ class Policy(ABC):
 
     def finish(self, history: History) -> None:
         """Learns from a finished text."""
+        self.num_texts += 1
         for retriever in self.retrievers:
             retriever.finish(history)
 

@@ -101,6 +101,7 @@ class Graft(Policy):
         self.grafter.learn_top_k(top_k)
 
     def finish(self, history: History) -> None:
+        self.num_texts += 1
         self.grafter.finish(history)
 
     def catch_up(self) -> None:

@@ -33,6 +33,7 @@ _SCALE = ScaleStruct(
     (ctypes.c_int64 * len(_MATCHES))(*_MATCHES),
     (ctypes.c_double * len(_SHARES))(*_SHARES),
 )
+MAX_PAST_TOKENS = 200_000  # of all finished texts together
 _MAX_OWNERS = 256  # whose finished texts are kept, where they are kept apart
 
 
@@ -125,7 +126,7 @@ class SuffixLookup:
         depth: int = 32,
         num_nodes: int = 40,  # of the subtree at one node
         num_drafted: int = 10,  # drafted nodes that are looked up beside the root
-        max_past_tokens: int = 200_000,  # of all finished texts together
+        max_past_tokens: int = MAX_PAST_TOKENS,
         keep_past: bool = True,  # finished texts help later ones
         isolated: bool = False,  # those of their owner alone
     ) -> None:

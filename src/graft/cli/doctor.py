@@ -1,0 +1,148 @@
+"""`graft doctor`: whether Graft runs a model here, with what, and how fast by the clock."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from graft.cli.options import LOADING, Given, takes
+from graft.cli.terminal import load_engine
+from graft.hub.registry import DEFAULT_MODEL
+from graft.settings import check_size
+
+if TYPE_CHECKING:
+    from graft.engine import Engine, Generation
+
+_EQUAL = 0.03  # speeds that differ by less, or by less than plain decoding's own two runs, are the same
+
+
+class Turn(NamedTuple):
+    """Seconds of one prompt by the clock: plain decoding, Graft, and plain decoding again."""
+
+    before: float
+    ours: float
+    after: float
+    answer: Generation
+
+
+@takes(loading=LOADING)
+def doctor(
+    data: Annotated[
+        Path | None, typer.Option(help="Prompts to measure with: a JSON-lines file.", metavar="FILE")
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="How many of them.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 48,
+    *,
+    loading: Given,
+) -> None:
+    """Say whether a model is supported here, what runs it, what it can draft with, and how fast that is.
+
+    Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
+
+    [dim]Example:[/] graft doctor --model qwen2.5-coder-0.5b --data my-prompts.jsonl
+    """
+    from graft.bench.tasks import built_in_tasks
+    from graft.data import read_prompts, user_message
+    from graft.errors import GraftError
+
+    check_size("prompts", prompts)
+    check_size("max_new_tokens", max_new_tokens)
+    if data is not None:
+        texts = [prompt.text for prompt in read_prompts(data, prompts)]
+    else:  # of all tasks alike
+        texts = [task.prompts[rank].text for rank in range(10) for task in built_in_tasks()][:prompts]
+    name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
+    try:
+        engine = load_engine(loading | {"prefix_cache": False})
+    except GraftError as error:
+        _say("supported", f"no: {error}")
+        raise typer.Exit(1) from error
+    load_seconds = time.perf_counter() - start
+    _say(
+        "supported", f"yes: {type(engine.target.model).__name__} on {engine.target.device}, {engine.target.mode} steps"
+    )
+    _say("kernels", kernels_of(engine))
+    _say("drafters", _drafters_of(engine, name))
+    turns = _measured(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
+    _say("set-up", f"{load_seconds:.1f} s to load, {turns[0].answer.stats.setup_seconds:.1f} s before the first answer")
+    if (expected := _expected(engine, turns)) is not None:
+        _say("expected", f"{expected:.2f} times plain decoding, by what was accepted and what steps cost")
+    speed, noise = speed_of(turns)
+    each = ", ".join(f"{(turn.before + turn.after) / 2 / turn.ours:.2f}" for turn in turns)
+    _say("measured", f"{speed:.2f} times plain decoding by the clock ({each}), give or take {noise:.2f}")
+    if speed < 1 - noise:
+        _say("verdict", "slower: decode with --policy off, or try a drafter with graft tune --draft NAME")
+        raise typer.Exit(1)
+    _say("verdict", "faster" if speed > 1 + noise else "as fast as plain decoding; graft tune or a drafter may help")
+
+
+def kernels_of(engine: Engine) -> str:
+    """Which of our kernels run the model's steps: C on a CPU, Triton on a GPU, or none and why."""
+    from graft.model.cpu_linear import FewTokensLinear
+    from graft.model.runner import TargetRunner
+
+    model = engine.target.model
+    if model.device.type != "cpu":
+        captured = type(engine.target) is not TargetRunner
+        return "Triton" if captured else "none: Triton is not installed, or the model is split"
+    count = sum(isinstance(layer, FewTokensLinear) for layer in model.modules())
+    if count:
+        return f"C, for 2 to 32 tokens, in {count} linear layers"
+    return "none: the model is not float32, the kernel was not built, or it is not faster here"
+
+
+def speed_of(turns: list[Turn]) -> tuple[float, float]:
+    """How much faster than plain decoding, over all prompts, and by how much that may be off."""
+    before, ours, after = (sum(seconds) for seconds in list(zip(*turns, strict=True))[:3])
+    return (before + after) / 2 / ours, max(_EQUAL, abs(before - after) / (before + after))
+
+
+def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
+    """All prompts, each in turns, so that whatever else the machine does meets both."""
+    from graft.engine import Engine
+
+    plain = Engine(engine.target.model, engine.tokenizer, policy="off")
+    plain.generate(prompts[0], max_new_tokens=2)  # one-time work of torch, which either would pay
+
+    def timed(each: Engine, prompt: list[int]) -> tuple[float, Generation]:
+        start = time.perf_counter()
+        answer = each.generate(prompt, max_new_tokens=max_new_tokens)
+        return time.perf_counter() - start, answer
+
+    turns = []
+    for prompt in prompts:
+        (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
+        turns.append(Turn(before, ours, after, answer))
+    return turns
+
+
+def _expected(engine: Engine, turns: list[Turn]) -> float | None:
+    """Speed of decoding by the accepted tokens and the learned costs; None for a policy that learns none."""
+    budget = getattr(engine.policy, "budget", None)
+    if budget is None or not budget.step.is_known:
+        return None
+    all_stats = [turn.answer.stats for turn in turns]
+    rounds = sum(stats.rounds for stats in all_stats)
+    nodes, passes = sum(s.nodes for s in all_stats) / rounds, sum(s.draft_passes for s in all_stats) / rounds
+    plain = budget.plain_seconds(1)
+    more = budget.step.seconds(round(1 + nodes)) - budget.step.seconds(1) + budget.look_seconds(1, 0)
+    tokens = sum(stats.tokens for stats in all_stats) / rounds
+    return float(tokens * plain / (plain + more + passes * budget.pass_seconds(1)))
+
+
+def _drafters_of(engine: Engine, name: str) -> str:
+    from graft.drafters import NONE, drafts_for
+    from graft.spec_decode.profile import About
+    from graft.spec_decode.proposers.mtp import has_head
+
+    model = engine.target.model
+    found = [draft for draft in drafts_for(name, About.of_model(model), has_head(model)) if draft != NONE]
+    used = "no drafter" if engine.drafter is None else type(engine.drafter).__name__
+    return f"{', '.join(found) or 'none found'}; this run has {used} and retrieval"
+
+
+def _say(what: str, words: str) -> None:
+    print(f"{what:<10} {words}", flush=True)

@@ -1,0 +1,130 @@
+"""What is learned is kept between processes: bounded, for the user alone, and nothing depends on it but speed."""
+
+import gc
+import os
+import stat
+
+import pytest
+import torch
+
+from graft import GraftError, load
+from graft.spec_decode import learned
+from graft.spec_decode.profile import About
+from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
+from tiny import tiny_model
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5]
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path))
+    monkeypatch.delenv("GRAFT_KEEP_LEARNED")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def answered(model, prompt=PROMPT, **options):
+    """An answer by an engine that is gone afterwards, as at the end of a process."""
+    return load(model, **{"budget": 16, **options}).generate(prompt, max_new_tokens=40)
+
+
+def files(home):
+    return sorted(home.glob("learned/*.safetensors"))
+
+
+def test_what_one_process_has_learned_the_next_one_knows(home, model):
+    first, second = answered(model), answered(model)
+    assert first.ids == second.ids == answered(model, policy="off").ids
+    assert second.stats.rounds < first.stats.rounds
+    (path,) = files(home)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not list(path.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize("options", [{"keep_learned": False}, {"isolated": True}, {"profile": None}, {"policy": "off"}])
+def test_nothing_is_kept_or_read_where_that_is_not_wanted(home, model, options):
+    answered(model, **options)
+    assert not files(home)
+    first = answered(model)
+    (path,) = files(home)
+    before = path.read_bytes()
+    assert answered(model, **options).stats.rounds >= first.stats.rounds
+    assert path.read_bytes() == before
+
+
+def test_the_environment_turns_it_off(home, model, monkeypatch):
+    monkeypatch.setenv("GRAFT_KEEP_LEARNED", "0")
+    answered(model)
+    assert not files(home)
+    monkeypatch.setenv("GRAFT_KEEP_LEARNED", "no")
+    with pytest.raises(GraftError, match="GRAFT_KEEP_LEARNED must be 0 or 1, not 'no'"):
+        load(model)
+
+
+def test_isolated_texts_are_never_kept(home, model):
+    with pytest.raises(GraftError, match="isolated texts"):
+        load(model, isolated=True, keep_learned=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None], ids=["empty", "nonsense", "cut"])
+def test_a_damaged_file_is_passed_over_with_a_line_and_written_anew(home, model, damage):
+    first = answered(model)
+    (path,) = files(home)
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    with pytest.warns(UserWarning, match="what was learned before is passed over") as seen:
+        again = answered(model)
+    assert again.ids == first.ids and "\n" not in str(seen[0].message)
+    assert answered(model).stats.rounds < first.stats.rounds
+
+
+def test_two_processes_at_once_lose_nothing(home, model):
+    one, other = load(model), load(model)
+    texts = [PROMPT, [40, 41, 7, 7, 11]]
+    answers = [engine.generate(text, max_new_tokens=20) for engine, text in zip((one, other), texts, strict=True)]
+    del one, other
+    state = load(model).policy.state()
+    lengths = state["past/lengths"].tolist()
+    assert sorted(lengths) == sorted(len(text) + len(answer.ids) for text, answer in zip(texts, answers, strict=True))
+
+
+def test_of_texts_the_latest_are_kept_and_of_a_row_the_new_one():
+    long, short = [1] * (MAX_PAST_TOKENS - 2), [2, 3, 4]
+    states = [
+        {
+            "past/tokens": torch.tensor(text, dtype=torch.int32),
+            "past/lengths": torch.tensor([len(text)]),
+            "bigram/rows": torch.tensor(rows, dtype=torch.int32),
+            "bigram/entries": torch.full((2, 8), value, dtype=torch.int32),
+            "bigram/tags": torch.full((2,), value),
+        }
+        for text, rows, value in ((long, [4, 9], 1), (short, [9, 12], 2))
+    ]
+    both = learned.merged(*states)
+    assert both["past/tokens"].tolist() == short and both["past/lengths"].tolist() == [3]
+    rows = dict(zip(both["bigram/rows"].tolist(), both["bigram/tags"].tolist(), strict=True))
+    assert rows == {4: 1, 9: 2, 12: 2} and len(both["bigram/entries"]) == 3
+
+
+def test_another_users_file_is_not_read(home, model, monkeypatch):
+    first = answered(model)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.warns(UserWarning, match="another user"):
+        engine = load(model, budget=16)
+    assert engine.generate(PROMPT, max_new_tokens=40).stats.rounds == first.stats.rounds
+    assert learned.learned_path(About.of(engine)).exists()
+    engine.policy.num_texts = 0  # which leaves the file alone
+
+
+def test_a_command_keeps_what_it_has_learned_unless_told_not_to(home, graft, model_folder):
+    words = ("generate", "abcabcabc", "--model", model_folder, "--max-new-tokens", "30")
+    first = graft(*words, "--no-keep-learned")
+    gc.collect()  # what the command line has held
+    assert first.status == 0 and not files(home)
+    assert graft(*words).out == first.out
+    gc.collect()  # what the command line has held
+    assert len(files(home)) == 1
