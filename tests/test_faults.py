@@ -27,7 +27,7 @@ from graft.core import scheduler as scheduling
 from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.detokenizer import _decoded_before
 from graft.model.sampler import SamplingSettings
-from graft.server.grammar import Grammars, LLMatcher
+from graft.server.grammar import Grammars, LLMatcher, Wanted
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from test_drafter import SMALL_TREE, make_head
@@ -169,7 +169,7 @@ class Shared:
         self.tokenizer = byte_tokenizer()
         self.head = make_head(self.model)
         self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
-        self.matcher = self.grammars._compiled(SCHEMA)
+        self.matcher = self.grammars._compiled(Wanted("JSON schema", SCHEMA))
         self.make_drafter = make_drafter
         self.expected = {}
         plain = Engine(self.model, self.tokenizer, policy="off")

@@ -536,7 +536,7 @@ def test_models_of_transformers_attend_by_the_kernels_and_all_layers_share_a_pla
     query = problem.query.transpose(0, 1)[None].contiguous()  # [1, heads, T, D]
     stored = [part.transpose(0, 1)[None] for part in (problem.keys, problem.values)]  # [1, kv_heads, slots, D]
     for _ in range(2):
-        out = model_attention._by_kernels(query, *stored, step, None, 40)
+        out = model_attention._by_kernels(query, *stored, step, model_attention.Scores(window=40))
     assert torch.equal(out.flatten(2)[0], expected) and out.shape == (1, len(problem.query), 2, 16)
     assert len(made) == 1
 

@@ -116,6 +116,7 @@ def test_settings_of_load_are_taken_and_statistics_returned(model):
     options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(PROMPT, **options).sequences
     given = {"custom_generate": graft.decode, "draft": tiny_model(num_hidden_layers=1), "budget": 5, "profile": None}
+    given["policy"] = "dense"  # which always drafts
     result = model.generate(PROMPT, **given, **options)
     (stats,) = result.stats
     assert torch.equal(result.sequences, expected)

@@ -50,6 +50,7 @@ class Speculation(Output):
 
 
 class RoundToken(Output):
+    id: int
     text: str
     origin: str
 
