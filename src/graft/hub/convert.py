@@ -5,10 +5,15 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PackagedModel
+
+# Newer ones keep the weights packed unless told otherwise; older ones always unpack, and have no such config.
+_GGUF = getattr(transformers, "GgufConfig", None)
+_DENSE = {"quantization_config": _GGUF(dequantize=True)} if _GGUF is not None else {}
 
 
 def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -> None:
@@ -20,7 +25,7 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
             gguf.parent,
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
+            **_DENSE,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         if model is not None:
