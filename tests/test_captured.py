@@ -602,9 +602,10 @@ def test_what_cannot_be_captured_is_run_as_before_with_one_warning(where, plain,
     assert engine.target.mode == "eager: RuntimeError: operation not permitted when stream is capturing"
 
 
-def test_weights_that_move_are_found_again(plain):
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_weights_that_move_are_found_again(plain, prefix_cache):
     model = model_of("llama")
-    engine = Engine(model, policy="off")
+    engine = Engine(model, policy="off", prefix_cache=prefix_cache)
     expected = engine.generate(PROMPT, max_new_tokens=8).ids
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

@@ -9,7 +9,7 @@ import torch
 
 from graft import GraftError, load
 from graft.spec_decode import learned
-from graft.spec_decode.profile import About
+from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
 from tiny import tiny_model
 
@@ -34,7 +34,7 @@ def answered(model, prompt=PROMPT, **options):
 
 
 def files(home):
-    return sorted(home.glob("learned/*.safetensors"))
+    return sorted(home.glob("learned-*/*.safetensors"))
 
 
 def test_what_one_process_has_learned_the_next_one_knows(home, model):
@@ -82,6 +82,19 @@ def test_a_damaged_file_is_passed_over_with_a_line_and_written_anew(home, model,
     assert answered(model).stats.rounds < first.stats.rounds
 
 
+def test_a_file_whose_parts_do_not_fit_together_is_written_anew(home, model):
+    first = answered(model)
+    (path,) = files(home)
+    about = About.of(load(model, keep_learned=False))
+    state = dict(Profile.read(path).state)
+    state["past/lengths"] = state["past/lengths"] + 1
+    path.unlink()
+    learned.write(state, about, path)
+    assert answered(model).ids == first.ids
+    state = Profile.read(path).state
+    assert state["past/lengths"].sum() == len(state["past/tokens"])
+
+
 def test_two_processes_at_once_lose_nothing(home, model):
     one, other = load(model), load(model)
     texts = [PROMPT, [40, 41, 7, 7, 11]]
@@ -112,11 +125,12 @@ def test_of_texts_the_latest_are_kept_and_of_a_row_the_new_one():
 
 def test_another_users_file_is_not_read(home, model, monkeypatch):
     first = answered(model)
+    (path,) = files(home)
+    monkeypatch.setattr(learned, "learned_path", lambda about: path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(UserWarning, match="another user"):
         engine = load(model, budget=16)
     assert engine.generate(PROMPT, max_new_tokens=40).stats.rounds == first.stats.rounds
-    assert learned.learned_path(About.of(engine)).exists()
     engine.policy.num_texts = 0  # which leaves the file alone
 
 

@@ -4,12 +4,14 @@ import copy
 import gc
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import graft
+from graft import loading
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model, tiny_multimodal
 
 PROMPT = torch.tensor([[3, 17, 42, 9, 9, 30, 5]])
@@ -259,3 +261,32 @@ def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():
     del model, engine
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_whose_weights_change_between_calls_gives_generates_text():
+    model, options = tiny_model(), {"max_new_tokens": 20, "do_sample": False}
+    ids = torch.randint(5, 50, (1, 150), generator=torch.Generator().manual_seed(0))  # more than a page
+    for _ in range(2):
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, custom_generate=graft.decode, **options), expected)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+
+
+def test_what_is_set_up_in_a_first_sampled_call_draws_nothing_from_torchs_generator():
+    model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": True}
+    given = {"custom_generate": graft.decode, "draft": tiny_model(num_hidden_layers=1), "policy": "dense"}
+    torch.manual_seed(3)
+    expected = model.generate(PROMPT, **options)
+    torch.manual_seed(3)
+    with mock.patch.object(loading, "load_drafter", side_effect=_drawing(loading.load_drafter)):
+        assert torch.equal(model.generate(PROMPT, **given, **options), expected)
+
+
+def _drawing(function):
+    def drawing(*arguments, **options):
+        torch.rand(7)
+        return function(*arguments, **options)
+
+    return drawing

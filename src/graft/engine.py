@@ -26,7 +26,6 @@ from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
-from graft.model.kv_cache import Row
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.model.support import is_tensor_parallel, usable_model
 from graft.round_trace import RoundRecord
@@ -107,7 +106,7 @@ class Engine:
         """policy: a name, or a policy object made for this model. budget, datastore, isolated: see `make_policy`.
 
         prefix_cache: pages of texts that have ended are kept for as long as nobody needs them, and a prompt that begins
-        like one of them is read from where it differs.
+        like one of them is read from where it differs. The model's weights must not change meanwhile.
 
         exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
         are slower. What is promised without it: docs/exactness.md.
@@ -123,7 +122,7 @@ class Engine:
             require_known("policy", policy, POLICIES)
             policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
-        self.prefix_cache = prefix_cache and not is_tensor_parallel(model)  # the other ranks copy no pages
+        self.prefix_cache = prefix_cache and not is_tensor_parallel(model)  # not tried with several ranks
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     def __repr__(self) -> str:
@@ -149,6 +148,7 @@ class Engine:
         """
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
+        prompts = list(prompts)
         good = each is None or len(each) == len(prompts)
         require(good, f"each has options for {len(each or ())} prompts, and there are {len(prompts)}")
         groups = [
@@ -160,7 +160,10 @@ class Engine:
         return [_generation(group) for group in groups]
 
     async def generate_async(self, prompt: Prompt, **options: Any) -> Generation:
-        """`generate` in a thread of the engine's own: calls wait for each other, and an event loop for none."""
+        """`generate` in a thread of the engine's own, which event loops do not wait for; asynchronous calls take turns.
+
+        Not beside calls of the other verbs: an engine is for one thread at a time.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self.generate, prompt, **options))
 
     async def stream_async(self, prompt: Prompt, **options: Any) -> AsyncGenerator[str, None]:
@@ -271,7 +274,8 @@ class Engine:
                 if len(unfinished) < len(batch.sequences):
                     for row, sequence in enumerate(batch.sequences):
                         if sequence.finish_reason is not None:
-                            self.policy.finish(sequence)
+                            if prefill is None:
+                                self.policy.finish(sequence)
                             if shares:
                                 self.keep_pages(batch, row)
                     batch.keep(unfinished)
@@ -369,15 +373,9 @@ class Engine:
         num_slots = max(s.num_prompt_tokens + s.settings.most_new_tokens for s in sequences) + MAX_BUDGET + 1
         if not shares:
             return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
-        pool, rows = self.target.pool, list[Row]()
-        try:
-            for sequence in sequences:
-                rows.append(pool.open_like(sequence.ids, self.page_salt(sequence), num_slots))
-        except Exception:
-            for row in rows:
-                pool.release(row)
-            raise
-        return self.batch_of(sequences, self.target.cache_of(rows), chooser)
+        salts = [self.page_salt(sequence) for sequence in sequences]
+        cache = self.target.open_like([sequence.ids for sequence in sequences], salts, num_slots)
+        return self.batch_of(sequences, cache, chooser)
 
     def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
         """Under which a text's pages are kept. salt: of those who may use them."""
@@ -510,7 +508,8 @@ class Engine:
         try:
             text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
         except TemplateError as error:  # raised by the template itself, of roles that it does not take
-            raise GraftError(f"the model's chat template refuses these messages: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise GraftError(f"the model's chat template refuses these messages: {reason}") from error
         return str(text)
 
 

@@ -61,7 +61,7 @@ def load(
     isolated: bool = False,
     exact: bool = False,
     tensor_parallel: bool = False,
-    prefix_cache: bool = True,
+    prefix_cache: bool | None = None,
     keep_learned: bool | None = None,
 ) -> Engine:
     """An engine for a packaged model, a local folder or GGUF file, a hub id, or a transformers model already in memory.
@@ -86,8 +86,9 @@ def load(
     tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
     already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
     (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
-    prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs.
-    keep_learned: what policy graft learns is kept in GRAFT_HOME/learned for later processes, in a file of this user's
+    prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs. None: where
+    the model is loaded here, by its name; the weights of one in memory may change, and what was read with them.
+    keep_learned: what policy graft learns is kept in GRAFT_HOME for later processes, in a file of this user's
     own; not with another profile than auto, nor where texts are isolated. None: unless GRAFT_KEEP_LEARNED=0.
     """
     model = str(model) if isinstance(model, Path) else model
@@ -130,7 +131,7 @@ def load(
         datastore=Datastore(datastore, tokenizer) if datastore is not None else None,
         isolated=isolated,
         exact=exact,
-        prefix_cache=prefix_cache,
+        prefix_cache=prefix_cache if prefix_cache is not None else name is not None,
     )
     equip(engine, profile if policy != "off" else None)
     if policy == DEFAULT_POLICY and profile == "auto" and not isolated and learned.is_wanted(keep_learned):

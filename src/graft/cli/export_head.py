@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from graft.hub.registry import DEFAULT_MODEL
+from graft.settings import require
 
 
 def export_head(
@@ -34,5 +35,8 @@ def export_head(
     from graft.loading import packaged_head
 
     called = name or (PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else model)
+    require(
+        name is not None or not Path(model).is_dir(), "a folder is no name for others: say with --name what it holds"
+    )
     export(packaged_head(head) or head, out, to, called, load_config(model), results or [], load or [])
     print(f"The head is in {out}, for {to}; README.md is its card")

@@ -48,12 +48,12 @@ _WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or
 )
 # What `generate` passes beside its own arguments; decoding computes these by itself.
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-# Speculation of transformers' own does not change the text, so what asks for it is no reason to refuse.
 # What comes with images and videos: the prompt is then read by the model's own forward.
 _IMAGE_INPUTS = {
     *("mm_encoder_outputs", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("token_type_ids", "mm_token_type_ids", "second_per_grid_ts"),
 }
+# Speculation of transformers' own does not change the text, so what asks for it is no reason to refuse.
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 _Pick = Callable[[Tensor, int], Tensor]  # a token from its scores [V] and its number in the answer
 
@@ -110,12 +110,10 @@ def decode(
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
     picks = _picks(len(input_ids), input_ids.device, noise if generation_config.do_sample else None)
-    most = engine.target.vocab_size
-    unpadded = [
-        # The place of an image may be held by an id that is no token's.
-        [token if token < most else 0 for token in row]
-        for row in _unpadded(input_ids, model_kwargs.get("attention_mask"))
-    ]
+    unpadded = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    if has_images:  # whose places may be held by an id that is no token's
+        most = engine.target.vocab_size
+        unpadded = [[token if token < most else 0 for token in row] for row in unpadded]
     batch = [
         _CriteriaSequence(padded, prompt, max_new_tokens, stopping_criteria, pick, keep_scores)
         for padded, prompt, pick in zip(input_ids, unpadded, picks, strict=True)
@@ -169,7 +167,6 @@ class _TorchDraws:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
-        self._device = device
         index = device.index if device.index is not None else 0
         self._torchs = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
         self._again = torch.Generator(device)
@@ -334,8 +331,9 @@ def _engine_of(
     # A model that has been moved, cast or resized since is another one to what was learned.
     key = (*settings, model.device, model.dtype, model.get_input_embeddings().weight.shape)
     if key not in slot.engines:
-        given: dict[str, Any] = {"draft": draft, "datastore": datastore, "profile": profile}
-        slot.engines[key] = load(model, tokenizer=tokenizer, policy=policy, budget=budget, **given)
+        given: dict[str, Any] = {"draft": draft, "datastore": datastore, "profile": profile, "keep_learned": False}
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # draws are the text's
+            slot.engines[key] = load(model, tokenizer=tokenizer, policy=policy, budget=budget, **given)
     return slot.engines[key]
 
 

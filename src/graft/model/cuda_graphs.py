@@ -321,10 +321,18 @@ class CapturedTarget(TargetRunner):
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
         with self._graphs.lock:
-            self._graphs.refresh()
-            if self._graphs.failure is None and not self._graphs.num_captured:
-                self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
+            self._refresh()
             return super().open(num_rows, num_slots)
+
+    def open_like(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
+        with self._graphs.lock:
+            self._refresh()
+            return super().open_like(texts, salts, num_slots)
+
+    def _refresh(self) -> None:
+        self._graphs.refresh()
+        if self._graphs.failure is None and not self._graphs.num_captured:
+            self.progress(Report("graphs", 0, 1, "kernels"))  # which the first forward compiles
 
     @property
     def step_sizes(self) -> tuple[int, ...]:

@@ -161,6 +161,18 @@ class TargetRunner:
             raise
         return self.cache_of(rows)
 
+    def open_like(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
+        """A KV cache with a row for each text, which has what is kept of its beginning under its salt."""
+        rows: list[Row] = []
+        try:
+            for text, salt in zip(texts, salts, strict=True):
+                rows.append(self.pool.open_like(text, salt, num_slots))
+        except Exception:
+            for row in rows:
+                self.pool.release(row)
+            raise
+        return self.cache_of(rows)
+
     def cache_of(self, rows: list[Row]) -> KVCache:
         return KVCache(self.pool, self._store, rows)
 

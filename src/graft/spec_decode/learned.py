@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors.torch import save
 from torch import Tensor
 
@@ -56,17 +56,27 @@ def keep_learned(engine: Engine) -> None:
     state = _read(path, about)
     # A profile that the user has made since is what the user wants.
     tuned = profile_path(about)
-    if state is not None and not (tuned.exists() and tuned.stat().st_mtime > path.stat().st_mtime):
+    if state is not None and not _is_newer(tuned, path):
+        before = engine.policy.state()
         try:
             engine.policy.restore(state)
         except (KeyError, IndexError, RuntimeError, ValueError) as error:
-            engine.policy.restore({})
+            engine.policy.restore(before)
             _pass_over(path, f"{type(error).__name__}: {error}")
     weakref.finalize(engine, _add, engine.policy, about, path)
 
 
+def _is_newer(one: Path, other: Path) -> bool:
+    """Whether a file is there and newer than another, which may have gone."""
+    try:
+        return one.stat().st_mtime > other.stat().st_mtime
+    except OSError:
+        return False
+
+
 def learned_path(about: About) -> Path:
-    return graft_home() / "learned" / f"{about.model}-{about.head or 'no-head'}.safetensors"
+    # A folder for each user: a GRAFT_HOME may be shared, and what was learned may not.
+    return graft_home() / f"learned-{os.geteuid()}" / f"{about.model}-{about.head or 'no-head'}.safetensors"
 
 
 def _add(policy: Policy, about: About, path: Path) -> None:
@@ -75,16 +85,19 @@ def _add(policy: Policy, about: About, path: Path) -> None:
         return
     try:
         write(policy.state(), about, path)
-    except (OSError, Timeout) as error:
-        log.warning("what was learned is not kept: %s", error)
+    except Exception as error:  # at the end of a process nobody can do anything about it
+        log.warning("what was learned is not kept: %s", str(error).partition("\n")[0] or type(error).__name__)
 
 
 def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
     """Adds a state to what is in the file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with FileLock(path.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
-        known = _read(path, about)
-        tensors = {name: value.cpu().contiguous() for name, value in merged(known or {}, state).items()}
+        try:
+            both = merged(_read(path, about) or {}, state)
+        except (KeyError, IndexError, RuntimeError, ValueError):  # what is there does not fit together
+            both = dict(state)
+        tensors = {name: value.cpu().contiguous() for name, value in both.items()}
         facts = {"format": FORMAT, **asdict(About(about.model, about.head, None, None))}
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")  # which the user alone can read
         try:

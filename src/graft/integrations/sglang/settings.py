@@ -35,7 +35,7 @@ class SGLangSettings(Settings):
         if self.budget is not None:
             require(
                 self.budget <= MAX_BUDGET,
-                f"{variable(SWITCH, 'budget')} must be at most {MAX_BUDGET}, not {self.budget}",
+                f"{_BUDGET} must be at most {MAX_BUDGET}, not {self.budget}",
             )
 
 
