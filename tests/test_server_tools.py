@@ -239,6 +239,13 @@ def test_a_name_is_honoured_or_refused(url):
     assert rendered(named, [{"role": "user", "content": "x", "name": "Ann"}], []) == "Ann: x\n"
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "null"])
+def test_a_call_that_went_wrong_may_come_back_in_the_history(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "odd name", "arguments": arguments}}
+    text = rendered(engine_with(WITH_TOOLS), [CONVERSATION[0], {"role": "assistant", "tool_calls": [call]}])
+    assert f"MARKodd name {json.dumps(arguments)}" in text
+
+
 def test_names_are_tried_once_for_each_role(monkeypatch):
     template = "{% for m in messages %}{{ m.name if m.role == 'user' }}: {{ m.content }}\n{% endfor %}"
     engine, counts = engine_with(template), []
