@@ -12,7 +12,8 @@ import pytest
 from graft import Engine, GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.grammar import Grammars, Wanted
-from graft.server.schema import Message, Tool
+from graft.server.refusals import RefusedError
+from graft.server.schema import FunctionTool, Message, Tool
 from graft.server.tools import (
     FORMATS,
     Arguments,
@@ -97,6 +98,8 @@ def read(parser, text, size):
 ROME = ("get_weather", {"city": 'Ro}"m{e', "unit": "C"})
 ROME_JSON = json.dumps(ROME[1])
 ONE = f'{{"name": "get_weather", "arguments": {ROME_JSON}}}'
+FUNCTIONS = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", None)]
+CITY = "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
 CASES = [
     ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [ROME]),
     ("hermes", f"Let me see.\n<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", "Let me see.", [ROME, ROME]),
@@ -108,9 +111,33 @@ CASES = [
     ("hermes", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
     ("hermes", '<tool_call>{"name": "clock"}</tool_call>', "", [("clock", {})]),
     ("hermes", f"<tool_call>\n{ONE}", "", [ROME]),
+    ("hermes", '<tool_call>{"name": "\\q", "arguments": {}}</tool_call> x',
+     '<tool_call>{"name": "\\q", "arguments": {}}</tool_call> x', []),  # no JSON: such an escape is none
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call>\n<tool_call>' + ONE
+     + "</tool_call> bye", " bye", [("f", {"x": 1}), ROME]),  # a brace is missing
+    ("hermes", f"<tool_call>{ONE}}}\n</tool_call><tool_call>{ONE}</tool_call>", "", [ROME, ROME]),  # one too many
     ("qwen", f"<tool_call>\n{ONE}\n</tool_call>", "", [ROME]),
     ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
      "</parameter>\n</function>\n</tool_call>", "", [("get_weather", {"city": "Rome", "days": 3})]),
+    ("qwen", CITY.format("12345") + "</function>\n</tool_call>", "", [("get_weather", {"city": "12345"})]),
+    ("qwen", CITY.format("a</tool_call>b") + "</function>\n</tool_call>x", "x",
+     [("get_weather", {"city": "a</tool_call>b"})]),
+    ("qwen", CITY.format("Rome") + "<parameter=da", CITY.format("Rome") + "<parameter=da", []),  # cut
+    ("qwen", CITY.format("Rome").replace("city", "days").replace("Rome", "NaN") + "</function>\n</tool_call>", "",
+     [("get_weather", {"days": "NaN"})]),
+    ("hermes", '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>',
+     '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": null}</tool_call>', []),
+    ("pythonic", "[f(x=1e999)]", "[f(x=1e999)]", []),
+    ("llama3", '[{"a": 1}, {"b": 2}]', '[{"a": 1}, {"b": 2}]', []),
+    ("llama3", '{"a": 1} and more', '{"a": 1} and more', []),
+    ("llama3", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+    ("llama3", "(1) one; [2] two", "(1) one; [2] two", []),
+    ("mistral", 'a [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{"y": 2}', "a", [("f", {"x": 1}), ("g", {"y": 2})]),
+    ("mistral", "clock {x} is a set", "clock {x} is a set", []),
+    ("mistral", 'f {"x": 1} is an object', 'f {"x": 1} is an object', []),
+    ("mistral", "[TOOL_CALLS] is a marker", "[TOOL_CALLS] is a marker", []),
     ("llama3", f'{{"name": "get_weather", "parameters": {ROME_JSON}}}', "", [ROME]),
     ("llama3", f'<|python_tag|>{{"name": "get_weather", "parameters": {ROME_JSON}}}; {ONE}', "", [ROME, ROME]),
     ("llama3", "Just text { with braces }", "Just text { with braces }", []),
@@ -131,7 +158,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_calls_are_read_however_the_text_is_cut(name, text, content, calls):
     for size in (1, 3, 7, 1000):
-        parser = FORMATS[name].parser(["get_weather", "clock"])
+        parser = FORMATS[name].parser(FUNCTIONS)
         assert read(parser, text, size) == (content, "", calls), size
 
 
@@ -212,6 +239,91 @@ def test_a_name_is_honoured_or_refused(url):
     assert rendered(named, [{"role": "user", "content": "x", "name": "Ann"}], []) == "Ann: x\n"
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "null"])
+def test_a_call_that_went_wrong_may_come_back_in_the_history(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "odd name", "arguments": arguments}}
+    text = rendered(engine_with(WITH_TOOLS), [CONVERSATION[0], {"role": "assistant", "tool_calls": [call]}])
+    assert f"MARKodd name {json.dumps(arguments)}" in text
+
+
+def test_names_are_tried_once_for_each_role(monkeypatch):
+    template = "{% for m in messages %}{{ m.name if m.role == 'user' }}: {{ m.content }}\n{% endfor %}"
+    engine, counts = engine_with(template), []
+    chat = ChatTemplate(engine)
+    render = engine.render_chat
+    monkeypatch.setattr(engine, "render_chat", lambda *args, **options: counts.append(1) or render(*args, **options))
+    named = [{"role": role, "content": "x", "name": "Ann"} for role in ("user", "assistant") * 20]
+    with pytest.raises(RefusedError, match=r"messages\.1\.name is not supported"):
+        chat.render([Message.model_validate(message) for message in named], [], {})
+    counts.clear()
+    users = [Message.model_validate(message) for message in named[::2]]
+    assert chat.render(users, [], {}) == "Ann: x\n" * 20 and len(counts) == 2
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+DEFS = {f"d{i}": {"type": "string", "pattern": "x" * 40} for i in range(100)}
+BAD_SCHEMAS = [
+    ({"properties": {f"a{i}": {"type": "integer"} for i in range(4000)}}, "JSON schemas have"),
+    ({"$defs": DEFS, "properties": {f"a{i}": {"$ref": "#/$defs/d1"} for i in range(500)}}, "more than the 65536"),
+    ({"properties": {"a": {}}, "required": 5}, "required is no list of names"),
+    ({"properties": {"a": {}}, "required": [{}]}, "required is no list of names"),
+    ({"properties": ["a"]}, "properties is no object"),
+    (nested(3000), "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), BAD_SCHEMAS)
+def test_a_schema_that_makes_no_grammar_is_refused_before_it_is_written(schema, words):
+    functions = [Function("f", schema)]
+    with pytest.raises(GraftError, match=words):
+        call_grammar(FORMATS["pythonic"], functions, is_forced=True, most=1, thinks=None, answer=None, mark_ids={})
+
+
+def test_definitions_are_written_only_where_they_are_referred_to():
+    properties = {f"a{i}": {"type": "integer"} for i in range(100)} | {"b": {"$ref": "#/$defs/d1"}}
+    functions = [Function("f", {"$defs": DEFS, "properties": properties})]
+    text = call_grammar(FORMATS["pythonic"], functions, is_forced=True, most=1, thinks=None, answer=None, mark_ids={})
+    assert text.count('"$defs"') == 1
+
+
+def test_a_bad_schema_is_the_requests_fault():
+    with running(engine_with(WITH_TOOLS), tool_parser="pythonic") as url:
+        for schema in ({"properties": ["a"]}, BAD_SCHEMAS[0][0], nested(150)):
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+            answer = post(url, "/v1/chat/completions", **CHAT, tools=[tool], tool_choice="required")
+            assert answer.status_code == 400, answer.text
+
+
+def test_tools_nested_too_deeply_are_refused():
+    for template in (WITH_TOOLS, None):
+        tool = Tool.model_construct(
+            type="function", function=FunctionTool.model_construct(name="f", description="", parameters=nested(3000))
+        )
+        with pytest.raises(RefusedError):
+            ChatTemplate(engine_with(template)).render([Message(role="user", content="x")], [tool], {})
+
+
+def test_a_stream_that_fails_says_so(monkeypatch):
+    def fail(self, text):
+        if text:
+            self.count = getattr(self, "count", 0) + 1
+        if getattr(self, "count", 0) > 2:
+            raise ZeroDivisionError
+        return [Content(text)] if text else []
+
+    monkeypatch.setattr(PlainText, "feed", fail)
+    with running(engine_with()) as url:
+        answer = post(url, "/v1/chat/completions", **{**CHAT, "stream": True, "max_tokens": 40, "ignore_eos": True})
+    last = answer.text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error", answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -257,7 +369,7 @@ def test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit(name):
             ids.append(dice.choice(np.flatnonzero(bits[:BYTE_VOCAB]).tolist()))
             matcher.consume_token(ids[-1])
         answer = tokenizer.decode(ids, skip_special_tokens=True)
-        content, _, calls = read(FORMATS[name].parser(["get_weather", "clock"]), answer, 5)
+        content, _, calls = read(FORMATS[name].parser(FUNCTIONS), answer, 5)
         assert content == "" and 1 <= len(calls) <= 3, answer
         for function, arguments in calls:
             assert fits(json.dumps(arguments)) if function == "get_weather" else arguments == {}

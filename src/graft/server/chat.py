@@ -58,16 +58,20 @@ class ChatTemplate:
             raise RefusedError(400, f"chat_template_kwargs.{name} is not supported", f"chat_template_kwargs.{name}")
         listed = [tool.as_dict() for tool in tools]
         given = with_names([message.as_dict() for message in messages])
+        roles = [message["role"] for message in given]
         if not self.renders_tools:
-            given, listed = _without_tools(given, listed), []
+            try:
+                given, listed = _without_tools(given, listed), []
+            except RecursionError:
+                raise RefusedError(400, "the tools are nested too deeply", "tools") from None
         text = self._render(given, listed, options)
-        for place, message in enumerate(messages):
-            if message.name is not None and message.role != "tool":
-                nameless = [*given]
-                nameless[place] = {key: value for key, value in given[place].items() if key != "name"}
-                if self._render(nameless, listed, options) == text:
-                    name = f"messages.{place}.name"
-                    raise RefusedError(400, f"{name} is not supported: the model's chat template leaves it out", name)
+        # The first named message of each role. Roles are tried one by one: a template may write names of some only.
+        named = [place for place, m in enumerate(messages) if m.name is not None and m.role != "tool"]
+        for role, place in {roles[place]: place for place in reversed(named)}.items():
+            nameless = [{k: v for k, v in m.items() if k != "name" or m["role"] != role} for m in given]
+            if self._render(nameless, listed, options) == text:
+                name = f"messages.{place}.name"
+                raise RefusedError(400, f"{name} is not supported: the model's chat template leaves it out", name)
         return text
 
     def thinks(self, prompt: str) -> Thinks | None:
@@ -81,7 +85,7 @@ class ChatTemplate:
             return self._engine.render_chat(messages, **({"tools": tools} if tools else {}), **options)
         except GraftError as error:
             raise RefusedError(400, str(error), "messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             what = f"the model's chat template refuses these messages: {error}"
             raise RefusedError(400, what, "messages") from error
 

@@ -28,7 +28,7 @@ from graft.errors import GraftError
 
 # One space where people put one, and none elsewhere: a model in doubt could write spaces for ever.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_SIZE = 64 << 10  # characters
+MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
 _NUM_THREADS = 2
 
@@ -73,8 +73,8 @@ class Grammars:
         compiler thread becomes free.
         """
         what, size = f"this {wanted.kind}", len(wanted.text)
-        if size > _MAX_SIZE:
-            raise GraftError(f"{what} has {size} characters, more than the {_MAX_SIZE} allowed here")
+        if size > MAX_SIZE:
+            raise GraftError(f"{what} has {size} characters, more than the {MAX_SIZE} allowed here")
         try:
             return await self._threads.run(lambda: self._compiled(wanted), _MAX_SECONDS)
         except TimeoutError:

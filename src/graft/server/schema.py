@@ -224,7 +224,9 @@ class ToolChoice(Strict):
 
 
 class CalledFunction(Strict):
-    name: FunctionName
+    """A call of the past, in whatever words the model made it: a client sends back what it was given."""
+
+    name: Text
     arguments: Text
 
 
@@ -235,24 +237,18 @@ class ToolCall(Strict):
     index: int | None = None  # of a streamed one that was put together
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates know it: its arguments are an object."""
+        """As chat templates know it: its arguments are an object, or text where they are none."""
         function = {"name": self.function.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        found = json.loads(self.function.arguments or "{}")
-        if not isinstance(found, dict):
-            raise ValueError("they are no object")
-        return found
-
-    @model_validator(mode="after")
-    def _can_be_read(self) -> Self:
+    def arguments(self) -> dict[str, Any] | str:
+        text = self.function.arguments
         try:
-            _ = self.arguments
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments of {self.id!r} are not JSON: {error}") from error
-        return self
+            found = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            return text
+        return found if isinstance(found, dict) else text
 
 
 class Message(Strict):

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -144,7 +145,7 @@ class Serving:
     ) -> Response:
         """Answers messages, in the form of chat completions unless another is given."""
         prompt, thinks = await self.encode_chat(body)
-        wanted = self._wanted_calls(body, thinks) or body.wanted
+        wanted = await self._wanted_calls(body, thinks) or body.wanted
         form = shape or ChatShape(self.model_name, self.grammars)
         tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
         echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
@@ -154,7 +155,7 @@ class Serving:
 
         return await self.answer(body, [prompt], request, wanted, make)
 
-    def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
+    async def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
         """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
         tools = body.callable
         is_strict = any(tool.function.strict for tool in tools)
@@ -166,7 +167,8 @@ class Serving:
             Function(tool.function.name, (tool.function.parameters or {}) if constrained else None)
             for tool, constrained in zip(tools, fits, strict=True)
         ]
-        text = call_grammar(
+        write = partial(
+            call_grammar,
             self.template.format,
             functions,
             is_forced=body.must_call,
@@ -176,13 +178,16 @@ class Serving:
             answer=body.wanted_schema,
             mark_ids=self.template.mark_ids,
         )
-        return Wanted("grammar", text, "tools")
+        try:
+            return Wanted("grammar", await self.off_loop(write), "tools")
+        except GraftError as error:
+            raise RefusedError(400, str(error), "tools") from error
 
     def parser_for(self, body: ChatRequest, thinks: Thinks | None) -> Callable[[], Parser]:
-        names = [tool.function.name for tool in body.callable]
+        functions = [Function(tool.function.name, tool.function.parameters) for tool in body.callable]
 
         def make() -> Parser:
-            calls = self.template.format.parser(names) if names else None
+            calls = self.template.format.parser(functions) if functions else None
             return Thinking(thinks == "does", calls) if thinks is not None else calls or PlainText()
 
         return make
@@ -393,6 +398,10 @@ async def _events(
         yield answers.ending
     except RefusedError as error:
         for chunk in answers.failure(error):
+            yield answers.event(chunk, StreamOptions())
+    except Exception:  # a stream that breaks off without a word looks like a whole answer to some clients
+        log.exception("%s failed", answers.id)
+        for chunk in answers.failure(FailedError(500, "the server failed to write this answer; its log says why")):
             yield answers.event(chunk, StreamOptions())
     finally:
         await chunks.aclose()

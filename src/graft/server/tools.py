@@ -13,10 +13,12 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from graft.server.grammar import SPACING
+from graft.errors import GraftError
+from graft.server.grammar import MAX_SIZE, SPACING
 from graft.server.refusals import Json
 
 _MOST_CALLS = 8  # of one answer, where a grammar forces them
@@ -94,8 +96,8 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def parser(self, names: Sequence[str]) -> Parser:
-        """names: of the functions that may be called."""
+    def parser(self, functions: Sequence[Function]) -> Parser:
+        """functions: those that may be called."""
 
     def new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -116,7 +118,7 @@ class Hermes(Format):
         ]
         return [calls, _one_of(functions), *forms, *_arguments(functions)]
 
-    def parser(self, names: Sequence[str]) -> Parser:
+    def parser(self, functions: Sequence[Function]) -> Parser:
         return _MarkedCalls(self, self.opening, "</tool_call>")
 
 
@@ -125,8 +127,8 @@ class Qwen(Hermes):
 
     name = "qwen"
 
-    def parser(self, names: Sequence[str]) -> Parser:
-        return _MarkedCalls(self, self.opening, "</tool_call>", reads_xml=True)
+    def parser(self, functions: Sequence[Function]) -> Parser:
+        return _MarkedCalls(self, self.opening, "</tool_call>", {f.name: f.schema for f in functions})
 
 
 class Llama3(Format):
@@ -140,8 +142,8 @@ class Llama3(Format):
         ]
         return [_several("; ", most), _one_of(functions), *calls, *_arguments(functions)]
 
-    def parser(self, names: Sequence[str]) -> Parser:
-        return _CallsAlone(self, ("<|python_tag|>",), names)
+    def parser(self, functions: Sequence[Function]) -> Parser:
+        return _CallsAlone(self, ("<|python_tag|>",), functions)
 
 
 class Mistral(Format):
@@ -157,8 +159,8 @@ class Mistral(Format):
         listed = f"calls: {opening} {_quoted('[')} listed {_quoted(']')}"
         return [listed, _several(", ", most, "listed"), _one_of(functions), *calls, *_arguments(functions)]
 
-    def parser(self, names: Sequence[str]) -> Parser:
-        return _CallsAlone(self, (self.opening,), names)
+    def parser(self, functions: Sequence[Function]) -> Parser:
+        return _CallsAlone(self, (self.opening,), functions)
 
     def new_id(self) -> str:
         """Its templates refuse ids of any other form."""
@@ -176,8 +178,8 @@ class Pythonic(Format):
             rules += _keyword_rules(i, function)
         return rules
 
-    def parser(self, names: Sequence[str]) -> Parser:
-        return _PythonicCalls(self, names)
+    def parser(self, functions: Sequence[Function]) -> Parser:
+        return _PythonicCalls(self)
 
 
 FORMATS: dict[str, Format] = {f.name: f for f in (Hermes(), Llama3(), Qwen(), Mistral(), Pythonic())}
@@ -212,7 +214,27 @@ def call_grammar(
     """A grammar, in Lark, of answers that are calls, or, unless forced, text or JSON of the schema `answer` instead.
 
     thinks: "may" or "does": reasoning may come first, or has begun in the prompt. mark_ids: tokens that are markers.
+    A GraftError if there can be none, or it would be too large.
     """
+    try:
+        # Counted before the grammar is written, which may hold parts of a schema many times.
+        size = sum(len(json.dumps(schema)) for schema in (answer, *(f.schema for f in functions)))
+        if size > MAX_SIZE:
+            raise GraftError(f"these JSON schemas have {size} characters, more than the {MAX_SIZE} allowed here")
+        return _call_grammar(form, functions, is_forced, most, thinks, answer, mark_ids)
+    except RecursionError:
+        raise GraftError("these JSON schemas are nested too deeply") from None
+
+
+def _call_grammar(
+    form: Format,
+    functions: Sequence[Function],
+    is_forced: bool,
+    most: int,
+    thinks: str | None,
+    answer: Json | None,
+    mark_ids: Mapping[str, int],
+) -> str:
 
     def mark(text: str) -> str:
         """A marker: the token of that name, or it is spelt."""
@@ -307,13 +329,23 @@ def _keyword_rules(i: int, function: Function) -> list[str]:
     """Rules of a call with keyword arguments: those that are required, and any of the others, in order."""
     schema = _closed(function.schema)
     properties = schema.get("properties", {})
-    required = schema.get("required", [])
+    if not isinstance(properties, dict):
+        raise GraftError(f"the schema of {function.name}: properties is no object")
+    listed = schema.get("required", [])
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise GraftError(f"the schema of {function.name}: required is no list of names")
+    required = set(listed)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     names = [name for name in properties if name.isidentifier()]
     rules = [f"call_{i}: {_quoted(function.name + '(')} first_{i}_0 {_quoted(')')}"]
+    size = 0
     for k, name in enumerate(names):
         part = properties[name] if isinstance(properties[name], dict) else {}
-        rules.append(f"value_{i}_{k}: %json {_embedded({**shared, **part})}")
+        value = _embedded({**shared, **part} if '"$ref"' in json.dumps(part) else part)
+        size += len(value)  # definitions come again for each argument that refers to them
+        if size > MAX_SIZE:
+            raise GraftError(f"the grammar of {function.name} has more than the {MAX_SIZE} characters allowed here")
+        rules.append(f"value_{i}_{k}: %json {value}")
         for state, before in (("first", ""), ("more", ", ")):
             given = f"{_quoted(f'{before}{name}=')} value_{i}_{k} more_{i}_{k + 1}"
             skipped = "" if name in required else f" | {state}_{i}_{k + 1}"
@@ -409,9 +441,15 @@ class _Reader(Parser):
 class _MarkedCalls(_Reader):
     """Calls between two markers, with text around them. A call ends where its JSON does: a string may hold a marker."""
 
-    def __init__(self, form: Format, opening: str, closing: str, reads_xml: bool = False) -> None:
+    def __init__(
+        self, form: Format, opening: str, closing: str, schemas: Mapping[str, Json | None] | None = None
+    ) -> None:
+        """schemas: of the functions' arguments, by name; then calls may be written as XML."""
         super().__init__(form)
-        self._opening, self._closing, self._reads_xml = opening, closing, reads_xml
+        self._opening, self._closing, self._schemas = opening, closing, schemas
+        # A value may hold the marker; where two calls stand side by side, the first one's end is missing.
+        first, last = map(re.escape, (opening, closing))
+        self._xml_end = re.compile(rf"(?<=</function>)\s*{last}|{last}\s*{first}")
         self._json: _JsonCall | None = None  # the call that is being read
         self._is_told = False  # a call has been, and its closing marker is still to come
 
@@ -420,10 +458,12 @@ class _MarkedCalls(_Reader):
         pieces: list[Piece] = []
         while True:
             if self._is_told:
-                rest = self._buffer.lstrip()
+                rest = self._buffer.lstrip("} \n\r\t")  # there may be a brace too many
                 if self._closing.startswith(rest):
                     return pieces  # of which a part may have come
-                self._buffer, self._is_told = rest.removeprefix(self._closing), False
+                is_closed = rest.startswith(self._closing)
+                self._buffer = rest.removeprefix(self._closing) if is_closed else self._buffer.lstrip()
+                self._is_told = False
             if self._json is None:
                 before, marker, after = self._buffer.partition(self._opening)
                 if not marker:
@@ -431,13 +471,14 @@ class _MarkedCalls(_Reader):
                     self._buffer = before[safe:]
                     return pieces + self._content(before[:safe])
                 pieces += self._content(before)
-                self._buffer, self._json = after, _JsonCall()
+                self._buffer, self._json = after, _JsonCall(self._closing)
             if self._buffer.lstrip().startswith("{"):
                 pieces += self._streamed()
                 end = self._json.end
             else:  # another form, or none
-                end = self._buffer.find(self._closing)
-                end = None if end < 0 else end
+                closed = self._xml_end if self._is_xml(self._buffer) else re.compile(re.escape(self._closing))
+                marked = closed.search(self._buffer)
+                end = marked.start() if marked else None
             if end is None:
                 return pieces
             if self._json.index is None:
@@ -478,69 +519,67 @@ class _MarkedCalls(_Reader):
 
     def _found(self, body: str) -> tuple[str, str] | None:
         """A whole call's name and arguments."""
-        is_xml = self._reads_xml and body.lstrip().startswith("<function=")
-        return self._xml(body) if is_xml else _call_of(body)
+        return self._xml(body) if self._is_xml(body) else _call_of(body)
+
+    def _is_xml(self, body: str) -> bool:
+        return self._schemas is not None and body.lstrip().startswith("<function=")
 
     def _xml(self, body: str) -> tuple[str, str] | None:
         head = re.match(r"\s*<function=([^>\s]+)>", body)
-        if head is None:
+        end = body.rfind("</function>")
+        if head is None or end < 0:  # cut: half of a call is none
             return None
-        pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body[head.end() :], re.DOTALL)
-        return head[1], json.dumps({key: _value(text) for key, text in pairs}, ensure_ascii=False)
+        form = r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)"
+        pairs = re.findall(form, body[head.end() : end], re.DOTALL)
+        properties = ((self._schemas or {}).get(head[1]) or {}).get("properties")
+        parts = properties if isinstance(properties, dict) else {}
+        arguments = {key: _value(text, _types(parts.get(key))) for key, text in pairs}
+        return head[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 class _CallsAlone(_Reader):
-    """Calls that are the whole answer, or stand behind a marker that may leave no text: objects, or a list of them."""
+    """Calls that are the whole answer, or stand behind a marker: objects, or a list of them. The rest is text."""
 
-    def __init__(self, form: Format, markers: Sequence[str], names: Sequence[str]) -> None:
+    _BETWEEN = "[](),; \n\r\t"
+
+    def __init__(self, form: Format, markers: Sequence[str], functions: Sequence[Function]) -> None:
         super().__init__(form)
         self._markers = markers
-        known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-        self._start = re.compile(rf"\s*(?:\[\s*)?(\{{|(?:{known})(?:\[ARGS\])?\s*\{{)" if known else r"\s*\[?\s*(\{)")
-        self._longest = max(map(len, names), default=0) + 12
-        self._reads_calls: bool | None = None  # None: not known yet
-        self._json: _JsonCall | None = None
+        self._names = {function.name for function in functions}
+        self._reads_calls = True  # until there is text
+        self._is_marked = False  # a marker came before what is read
+        self._before = ""  # what stands before the object that is being read, and is text if that is no call
+        self._json: _JsonCall | None = None  # the object
+        self._bare: tuple[str, int] | None = None  # the name before it, and where the object begins
+        self._follows_call = False
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
         pieces: list[Piece] = []
-        if not self._reads_calls:
-            for marker in self._markers:
-                before, found, after = self._buffer.partition(marker)
-                if found:
-                    pieces += self._content(before)
-                    self._buffer, self._reads_calls = after, True
-        if self._reads_calls is None:
-            start = self._buffer.lstrip()
-            could_be = any(marker.startswith(start) for marker in self._markers)
-            if not start or could_be:
+        while True:
+            if self._reads_calls:
+                pieces += self._calls()
+                if self._reads_calls:
+                    return pieces
+            found = [place for marker in self._markers if (place := self._buffer.find(marker)) >= 0]
+            held = max(_overlap(self._buffer, marker) for marker in self._markers)
+            end = min(found, default=len(self._buffer) - held)
+            pieces += self._content(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+            if not found:
                 return pieces
-            if self._start.match(start):
-                self._reads_calls = True
-            elif len(start) > self._longest or not re.fullmatch(r"\[?\s*[\w-]*(\[\w*\]?)?\s*", start):
-                self._reads_calls = False
-        if self._reads_calls is False:
-            safe = len(self._buffer) - max(_overlap(self._buffer, marker) for marker in self._markers)
-            before, self._buffer = self._buffer[:safe], self._buffer[safe:]
-            return pieces + self._content(before)
-        return pieces + self._calls() if self._reads_calls else pieces
+            self._reads_calls, self._follows_call = True, False
 
     def _calls(self) -> list[Piece]:
-        """Calls as far as they have come."""
+        """Calls as far as they have come, and text that is none."""
         pieces: list[Piece] = []
         while True:
-            if self._json is None:
-                start = self._buffer.lstrip("[]();, \n\t")
-                for marker in self._markers:
-                    start = start.removeprefix(marker).lstrip("[; \n\t")
-                self._buffer = start
-                named = re.match(r"([\w-]+)(?:\[ARGS\])?\s*(?=\{)", start)
-                if not start or (named is None and re.fullmatch(r"[\w-]+(\[\w*\]?)?\s*", start)):
-                    return pieces  # the rest of a name is still to come
-                self._json = _JsonCall()
-                if named is not None:
-                    self._buffer = _head(Function(named[1], None), "arguments", "") + start[named.end() :]
-                    self._json.is_bare = True
+            if self._json is None and not self._begins():
+                if not self._reads_calls:
+                    pieces += self._content(self._before)
+                    self._before = ""
+                return pieces
+            assert self._json is not None
             name, arguments = self._json.read(self._buffer)
             if name is not None:
                 self._json.index = self._num_calls
@@ -550,22 +589,84 @@ class _CallsAlone(_Reader):
             end = self._json.end
             if end is None:
                 return pieces
+            self._follows_call = True
             if self._json.index is None:
-                found = _call_of(self._buffer[:end])
-                pieces += self._call(*found) if found is not None else self._content(self._buffer[:end])
-            self._buffer, self._json = self._buffer[end:], None
+                found = self._found(self._buffer[:end])
+                pieces += self._call(*found) if found else self._content(self._before + self._buffer[:end])
+                self._follows_call = found is not None
+            self._buffer, self._json, self._bare, self._before = self._buffer[end:], None, None, ""
+
+    def _begins(self) -> bool:
+        """Whether an object begins, which may be a call; if there is text instead, no calls are read any more."""
+        start, is_marked, may_go_on = self._between()
+        rest = self._buffer[start:]
+        head = re.match(r"([\w-]+)(\[ARGS\])?\s*(?=\{)", rest)
+        is_call = head is not None and (head[1] in self._names or (is_marked and head[2] is not None))
+        if may_go_on or (not is_call and self._may_be_name(rest, is_marked)):
+            return False
+        # A list's brackets and commas are nobody's text, where calls are in it.
+        self._before = "" if self._follows_call else self._buffer[:start]
+        self._buffer, self._is_marked = rest, is_marked
+        if not is_call and not rest.startswith("{"):
+            self._reads_calls = False
+            return False
+        if head is None or not is_call:
+            self._json = _JsonCall()
+        elif head[2] is not None:
+            self._buffer = _head(Function(head[1], None), "arguments", "") + rest[head.end() :]
+            self._json = _JsonCall()
+            self._json.is_bare = True
+        else:  # a name and a brace may be prose: no call before all of it is there
+            self._json = _JsonCall(place=head.end())
+            self._bare = head[1], head.end()
+        return True
+
+    def _between(self) -> tuple[int, bool, bool]:
+        """Where brackets, commas, white space and markers end, whether a marker is there, and whether more may come."""
+        place, is_marked = 0, False
+        while place < len(self._buffer):
+            marker = next((m for m in self._markers if self._buffer.startswith(m, place)), None)
+            if marker is not None:
+                place, is_marked = place + len(marker), True
+            elif any(m.startswith(self._buffer[place:]) for m in self._markers):
+                return place, is_marked, True
+            elif self._buffer[place] in self._BETWEEN:
+                place += 1
+            else:
+                return place, is_marked, False
+        return place, is_marked, True
+
+    def _may_be_name(self, text: str, is_marked: bool) -> bool:
+        """Whether the text may be the beginning of a name with its arguments."""
+        there = re.fullmatch(r"([\w-]+)(\[[A-Z]*\]?)?(\s*)", text)
+        if there is None or not "[ARGS]".startswith(there[2] or ""):
+            return False
+        is_whole = bool(there[2] or there[3])
+        return is_marked or any(n == there[1] if is_whole else n.startswith(there[1]) for n in self._names)
+
+    def _found(self, text: str) -> tuple[str, str] | None:
+        """The call that a whole object is, if it is one."""
+        if self._bare is not None:
+            name, place = self._bare
+            return (name, text[place:]) if _is_object(text[place:]) else None
+        found = _call_of(text)
+        return found if found and (self._is_marked or found[0] in self._names) else None
 
     def finish(self) -> list[Piece]:
         if self._json is not None and self._json.index is not None:
             return []
-        rest, self._buffer = self._buffer, ""
-        return self._last_content(rest if not self._num_calls else "")
+        rest = self._before + self._buffer
+        if self._json is None and self._follows_call:
+            start, _, may_go_on = self._between()
+            rest = "" if may_go_on else self._buffer[start:]
+        self._buffer = self._before = ""
+        return self._last_content(rest)
 
 
 class _PythonicCalls(_Reader):
     """A list of calls written as in Python, which is the whole answer. Nothing of it is run."""
 
-    def __init__(self, form: Format, names: Sequence[str]) -> None:
+    def __init__(self, form: Format) -> None:
         super().__init__(form)
         self._is_list: bool | None = None
 
@@ -593,21 +694,28 @@ class _JsonCall:
 
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
-    def __init__(self) -> None:
+    def __init__(self, closing: str = "", place: int | None = None) -> None:
+        """closing: a marker that ends the object even where a brace is missing. place: where arguments alone begin."""
+        self._closing, self._has_head = closing, place is None
         self.index: int | None = None  # of the call, once its name is told
         self.end: int | None = None  # where the object ends in the text
         self.is_bare = False  # written as a name and its arguments: the object around them has no end
-        self._place, self._depth, self._in_string, self._is_escaped = 0, 0, False, False
+        self._place, self._depth, self._in_string, self._is_escaped = place or 0, 0, False, False
         self._arguments: tuple[int, int | None] | None = None  # where they begin and end
         self._told = 0
 
     def read(self, text: str) -> tuple[str | None, str]:
         """The name, when it is first known, and arguments that have come since the last call. text: all so far."""
         name = None
-        if self._arguments is None and (head := self._HEAD.match(text)):
-            name = str(json.loads(head[1], strict=False))
-            self._arguments, self._told = (head.end(), None), head.end()
+        if self._has_head and self._arguments is None and (head := self._HEAD.match(text)):
+            with suppress(ValueError):  # a name with an escape that is none: no call
+                name = str(json.loads(head[1], strict=False))
+                self._arguments, self._told = (head.end(), None), head.end()
         while self._place < len(text) and self.end is None:
+            coming = text[self._place : self._place + len(self._closing)]
+            if coming and not self._in_string and self._closing.startswith(coming):
+                self.end = self._place if coming == self._closing else None  # None: more of the marker may come
+                break
             self._step(text[self._place])
         if self._arguments is None:
             return None, ""
@@ -644,19 +752,45 @@ def _call_of(text: str) -> tuple[str, str] | None:
         call = json.loads(text, strict=False)
         name = call["name"]
         given = call.get("arguments", call.get("parameters", {}))
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str):
-        return None
-    return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return (name, arguments) if isinstance(name, str) and _is_object(arguments) else None
 
 
-def _value(text: str) -> Any:
-    """A value as JSON, else as text."""
+def _is_object(text: str) -> bool:
     try:
-        return json.loads(text)
+        return isinstance(json.loads(text, strict=False), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+_JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """A value as JSON, else as text. types: those that its schema allows, if it says so."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # JSON has no infinite numbers
     except (ValueError, RecursionError):
         return text
+    kind = _JSON_TYPES.get(type(value), "null")
+    is_other = kind in types or (kind == "integer" and "number" in types)
+    return text if "string" in types and (kind == "string" or not is_other) else value
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema of a value names."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type", [])
+    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    for key in ("anyOf", "oneOf"):
+        for part in schema[key] if isinstance(schema.get(key), list) else ():
+            if isinstance(part, dict):
+                types |= _types({"type": part.get("type", [])})
+    return types
 
 
 _WORDS = {"true": True, "false": False, "null": None}
@@ -672,7 +806,7 @@ def _python_calls(text: str) -> list[tuple[str, str]] | None:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
                 return None
             arguments = {str(word.arg): _literal(word.value) for word in call.keywords}
-            calls.append((call.func.id, json.dumps(arguments, ensure_ascii=False)))
+            calls.append((call.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
         return calls
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
         return None
