@@ -344,7 +344,7 @@ def test_a_prompt_that_differs_from_the_first_token_on_is_read_whole():
 
 
 def test_a_cancelled_answer_leaves_its_prompt_for_the_next(byte_model):
-    engine = load(byte_model, tokenizer=byte_tokenizer())
+    engine = load(byte_model, tokenizer=byte_tokenizer(), prefix_cache=True)
     stream = engine.stream("a" * 150, max_new_tokens=60)
     next(stream)
     stream.cancel()

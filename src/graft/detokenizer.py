@@ -66,7 +66,8 @@ class TextStream:
             return 0
         longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-length:]) for s in self._stop):
+            end = self.text[-length:]
+            if any(s.startswith(end) for s in self._stop):
                 return length
         return 0
 

@@ -20,6 +20,7 @@ from graft.stats import Stats
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)
+_PLACES_AT_ONCE = 256  # of a prompt: each takes a float for every token of the vocabulary, several times over
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,16 @@ class Sequence:
         end = min(start + verified.counts[0], self.num_prompt_tokens - 1)
         if not start <= known < end:
             return
-        places = verified.index[0, known - start : end - start].to(verified.logits.device)
+        for first in range(known, end, _PLACES_AT_ONCE):
+            self._read_places(start, first, min(first + _PLACES_AT_ONCE, end), verified, self.num_prompt_logprobs)
+
+    def _read_places(self, start: int, first: int, end: int, verified: VerifyOutput, num_others: int) -> None:
+        """Takes those of the tokens behind the places from `first` to `end`; the chunk begins at `start`."""
+        places = verified.index[0, first - start : end - start].to(verified.logits.device)
         logprobs = torch.log_softmax(verified.logits[places], dim=1)
-        tokens = self.ids[known + 1 : end + 1]
+        tokens = self.ids[first + 1 : end + 1]
         own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        values, others = logprobs.topk(min(self.num_prompt_logprobs, logprobs.shape[1]), dim=1)
+        values, others = logprobs.topk(min(num_others, logprobs.shape[1]), dim=1)
         for token, value, *pair in zip(tokens, own, others.tolist(), values.tolist(), strict=True):
             self.prompt_logprobs.append(TokenLogprob(token, value, dict(zip(*pair, strict=True))))
 

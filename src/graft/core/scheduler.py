@@ -126,6 +126,7 @@ class Job:
     told: list[int] = field(default_factory=list)  # tokens of each answer that the listener has heard of
     ended: set[int] = field(default_factory=set)  # answers of whose end it has
     number: int = field(default_factory=lambda: next(_NUMBERS))  # the youngest's is the highest
+    request: int = 0  # the number of the first job of the same request, once submitted
     choosers: list[Chooser] = field(default_factory=list)  # of the answers still open, when it was put back
 
     def __post_init__(self) -> None:
@@ -211,8 +212,11 @@ class Scheduler:
                 raise BusyError("the server is shutting down", is_closing=True)
             # One that can start at once need not wait, even where nothing may.
             starts_at_once = not self._waiting and self._is_room_for(jobs[0])
-            if len(self._waiting) >= self.settings.max_waiting and not starts_at_once:
-                raise BusyError(f"{len(self._waiting)} requests are waiting already")
+            num_waiting = len({job.request for job in self._waiting})
+            if num_waiting >= self.settings.max_waiting and not starts_at_once:
+                raise BusyError(f"{num_waiting} requests are waiting already")
+            for job in jobs:
+                job.request = jobs[0].number
             self._waiting.extend(jobs)
             self._next_drop = -math.inf
             self._changed.notify()

@@ -67,7 +67,7 @@ class Shape(ABC):
             None,
             *(
                 {
-                    str(other): {"logprob": max(value, -9999.0), "decoded_token": self._spell(other)}
+                    str(other): {"logprob": max(value, -9999.0), "decoded_token": self.spell(other)}
                     for other, value in ({token.token: token.logprob} | token.alternatives).items()
                 }
                 for token in job.sequences[0].prompt_logprobs
@@ -78,7 +78,8 @@ class Shape(ABC):
         """The chunk that a stream sends before an answer's first token, if any."""
         return None
 
-    def _spell(self, token: int) -> str:
+    def spell(self, token: int) -> str:
+        """A token's text by itself, as log-probabilities name it."""
         return self._grammars.bytes_of(token).decode(errors="replace")
 
 
@@ -142,26 +143,24 @@ class TextShape(Shape):
         return {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        spelt = [self._spell(token.token) for token in tokens]
+        spelt = [self.spell(token.token) for token in tokens]
         offsets = [text_offset + length for length in accumulate(map(len, spelt), initial=0)]
         return {
             "tokens": spelt,
             "token_logprobs": [max(token.logprob, -9999.0) for token in tokens],
             "top_logprobs": [
-                {self._spell(other): max(value, -9999.0) for other, value in token.alternatives.items()}
+                {self.spell(other): max(value, -9999.0) for other, value in token.alternatives.items()}
                 for token in tokens
             ],
             "text_offset": offsets[:-1],
         }
 
-    def echoed(self, prompt: Sequence[int], read: Sequence[TokenLogprob], then: Json) -> Json:
-        """Log-probabilities of a prompt's tokens, of which the first has none, before those of an answer's."""
-        first = self._spell(prompt[0])
-        of_prompt = self.logprobs(read, len(first))
+    def of_prompt(self, prompt: Sequence[int], read: Sequence[TokenLogprob]) -> Json:
+        """Log-probabilities of a prompt's tokens, of which the first has none."""
+        first = self.spell(prompt[0])
+        others = self.logprobs(read, len(first))
         unknown = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        shift = len(first) + sum(len(self._spell(token.token)) for token in read)
-        then = {**then, "text_offset": [offset + shift for offset in then["text_offset"]]}
-        return {name: [unknown[name], *of_prompt[name], *then[name]] for name in unknown}
+        return {name: [value, *others[name]] for name, value in unknown.items()}
 
 
 @dataclass(frozen=True)
@@ -191,6 +190,8 @@ class Answers:
         tokenizer = tokenizer if with_rounds else None
         self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(sequences)]
         self._per_job = len(jobs[0].sequences)
+        self._echoed: dict[int, Json] = {}  # log-probabilities of the prompts, by job: all its answers have the same
+        self.is_streamed = True  # False: what `take` returns is dropped, and `whole` alone is sent
 
     @property
     def is_done(self) -> bool:
@@ -232,9 +233,10 @@ class Answers:
         logprobs = None
         if is_first and self.echo.texts:
             pieces.insert(0, Content(self.echo.texts[job]))
-        if answer.sequence.settings.logprobs is not None and (update.logprobs or (is_first and self.echo.texts)):
+        asked = self.is_streamed and answer.sequence.settings.logprobs is not None
+        if asked and (update.logprobs or (is_first and self.echo.texts)):
             logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
-            answer.spelt += sum(len(self.shape._spell(token.token)) for token in update.logprobs)
+            answer.spelt += sum(len(self.shape.spell(token.token)) for token in update.logprobs)
         if not (pieces or logprobs or rounds or answer.reason):
             return []
         choice = self.shape.delta(answer, pieces, logprobs, answer.reason)
@@ -246,6 +248,7 @@ class Answers:
 
     def whole(self) -> Json:
         choices = []
+        of_prompts = [self.shape.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
         for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
@@ -253,8 +256,8 @@ class Answers:
             choice = self.shape.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
             if self.echo.texts:
                 choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
-            if self.echo.with_prompt_logprobs:
-                choice["prompt_logprobs"] = self.shape.prompt_logprobs(self.jobs[answer.index // self._per_job])
+            if of_prompts:
+                choice["prompt_logprobs"] = of_prompts[answer.index // self._per_job]
             choice["speculation"] = speculation(sequence.stats)
             if answer.rounds:
                 choice["rounds"] = answer.rounds
@@ -270,11 +273,13 @@ class Answers:
         shape = self.shape
         if not self.echo.texts or not isinstance(shape, TextShape):
             return shape.logprobs(tokens, offset)
-        job = self.jobs[answer.index // self._per_job]
-        prompt = job.sequences[0].ids[: job.sequences[0].num_prompt_tokens]
-        if is_first:
-            return shape.echoed(prompt, job.sequences[0].prompt_logprobs, shape.logprobs(tokens, 0))
-        return shape.logprobs(tokens, offset + sum(len(shape._spell(token)) for token in prompt))
+        number = answer.index // self._per_job
+        if number not in self._echoed:
+            first = self.jobs[number].sequences[0]
+            self._echoed[number] = shape.of_prompt(first.ids[: first.num_prompt_tokens], first.prompt_logprobs)
+        before = self._echoed[number]
+        new = shape.logprobs(tokens, offset + before["text_offset"][-1] + len(before["tokens"][-1]))
+        return {name: [*before[name], *new[name]] for name in new} if is_first else new
 
 
 @dataclass

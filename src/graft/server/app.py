@@ -53,12 +53,15 @@ PAGE = Path(__file__).parent / "static"
 # asks on a connection that is just being closed.
 _KEEP_ALIVE = 75
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 
+_LONGEST_NAME = 64  # characters of an unknown field that are repeated
 _PLAIN_TYPES = ("str", "int", "float", "bool")
 
 log = logging.getLogger("graft.server")
@@ -245,8 +248,11 @@ def _named(error: RequestValidationError) -> RefusedError:
     found = max(error.errors(), key=lambda each: len(each["loc"]))  # the first of those
     parts = [str(part) for part in found["loc"][1:]]
     # Locations name the members of unions too, by their types.
-    name = ".".join(part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES)
+    known = [part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES]
+    name = ".".join(known)
     if found["type"] == "extra_forbidden":
+        # The last part is the client's own, and can be anything.
+        name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_LONGEST_NAME]])
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}")

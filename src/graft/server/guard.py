@@ -71,6 +71,7 @@ class Guard:
             message = await receive()
             num_received += len(message.get("body", b""))
             if num_received > self._max_body_bytes:
+                scope["graft.too_large"] = True
                 raise _TooLargeError
             return message
 
@@ -99,6 +100,8 @@ class Guard:
 
 def count_refusal(scope: Scope, status: int) -> None:
     """Counts in the metrics a request that was refused before it was decoded."""
+    if scope.get("graft.too_large"):
+        status = 413  # whatever the app made of a body that broke off
     if scope["path"].startswith(_COUNTED):
         scope["app"].state.serving.metrics.failed(reason_for(status))
 

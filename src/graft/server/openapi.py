@@ -155,17 +155,13 @@ class ResponseItem(BaseModel):
     status: Literal["completed", "incomplete"]
 
 
-class CachedTokens(Output):
-    cached_tokens: int
-
-
 class ReasoningTokens(Output):
     reasoning_tokens: int
 
 
 class ResponseUsage(Output):
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

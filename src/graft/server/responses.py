@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from graft.core.scheduler import Job, Update
 from graft.server.answers import Answers, Echo, Shape, dumped, speculation
 from graft.server.refusals import Json, RefusedError
-from graft.server.schema import SEED, Bool, ChatRequest, FunctionName, No, StreamOptions, Strict, Text
+from graft.server.schema import SEED, Bool, ChatRequest, FunctionName, JsonObject, No, StreamOptions, Strict, Text
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
 
 
@@ -26,7 +26,7 @@ class InputText(Strict):
 class InputMessage(Strict):
     type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[InputText], Field(min_length=1)]
+    content: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
     id: Text | None = None
     status: Text | None = None
     phase: Text | None = None
@@ -44,7 +44,7 @@ class FunctionCall(Strict):
 class FunctionCallOutput(Strict):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | Annotated[list[InputText], Field(min_length=1)]
+    output: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
     id: Text | None = None
     status: Text | None = None
 
@@ -58,7 +58,7 @@ class ReasoningItem(Strict):
     type: Literal["reasoning"]
     id: Text | None = None
     summary: list[Any] | None = None
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     status: Text | None = None
 
 
@@ -66,7 +66,7 @@ class ResponseTool(Strict):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: Bool | None = None
 
 
@@ -79,7 +79,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: Bool | None = None
 
     @model_validator(mode="after")
@@ -100,7 +100,13 @@ class ResponseStreamOptions(Strict):
 class ResponsesRequest(Strict):
     """Fields of a response. What would need stored state is refused: previous_response_id, conversation, background."""
 
-    input: Text | Annotated[list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem], Field(min_length=1)]
+    input: (
+        Text
+        | Annotated[
+            list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem],
+            Field(min_length=1, fail_fast=True),
+        ]
+    )
     model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None

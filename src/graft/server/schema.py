@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from graft.server.grammar import Wanted
 
@@ -15,6 +15,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
 Text = Annotated[str, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
+_Pattern = Annotated[str, Field(strict=True, min_length=1)]
 
 
 def _is_a_word(value: Any) -> Any:
@@ -24,6 +25,21 @@ def _is_a_word(value: Any) -> Any:
     return value
 
 
+def _can_be_repeated(value: dict[str, Any]) -> dict[str, Any]:
+    """Python reads NaN and 1e999, which no JSON of ours can repeat."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it holds a number that is not finite") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_repeated)]
+# Each unbounded list fails at its first bad item: an error for each of them would take long and much memory.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the text's end at every token
 No = Annotated[Literal[False], BeforeValidator(_is_a_word)]  # what is not supported may be declined
 
 
@@ -49,7 +65,7 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     name: Text | None = "answer"
     description: Text | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: Bool | None = None  # False: where the schema cannot be compiled, any JSON will do
 
 
@@ -65,8 +81,8 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    json_: dict[str, Any] | None = Field(default=None, alias="json")
-    regex: Text | None = None
+    json_: JsonObject | None = Field(default=None, alias="json")
+    regex: _Pattern | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
 
     @model_validator(mode="after")
@@ -86,7 +102,7 @@ class Sampling(Strict):
     n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
     stream: Bool | None = False
     stream_options: StreamOptions | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
@@ -104,8 +120,8 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
     min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = 0
     ignore_eos: Bool | None = False
-    stop_token_ids: list[TokenId] | None = None
-    guided_regex: Text | None = None
+    stop_token_ids: TokenIds | None = None
+    guided_regex: _Pattern | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None  # the same, by a newer name
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -199,7 +215,7 @@ FunctionName = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_-]{1,64}$
 class FunctionTool(Strict):
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; absent: there are none
+    parameters: JsonObject | None = None  # a JSON schema; absent: there are none
     strict: Bool | None = None  # whether calls must fit the schema even where none is forced
 
 
@@ -253,9 +269,9 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: Text | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None = None
     name: Text | None = None  # refused where the model's chat template leaves it out
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
@@ -291,7 +307,7 @@ class Message(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     logprobs: Bool | None = False
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -314,8 +330,8 @@ class ChatRequest(Sampling):
             raise ValueError("response_format does not go with a tool_choice that forces a call")
         if self.offered and self.is_guided and self.wanted_schema is None:
             raise ValueError("guided_regex, guided_choice and structured_outputs do not go with tools")
-        if self.must_call and (self.ignore_eos or self.min_tokens):
-            raise ValueError("ignore_eos and min_tokens do not go with a tool_choice that forces a call")
+        if self.constrains_calls and (self.ignore_eos or self.min_tokens):
+            raise ValueError("ignore_eos and min_tokens do not go with calls that are forced, strict or one at most")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -329,6 +345,12 @@ class ChatRequest(Sampling):
     @property
     def must_call(self) -> bool:
         return isinstance(self.tool_choice, ToolChoice) or self.tool_choice == "required"
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether a grammar says how the answer may call tools, and so where it ends."""
+        is_strict = any(tool.function.strict for tool in self.callable)
+        return bool(self.callable) and (self.must_call or is_strict or self.parallel_tool_calls is False)
 
     @property
     def offered(self) -> list[Tool]:
@@ -359,9 +381,9 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     prompt: (
         Annotated[Text, Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=128)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 goes with echo
@@ -405,7 +427,7 @@ class CompletionRequest(Sampling):
 class TokenizeRequest(Strict):
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
 
@@ -417,9 +439,11 @@ class TokenizeRequest(Strict):
     def _is_one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("tools and chat_template_kwargs go with messages")
         return self
 
 
 class DetokenizeRequest(Strict):
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -33,6 +33,7 @@ _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 5
 _LONG_TEXT = 20_000  # characters
 _BYTES_PER_TOKEN = 16  # of a prompt that may be tokenized: no usual text has so many
 _WARM_UP_TOKENS = 6
+_MOST_PROMPT_LOGPROBS = 1 << 20  # of one response, alternatives counted
 
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
@@ -140,20 +141,20 @@ class Serving:
         ids = await self.off_loop(lambda: self.engine.encode(text, is_rendered=True), len(text))
         return ids, self.template.thinks(text)
 
-    async def answer_chat(
-        self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers, shape: Shape | None = None
-    ) -> Response:
+    async def answer_chat(self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers) -> Response:
         """Answers messages, in the form of chat completions unless another is given."""
+        arrived = time.monotonic()
+        self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
         wanted = await self._wanted_calls(body, thinks) or body.wanted
-        form = shape or ChatShape(self.model_name, self.grammars)
+        form = ChatShape(self.model_name, self.grammars)
         tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
         echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
 
         def make(jobs: list[Job]) -> Answers:
             return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
 
-        return await self.answer(body, [prompt], request, wanted, make)
+        return await self.answer(body, [prompt], request, wanted, make, arrived)
 
     async def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
         """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
@@ -193,6 +194,8 @@ class Serving:
         return make
 
     async def answer_text(self, body: CompletionRequest, request: Request) -> Response:
+        arrived = time.monotonic()
+        self.check_model(body.model)
         prompts = [await self.encode(prompt) for prompt in body.prompts]
         shape, echoed = TextShape(self.model_name, self.grammars), list[str]()
         if body.echo:
@@ -205,7 +208,7 @@ class Serving:
         def make(jobs: list[Job]) -> Answers:
             return Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), echo=echo)
 
-        return await self.answer(body, prompts, request, body.wanted, make)
+        return await self.answer(body, prompts, request, body.wanted, make, arrived)
 
     async def answer(
         self,
@@ -214,13 +217,14 @@ class Serving:
         request: Request,
         wanted: Wanted | None,
         make_answers: Callable[[list[Job]], Answers],
+        arrived: float,
     ) -> Response:
         """Submits the request to the scheduler, and passes its updates on to the client.
 
-        wanted: what the answers must fit. make_answers: gives them their form.
+        wanted: what the answers must fit. make_answers: gives them their form. arrived: when the request did, by
+        time.monotonic.
         """
-        arrived = time.monotonic()
-        self.check_model(body.model)
+        num_scores = self._num_prompt_logprobs(body, prompts)
         news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
         grammar = await self._grammar(wanted, body.is_lenient)
@@ -230,6 +234,7 @@ class Serving:
             job.deadline = arrived + self.settings.timeout
             job.listener = _passing_on(news, number)
         answers = make_answers(jobs)
+        answers.is_streamed = bool(body.stream)
         if self.settings.log_prompts:
             for prompt in prompts:
                 log.info("%s prompt %r", answers.id, self._decode(prompt))
@@ -242,19 +247,37 @@ class Serving:
                 return _nobody_there()
             options = body.stream_options or StreamOptions()
             return StreamingResponse(_events(answers, first, chunks, options), media_type="text/event-stream")
-        whole = await _unless_gone(request, _drained(answers, chunks))
-        return AsciiJson(whole) if whole is not None else _nobody_there()
+        whole = await _unless_gone(request, self._drained(answers, chunks, num_scores))
+        return whole if whole is not None else _nobody_there()
+
+    async def _drained(self, answers: Answers, chunks: AsyncGenerator[Json, None], size: int) -> Response:
+        """The whole response, once all chunks have come. With log-probabilities it is long: others do not wait."""
+        async for _ in chunks:
+            pass
+        return await self.off_loop(lambda: AsciiJson(answers.whole()), size)
+
+    def _num_prompt_logprobs(self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
+        """How many log-probabilities of prompts the response will hold; refuses a request for too many."""
+        if body.num_prompt_logprobs is None:
+            return 0
+        count = (body.num_prompt_logprobs + 1) * (body.n or 1) * sum(map(len, prompts))
+        if count > _MOST_PROMPT_LOGPROBS:
+            what = f"the response would hold {count} log-probabilities of prompts, more than {_MOST_PROMPT_LOGPROBS}"
+            name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise RefusedError(400, f"{what}: ask for fewer alternatives, answers or prompts", name)
+        return count
 
     async def _grammar(self, wanted: Wanted | None, is_lenient: bool) -> Any | None:
         """What the answer must fit, compiled. is_lenient: if that cannot be, any JSON."""
         if wanted is None:
             return None
         try:
-            return await self.grammars.compile(wanted)
-        except GraftError as error:
-            if is_lenient:
-                return await self.grammars.compile(Wanted.schema({}))
-            raise RefusedError(400, str(error), wanted.param) from error
+            try:
+                return await self.grammars.compile(wanted)
+            except GraftError as error:
+                if is_lenient:
+                    return await self.grammars.compile(Wanted.schema({}))
+                raise RefusedError(400, str(error), wanted.param) from error
         except SchemasBusyError as error:
             raise RefusedError(503, f"{error}; try again later", wanted.param, Retry_After="5") from error
 
@@ -407,14 +430,7 @@ async def _events(
         await chunks.aclose()
 
 
-async def _drained(answers: Answers, chunks: AsyncGenerator[Json, None]) -> Json:
-    """The whole response, once all chunks have come."""
-    async for _ in chunks:
-        pass
-    return answers.whole()
-
-
-async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
     """The result of the work; None if the client disconnects first, which cancels the work."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -60,6 +61,7 @@ class ServeSettings(SchedulerSettings):
         require(all(self.api_keys), "an API key must not be empty")
         for key in self.api_keys:  # none is printed: it is a secret
             require(key == key.strip(), "an API key must not begin or end with a space: a request cannot give it")
+            require(key.isascii(), "an API key must be ASCII: a request's header cannot give another")
         for name in (
             "max_body_bytes", "max_prompt_bytes", "max_tokens", "default_max_tokens", "timeout", "read_timeout",
         ):  # fmt: skip
@@ -82,12 +84,17 @@ class ServeSettings(SchedulerSettings):
 
     @property
     def is_local(self) -> bool:
-        return self.host in ("127.0.0.1", "::1", "localhost")
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Host names that requests may be sent to; none: any."""
-        local = ("127.0.0.1", "localhost", "[::1]")
+        local = ["127.0.0.1", "localhost", "[::1]"]
+        if self.is_local and self.host not in (*local, "::1"):
+            local.append(f"[{self.host}]" if ":" in self.host else self.host)
         # No DNS rebinding: a web page whose name resolves to a local address must not reach the server there.
         return (*local, *self.allowed_hosts) if self.is_local or self.allowed_hosts else ()
 

@@ -78,7 +78,8 @@ export async function* stream(path, body, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const data = event.replace(/^data: /, "");
+      if (!event.startsWith("data: ")) continue; // a proxy's comment, say
+      const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Trouble(statusOf(chunk.error), chunk.error.message, { request: id });

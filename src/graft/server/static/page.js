@@ -295,12 +295,15 @@ async function answerAll(turn, answers) {
   turn.ending.replaceChildren();
   $("spoken").replaceChildren();
   show(answers[0]);
-  for (const answer of answers) {
-    await follow(turn, answer, signal);
-    if (!["stop", "length"].includes(answer.reason)) break;
+  try {
+    for (const answer of answers) {
+      await follow(turn, answer, signal);
+      if (!["stop", "length"].includes(answer.reason)) break;
+    }
+  } finally { // whatever went wrong, the next question can be asked
+    stop = null;
+    $("send").textContent = "Send";
   }
-  stop = null;
-  $("send").textContent = "Send";
   const follows = isAtEnd();
   turn.render();
   turn.renderEnding();
@@ -454,7 +457,7 @@ function showFigures() {
 
 function addRoundBar(number) {
   const round = shown.rounds[number];
-  const bar = button("", () => choose(number, bar), "round");
+  const bar = button("", () => choose(number), "round");
   bar.tabIndex = number === 0 ? 0 : -1;
   bar.setAttribute("role", "option");
   bar.setAttribute("aria-selected", "false");
@@ -501,7 +504,7 @@ function keep() {
   const told = turns.map(({ prompt, racing, answers }) => ({
     prompt,
     racing,
-    answers: answers.map(({ text, rounds, seconds, reason }) => ({ text, rounds, seconds, reason })),
+    answers: answers.map(({ text, thinks, rounds, seconds, reason }) => ({ text, thinks, rounds, seconds, reason })),
   }));
   const put = () => sessionStorage.setItem("graft.turns", JSON.stringify(told));
   try {
@@ -523,10 +526,10 @@ function restore() {
     if (!told.answers[0].text) continue; // never answered
     const turn = new Turn(told.prompt, told.racing);
     turn.answers.forEach((answer, place) => {
-      const { text, rounds, seconds, reason } = told.answers[place];
+      const { text, thinks, rounds, seconds, reason } = told.answers[place];
       rounds.forEach((round) => answer.addRound(round));
       const ended = reason === "failed" ? "stopped" : reason;
-      Object.assign(answer, { text, seconds, reason: ended, spoken: text.length });
+      Object.assign(answer, { text, thinks, seconds, reason: ended, spoken: text.length });
     });
     turns.push(turn);
     $("messages").append(turn.box);

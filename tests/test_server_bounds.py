@@ -1,0 +1,243 @@
+"""What one request may cost the server, and requests that once crashed it or were misread."""
+
+import json
+import threading
+
+import httpx
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from graft import GraftError
+from graft.core.scheduler import BusyError, Job, Scheduler, SchedulerSettings
+from graft.detokenizer import TextStream
+from graft.model.sampler import SamplingSettings
+from graft.sequence import Sequence
+from graft.server.answers import Answers, Shape
+from graft.server.grammar import Grammars, SchemasBusyError
+from graft.server.responses import ResponsesRequest
+from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from graft.server.serving import Serving
+from graft.server.settings import ServeSettings
+from test_server import CHAT, GREEDY, metric, new_engine, post, running
+from tiny import byte_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running() as url:
+        yield url
+
+
+def message_of(answer):
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+# Cost
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [{}] * 500}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 500}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * 500}]}),
+        (ChatRequest, {**CHAT, "stop_token_ids": ["x"] * 500}),
+        (CompletionRequest, {"prompt": [[-1] * 500]}),
+        (DetokenizeRequest, {"tokens": [-1] * 500}),
+        (TokenizeRequest, {"messages": [{}] * 500}),
+        (ResponsesRequest, {"input": [{}] * 500}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * 500}]}),
+    ],
+)
+def test_a_long_list_is_refused_at_its_first_bad_item(kind, body):
+    with pytest.raises(ValidationError) as refused:
+        TypeAdapter(kind).validate_python(body)
+    assert refused.value.error_count() < 150
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+def test_more_log_probabilities_of_prompts_than_a_response_holds_are_refused(url, asked):
+    answer = post(url, prompt=["x" * 800] * 128, max_tokens=1, **asked)
+    assert "log-probabilities of prompts, more than 1048576" in message_of(answer)
+
+
+def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(url, monkeypatch):
+    threads, built = [], []
+    whole, of_prompt = Answers.whole, Shape.prompt_logprobs
+    monkeypatch.setattr(Answers, "whole", lambda self: (threads.append(threading.current_thread()), whole(self))[1])
+    monkeypatch.setattr(Shape, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
+    answer = post(url, prompt=["ab", "cd"], n=3, prompt_logprobs=1, max_tokens=1)
+    assert len(answer.json()["choices"]) == 6 and len(built) == 2
+    assert [thread.name.startswith("graft-text") for thread in threads] == [True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_is_spelt_once(url, monkeypatch, stream):
+    spelt, spell = [], Shape.spell
+    monkeypatch.setattr(Shape, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
+    body = {"prompt": "y" * 300, "echo": True, "logprobs": 0, "n": 2, "speculate": False, "ignore_eos": True}
+    assert post(url, **body, **GREEDY, stream=stream).status_code == 200
+    assert 300 <= len(spelt) < 500
+
+
+def test_stop_strings_are_bounded(url):
+    for stop in ("x" * 1025, ["x" * 1025]):
+        assert "1024 characters" in message_of(post(url, prompt="x", stop=stop))
+    assert post(url, prompt="x", stop=["x" * 1024], max_tokens=1).status_code == 200
+
+
+def test_the_end_of_a_text_is_copied_once_for_all_stop_strings():
+    copies = []
+
+    class Watched(str):
+        def __getitem__(self, place):
+            copies.append(place)
+            return str.__getitem__(self, place)
+
+    stream = TextStream(byte_tokenizer(), [], stop=[f"{i}" * 10 for i in range(9)])
+    stream.text = Watched("abcdefgh")
+    stream.take()
+    assert len(copies) <= 9
+
+
+def test_log_probabilities_of_a_prompt_are_read_a_few_places_at_a_time(monkeypatch):
+    sizes, log_softmax = [], torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: (sizes.append(len(x)), log_softmax(x, dim=dim))[1])
+    ids = [i % 7 for i in range(600)]
+    sequence = Sequence(ids, SamplingSettings(max_new_tokens=1), (), byte_tokenizer())
+    sequence.num_prompt_logprobs = 2
+    logits = torch.randn(600, 11)
+
+    class Verified:
+        counts, index = [600], torch.arange(600)[None]
+
+    Verified.logits = logits
+    sequence.read_prompt(0, Verified)
+    assert sum(sizes) == 599 and max(sizes) <= 256
+    expected = log_softmax(logits, dim=1)[torch.arange(599), torch.tensor(ids[1:])]
+    assert [read.logprob for read in sequence.prompt_logprobs] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [read.token for read in sequence.prompt_logprobs] == ids[1:]
+
+
+def test_prompts_of_one_request_wait_as_one():
+    engine = new_engine()
+    scheduler = Scheduler(engine, SchedulerSettings(max_rows=1, max_waiting=2))
+    settings, begun = SamplingSettings(max_new_tokens=900, ignore_eos=True), threading.Event()
+
+    def job(listener=lambda news: None):
+        return Job(engine.new_sequences(engine.encode("abc"), settings), listener)
+
+    try:
+        scheduler.submit(job(lambda news: begun.set()))
+        assert begun.wait(60)
+        scheduler.submit(*(job() for _ in range(5)))
+        scheduler.submit(job())
+        with pytest.raises(BusyError, match="2 requests are waiting"):
+            scheduler.submit(job())
+    finally:
+        scheduler.close()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", ["maxTokens", "max-tokens", "temprature", "str", "X" * 64])
+def test_an_unknown_field_is_named_as_the_client_wrote_it(url, name):
+    answer = post(url, prompt="x", **{name: 1})
+    assert message_of(answer) == f"{name} is not supported" and answer.json()["error"]["param"] == name
+    inner = post(url, prompt="x", stream=True, stream_options={name: 1})
+    assert message_of(inner) == f"stream_options.{name} is not supported"
+
+
+def test_a_long_unknown_field_is_cut(url):
+    assert message_of(post(url, prompt="x", **{"X" * 5000: 1})) == "X" * 64 + " is not supported"
+
+
+def test_busy_compilers_are_said_to_be_busy_where_any_json_would_do(url, monkeypatch):
+    async def compile_(self, wanted):
+        raise SchemasBusyError("busy") if wanted.text == "{}" else GraftError("no")
+
+    monkeypatch.setattr(Grammars, "compile", compile_)
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "string"}, "strict": False}}
+    answer = post(url, prompt="x", response_format=wanted)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_cannot_repeat_are_refused(url, number):
+    schema = f'{{"type": "object", "x": [{number}]}}'
+    bodies = {
+        "responses": '{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}',
+        "chat/completions": '{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", '
+        '"function": {"name": "f", "parameters": SCHEMA}}]}',
+        "completions": '{"prompt": "x", "structured_outputs": {"json": SCHEMA}}',
+    }
+    for path, body in bodies.items():
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/{path}", content=body.replace("SCHEMA", schema), headers=headers, timeout=60)
+        assert "not finite" in message_of(answer)
+
+
+def test_a_request_arrives_before_its_prompt_is_read(url, monkeypatch):
+    async def encode(*given):
+        raise AssertionError("it was tokenized first")
+
+    monkeypatch.setattr(Serving, "encode", encode)
+    monkeypatch.setattr(Serving, "encode_chat", encode)
+    assert post(url, prompt="x", model="other").status_code == 404
+    assert post(url, "/v1/chat/completions", **CHAT, model="other").status_code == 404
+
+
+@pytest.mark.parametrize("rule", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_an_answer_whose_calls_have_a_grammar_ends_where_it_ends(url, rule):
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for asked in ({"tools": [strict]}, {"tools": [TOOL], "parallel_tool_calls": False}):
+        answer = post(url, "/v1/chat/completions", **CHAT, **asked, **rule)
+        assert "do not go with calls that are forced, strict" in message_of(answer)
+    ChatRequest(**CHAT, tools=[TOOL], **rule)
+    ChatRequest(**CHAT, tools=[strict], tool_choice="none", **rule)
+
+
+def test_nothing_given_is_silently_ignored(url):
+    assert "guided_regex" in message_of(post(url, prompt="x", guided_regex=""))
+    for more in ({"tools": [TOOL]}, {"chat_template_kwargs": {"a": True}}):
+        assert "go with messages" in message_of(post(url, "/tokenize", prompt="x", **more))
+
+
+def test_a_chunked_body_that_is_too_large_is_counted_as_such():
+    with running(max_body_bytes=1000) as url:
+        body = json.dumps({"prompt": "x" * 5000}).encode()
+        headers = {"content-type": "application/json"}
+        pieces = (body[at : at + 500] for at in range(0, len(body), 500))
+        assert httpx.post(f"{url}/v1/completions", content=pieces, headers=headers).status_code == 413
+        lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if 'reason="' in line]
+        assert [line.split('reason="')[1].split('"')[0] for line in lines if line.endswith(" 1.0")] == ["size"]
+        assert metric(url, "generation_tokens_total") == 0
+
+
+# Settings and the page
+
+
+def test_a_key_that_no_header_can_give_is_refused():
+    with pytest.raises(GraftError, match="ASCII"):
+        ServeSettings(api_keys=("schlüssel",))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example.com", False)],
+)
+def test_every_loopback_address_is_local(host, is_local):
+    settings = ServeSettings(host=host)
+    assert settings.is_local == is_local == bool(settings.hosts)
+    if is_local:
+        assert {host, f"[{host}]"} & set(settings.hosts)
+
+
+def test_the_page_cannot_be_given_another_base_or_send_forms_elsewhere(url):
+    policy = httpx.get(url).headers["content-security-policy"]
+    assert "base-uri 'none'" in policy and "form-action 'self'" in policy
