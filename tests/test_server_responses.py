@@ -91,7 +91,10 @@ def test_reasoning_is_an_item_of_its_own():
         back = [item.model_dump() for item in response.output]
         again = [{"role": "user", "content": "x"}, *back, {"role": "user", "content": "x"}]
         assert client.responses.create(model="tiny", input=again, max_output_tokens=1).id
-        kinds = [e.type for e in client.responses.create(model="tiny", input="x", max_output_tokens=6, stream=True)]
+        kinds = [
+            e.type
+            for e in client.responses.create(model="tiny", input="x", max_output_tokens=6, temperature=0, stream=True)
+        ]
         assert "response.reasoning_text.delta" in kinds
 
 
