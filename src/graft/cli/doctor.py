@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from graft.cli.options import LOADING, Given, takes
-from graft.cli.terminal import load_engine
+from graft.cli.terminal import ProgressBars, load_engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.settings import check_size
 
@@ -103,6 +103,7 @@ def speed_of(turns: list[Turn]) -> tuple[float, float]:
 def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
     """All prompts, each in turns, so that whatever else the machine does meets both."""
     from graft.engine import Engine
+    from graft.progress import Report
 
     plain = Engine(engine.target.model, engine.tokenizer, policy="off")
     plain.generate(prompts[0], max_new_tokens=2)  # one-time work of torch, which either would pay
@@ -112,10 +113,13 @@ def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> 
         answer = each.generate(prompt, max_new_tokens=max_new_tokens)
         return time.perf_counter() - start, answer
 
-    turns = []
-    for prompt in prompts:
-        (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
-        turns.append(Turn(before, ours, after, answer))
+    turns: list[Turn] = []
+    with ProgressBars() as progress:
+        for prompt in prompts:
+            progress.show(Report("measuring", len(turns), len(prompts), "prompts, plainly, with Graft and plainly"))
+            (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
+            turns.append(Turn(before, ours, after, answer))
+        progress.show(Report("measuring", len(turns), len(prompts), "done"))
     return turns
 
 
