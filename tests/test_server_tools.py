@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -127,8 +128,33 @@ CASES = [
      [("get_weather", {"days": "NaN"})]),
     ("hermes", '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>',
      '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>', []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>',
-     '<tool_call>{"name": "f", "arguments": null}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),  # it takes none
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": 3}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}\n<tool_call>' + ONE + "</tool_call>bye", "bye",
+     [("f", {"x": 1}), ROME]),  # a brace and a marker are missing
+    ("qwen", CITY.format("Rome") + "</function>\n" + CITY.format("Oslo") + "</function>\n</tool_call>", "",
+     [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})]),  # no marker between them
+    ("qwen", CITY.format("Rome") + "</function>\n" + CITY.format("Oslo").removeprefix("<tool_call>\n")
+     + "</function>\n</tool_call>", "", [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})]),
+    ("qwen", CITY.format("Rome") + "</tool_call> text " + CITY.format("Oslo") + "</function></tool_call>", " text",
+     [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})]),
+    ("qwen", CITY.format("Rome") + "</function>\nbye", "bye", [("get_weather", {"city": "Rome"})]),
+    ("qwen", CITY.format("Rome").removesuffix("</parameter>\n") + "</function></tool_call>", "",
+     [("get_weather", {"city": "Rome"})]),
+    ("qwen", CITY.format("a </tool_call>\n<tool_call> b") + "</function>\n</tool_call>", "",
+     [("get_weather", {"city": "a </tool_call>\n<tool_call> b"})]),
+    ("qwen", "<tool_call><function=clock>\n</function></tool_call><function=x>", "<function=x>", [("clock", {})]),
+    ("qwen", "<tool_call><function=clock>now</tool_call>", "<tool_call><function=clock>now</tool_call>", []),
+    ("llama3", '{"name": "Ann", "parameters": {"age": 3}}', '{"name": "Ann", "parameters": {"age": 3}}', []),
+    ("llama3", '{"name": "clock", "parameters": {"x": 1}\nIt is late.', "It is late.", [("clock", {"x": 1})]),
+    ("llama3", '{"name": "clock", "parameters": {"x": 1}; ' + ONE, "", [("clock", {"x": 1}), ROME]),
+    ("llama3", '{"name": "clock", "parameters": {}} (done)', "(done)", [("clock", {})]),
+    ("llama3", '{"name": "clock", "parameters": {}}\n[1] is it', "[1] is it", [("clock", {})]),
+    ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "f"}, {"arguments": {}, "name": "g"}]', "",
+     [("f", {}), ("g", {})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}g[ARGS]{"y": 2}', "", [("f", {"x": 1}), ("g", {"y": 2})]),
     ("pythonic", "[f(x=1e999)]", "[f(x=1e999)]", []),
     ("llama3", '[{"a": 1}, {"b": 2}]', '[{"a": 1}, {"b": 2}]', []),
     ("llama3", '{"a": 1} and more', '{"a": 1} and more', []),
@@ -160,6 +186,46 @@ def test_calls_are_read_however_the_text_is_cut(name, text, content, calls):
     for size in (1, 3, 7, 1000):
         parser = FORMATS[name].parser(FUNCTIONS)
         assert read(parser, text, size) == (content, "", calls), size
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"enum": ["1", "2"]}, "1"),
+        ({"const": 1}, 1),
+        ({"$ref": "#/$defs/word"}, "1"),
+        ({"allOf": [{"type": "string"}]}, "1"),
+        ({"type": "integer"}, 1),
+        ({"$ref": "#/$defs/loop"}, 1),
+    ],
+)
+def test_a_value_without_quotes_has_the_type_that_its_schema_names(schema, expected):
+    shared = {"word": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    function = Function("f", {"properties": {"x": schema}, "$defs": shared})
+    text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
+    assert read(FORMATS["qwen"].parser([function]), text, 9) == ("", "", [("f", {"x": expected})])
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "piece"),
+    [
+        ("llama3", "", "\n\n"),
+        ("mistral", "", "["),
+        ("mistral", "[TOOL_CALLS]", "word"),
+        ("hermes", '<tool_call>\n{"name": "', "abcd"),
+        ("qwen", "<tool_call>\n<function=f>\n<parameter=a>\n", "word "),
+        ("qwen", "<tool_call>\n<function=f>\n", "<parameter=a>"),
+    ],
+)
+def test_reading_takes_time_by_the_length_of_the_text(name, start, piece):
+    def seconds(count):
+        parser, before = FORMATS[name].parser(FUNCTIONS), time.process_time()
+        for text in (start, *[piece] * count):
+            parser.feed(text)
+        parser.finish()
+        return time.process_time() - before
+
+    assert min(seconds(6000) for _ in range(3)) < 0.6  # where each piece is read again for each: seconds, or minutes
 
 
 def test_arguments_come_before_the_call_has_ended():

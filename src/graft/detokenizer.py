@@ -62,13 +62,15 @@ class TextStream:
         return bool(found)
 
     def _num_held(self) -> int:
-        if not self._stop:
-            return 0
-        longest = max(map(len, self._stop)) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            end = self.text[-length:]
-            if any(s.startswith(end) for s in self._stop):
-                return length
+        """Characters at the end that a stop string may begin with."""
+        return max((self._num_begun(s) for s in self._stop), default=0)
+
+    def _num_begun(self, stop: str) -> int:
+        place = max(len(self.text) - len(stop) + 1, 0)
+        while (place := self.text.find(stop[0], place)) >= 0:
+            if stop.startswith(self.text[place:]):
+                return len(self.text) - place
+            place += 1
         return 0
 
     def _decode(self, ids: list[int]) -> str:

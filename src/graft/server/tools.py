@@ -356,6 +356,8 @@ def _keyword_rules(i: int, function: Function) -> list[str]:
 
 # Parsers
 
+_LONGEST_HEAD = 512  # characters, of a call before its arguments
+
 
 class Thinking(Parser):
     """Reasoning between <think> and </think>, apart from what another parser reads behind it."""
@@ -447,10 +449,9 @@ class _MarkedCalls(_Reader):
         """schemas: of the functions' arguments, by name; then calls may be written as XML."""
         super().__init__(form)
         self._opening, self._closing, self._schemas = opening, closing, schemas
-        # A value may hold the marker; where two calls stand side by side, the first one's end is missing.
-        first, last = map(re.escape, (opening, closing))
-        self._xml_end = re.compile(rf"(?<=</function>)\s*{last}|{last}\s*{first}")
         self._json: _JsonCall | None = None  # the call that is being read
+        self._xml: _XmlCall | None = None  # the same, as XML
+        self._opened = ""  # the marker that it began with; another call before the closing one has none
         self._is_told = False  # a call has been, and its closing marker is still to come
 
     def feed(self, text: str) -> list[Piece]:
@@ -459,11 +460,13 @@ class _MarkedCalls(_Reader):
         while True:
             if self._is_told:
                 rest = self._buffer.lstrip("} \n\r\t")  # there may be a brace too many
-                if self._closing.startswith(rest):
+                if self._closing.startswith(rest) or self._may_be_xml(rest):
                     return pieces  # of which a part may have come
                 is_closed = rest.startswith(self._closing)
                 self._buffer = rest.removeprefix(self._closing) if is_closed else self._buffer.lstrip()
                 self._is_told = False
+                if not is_closed and self._is_xml(self._buffer):
+                    self._opened, self._json = "", _JsonCall(self._closing)
             if self._json is None:
                 before, marker, after = self._buffer.partition(self._opening)
                 if not marker:
@@ -471,28 +474,31 @@ class _MarkedCalls(_Reader):
                     self._buffer = before[safe:]
                     return pieces + self._content(before[:safe])
                 pieces += self._content(before)
-                self._buffer, self._json = after, _JsonCall(self._closing)
+                self._buffer, self._json, self._opened = after, _JsonCall(self._closing), self._opening
             if self._buffer.lstrip().startswith("{"):
                 pieces += self._streamed()
                 end = self._json.end
+            elif self._is_xml(self._buffer):
+                self._xml = self._xml or _XmlCall(self._closing)
+                self._xml.read(self._buffer)
+                end = self._xml.end
             else:  # another form, or none
-                closed = self._xml_end if self._is_xml(self._buffer) else re.compile(re.escape(self._closing))
-                marked = closed.search(self._buffer)
-                end = marked.start() if marked else None
+                place = self._buffer.find(self._closing)
+                end = place if place >= 0 else None
             if end is None:
                 return pieces
             if self._json.index is None:
                 found = self._found(self._buffer[:end])
-                pieces += self._call(*found) if found else self._content(self._opening + self._buffer[:end])
+                pieces += self._call(*found) if found else self._content(self._opened + self._buffer[:end])
                 if found is None:  # its closing marker is text as well
-                    self._buffer, self._json = self._buffer[end:], None
+                    self._buffer, self._json, self._xml = self._buffer[end:], None, None
                     rest = self._buffer.lstrip()
                     pieces += self._content(self._buffer[: len(self._buffer) - len(rest)])
                     if rest.startswith(self._closing):
                         pieces += self._content(self._closing)
                     self._buffer = rest.removeprefix(self._closing)
                     continue
-            self._buffer, self._json, self._is_told = self._buffer[end:], None, True
+            self._buffer, self._json, self._xml, self._is_told = self._buffer[end:], None, None, True
 
     def finish(self) -> list[Piece]:
         rest, self._buffer = self._buffer, ""
@@ -502,8 +508,10 @@ class _MarkedCalls(_Reader):
             return self._last_content(rest)
         if self._json.index is not None:  # cut in the middle: what there was is told already
             return []
+        if self._xml is not None:
+            self._xml.read(rest, is_all=True)
         found = self._found(rest)
-        return self._call(*found) if found is not None else self._last_content(self._opening + rest)
+        return self._call(*found) if found is not None else self._last_content(self._opened + rest)
 
     def _streamed(self) -> list[Piece]:
         assert self._json is not None
@@ -519,22 +527,21 @@ class _MarkedCalls(_Reader):
 
     def _found(self, body: str) -> tuple[str, str] | None:
         """A whole call's name and arguments."""
-        return self._xml(body) if self._is_xml(body) else _call_of(body)
+        if self._xml is None:
+            return _call_of(body)
+        if self._xml.name is None or not self._xml.is_call:
+            return None
+        schema = (self._schemas or {}).get(self._xml.name) or {}
+        properties = schema.get("properties")
+        parts = properties if isinstance(properties, dict) else {}
+        arguments = {key: _value(text, _types(parts.get(key), schema)) for key, text in self._xml.values}
+        return self._xml.name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
     def _is_xml(self, body: str) -> bool:
-        return self._schemas is not None and body.lstrip().startswith("<function=")
+        return self._schemas is not None and body.lstrip().startswith(_XmlCall.OPENING)
 
-    def _xml(self, body: str) -> tuple[str, str] | None:
-        head = re.match(r"\s*<function=([^>\s]+)>", body)
-        end = body.rfind("</function>")
-        if head is None or end < 0:  # cut: half of a call is none
-            return None
-        form = r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)"
-        pairs = re.findall(form, body[head.end() : end], re.DOTALL)
-        properties = ((self._schemas or {}).get(head[1]) or {}).get("properties")
-        parts = properties if isinstance(properties, dict) else {}
-        arguments = {key: _value(text, _types(parts.get(key))) for key, text in pairs}
-        return head[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    def _may_be_xml(self, text: str) -> bool:
+        return self._schemas is not None and text != _XmlCall.OPENING and _XmlCall.OPENING.startswith(text)
 
 
 class _CallsAlone(_Reader):
@@ -552,6 +559,8 @@ class _CallsAlone(_Reader):
         self._json: _JsonCall | None = None  # the object
         self._bare: tuple[str, int] | None = None  # the name before it, and where the object begins
         self._follows_call = False
+        self._longest = max(map(len, markers))
+        self._scanned = 0, False  # how far the buffer is nobody's text, and whether a marker is in it
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
@@ -565,7 +574,7 @@ class _CallsAlone(_Reader):
             held = max(_overlap(self._buffer, marker) for marker in self._markers)
             end = min(found, default=len(self._buffer) - held)
             pieces += self._content(self._buffer[:end])
-            self._buffer = self._buffer[end:]
+            self._go_on(self._buffer[end:])
             if not found:
                 return pieces
             self._reads_calls, self._follows_call = True, False
@@ -581,7 +590,7 @@ class _CallsAlone(_Reader):
                 return pieces
             assert self._json is not None
             name, arguments = self._json.read(self._buffer)
-            if name is not None:
+            if name is not None and (self._is_marked or name in self._names):
                 self._json.index = self._num_calls
                 pieces += self._call(name, "")
             if arguments and self._json.index is not None:
@@ -594,26 +603,30 @@ class _CallsAlone(_Reader):
                 found = self._found(self._buffer[:end])
                 pieces += self._call(*found) if found else self._content(self._before + self._buffer[:end])
                 self._follows_call = found is not None
-            self._buffer, self._json, self._bare, self._before = self._buffer[end:], None, None, ""
+            self._go_on(self._buffer[end:])
+            self._json, self._bare, self._before = None, None, ""
+
+    def _go_on(self, rest: str) -> None:
+        self._buffer, self._scanned = rest, (0, False)
 
     def _begins(self) -> bool:
         """Whether an object begins, which may be a call; if there is text instead, no calls are read any more."""
         start, is_marked, may_go_on = self._between()
+        is_marked = is_marked or (self._follows_call and self._is_marked)
         rest = self._buffer[start:]
         head = re.match(r"([\w-]+)(\[ARGS\])?\s*(?=\{)", rest)
         is_call = head is not None and (head[1] in self._names or (is_marked and head[2] is not None))
         if may_go_on or (not is_call and self._may_be_name(rest, is_marked)):
             return False
-        # A list's brackets and commas are nobody's text, where calls are in it.
-        self._before = "" if self._follows_call else self._buffer[:start]
-        self._buffer, self._is_marked = rest, is_marked
+        self._before, self._is_marked = self._text_before(start), is_marked
+        self._go_on(rest)
         if not is_call and not rest.startswith("{"):
             self._reads_calls = False
             return False
         if head is None or not is_call:
             self._json = _JsonCall()
         elif head[2] is not None:
-            self._buffer = _head(Function(head[1], None), "arguments", "") + rest[head.end() :]
+            self._go_on(_head(Function(head[1], None), "arguments", "") + rest[head.end() :])
             self._json = _JsonCall()
             self._json.is_bare = True
         else:  # a name and a brace may be prose: no call before all of it is there
@@ -623,21 +636,34 @@ class _CallsAlone(_Reader):
 
     def _between(self) -> tuple[int, bool, bool]:
         """Where brackets, commas, white space and markers end, whether a marker is there, and whether more may come."""
-        place, is_marked = 0, False
+        (place, is_marked), may_go_on = self._scanned, True
         while place < len(self._buffer):
-            marker = next((m for m in self._markers if self._buffer.startswith(m, place)), None)
+            coming = self._buffer[place : place + self._longest]
+            marker = next((m for m in self._markers if coming.startswith(m)), None)
             if marker is not None:
                 place, is_marked = place + len(marker), True
-            elif any(m.startswith(self._buffer[place:]) for m in self._markers):
-                return place, is_marked, True
-            elif self._buffer[place] in self._BETWEEN:
+            elif any(m.startswith(coming) for m in self._markers):
+                break
+            elif coming[0] in self._BETWEEN:
                 place += 1
             else:
-                return place, is_marked, False
-        return place, is_marked, True
+                may_go_on = False
+                break
+        self._scanned = place, is_marked
+        return place, is_marked, may_go_on
+
+    def _text_before(self, place: int) -> str:
+        """What stands before that place and is text, if no call follows. Behind a call, what ends a list is not."""
+        before = self._buffer[:place]
+        if not self._follows_call:
+            return before
+        opens = re.search(r"[\[(]", before)
+        return before[opens.start() :] if opens else ""
 
     def _may_be_name(self, text: str, is_marked: bool) -> bool:
         """Whether the text may be the beginning of a name with its arguments."""
+        if len(text) > _LONGEST_HEAD:
+            return False
         there = re.fullmatch(r"([\w-]+)(\[[A-Z]*\]?)?(\s*)", text)
         if there is None or not "[ARGS]".startswith(there[2] or ""):
             return False
@@ -658,7 +684,7 @@ class _CallsAlone(_Reader):
         rest = self._before + self._buffer
         if self._json is None and self._follows_call:
             start, _, may_go_on = self._between()
-            rest = "" if may_go_on else self._buffer[start:]
+            rest = "" if may_go_on else self._text_before(start) + self._buffer[start:]
         self._buffer = self._before = ""
         return self._last_content(rest)
 
@@ -702,19 +728,25 @@ class _JsonCall:
         self.is_bare = False  # written as a name and its arguments: the object around them has no end
         self._place, self._depth, self._in_string, self._is_escaped = place or 0, 0, False, False
         self._arguments: tuple[int, int | None] | None = None  # where they begin and end
+        self._must_end = False  # behind the arguments: a comma or the last brace comes, or it is missing
         self._told = 0
 
     def read(self, text: str) -> tuple[str | None, str]:
         """The name, when it is first known, and arguments that have come since the last call. text: all so far."""
         name = None
-        if self._has_head and self._arguments is None and (head := self._HEAD.match(text)):
-            with suppress(ValueError):  # a name with an escape that is none: no call
-                name = str(json.loads(head[1], strict=False))
-                self._arguments, self._told = (head.end(), None), head.end()
+        if self._has_head and self._arguments is None:
+            if head := self._HEAD.match(text):
+                with suppress(ValueError):  # a name with an escape that is none: no call
+                    name = str(json.loads(head[1], strict=False))
+                    self._arguments, self._told = (head.end(), None), head.end()
+            self._has_head = len(text) <= _LONGEST_HEAD  # another order of keys: it is read when all is there
         while self._place < len(text) and self.end is None:
             coming = text[self._place : self._place + len(self._closing)]
             if coming and not self._in_string and self._closing.startswith(coming):
                 self.end = self._place if coming == self._closing else None  # None: more of the marker may come
+                break
+            if self._must_end and text[self._place] not in ",} \n\r\t":
+                self.end = self._place
                 break
             self._step(text[self._place])
         if self._arguments is None:
@@ -734,16 +766,99 @@ class _JsonCall:
                 self._in_string = False
         elif letter == '"':
             self._in_string = True
+        elif letter == ",":
+            self._must_end = False
         elif letter in "{[":
             self._depth += 1
         elif letter in "}]":
             self._depth -= 1
             if self._depth == 1 and self._arguments is not None and self._arguments[1] is None:
-                self._arguments = (self._arguments[0], place + 1)
+                self._arguments, self._must_end = (self._arguments[0], place + 1), True
                 if self.is_bare:
                     self.end = place + 1
             if self._depth <= 0:
                 self.end = place + 1
+
+
+class _XmlCall:
+    """Reads <function=NAME><parameter=KEY>VALUE</parameter>...</function> while it comes, each letter about once.
+
+    A value may hold anything, markers too: it ends where its own end is followed by what may follow it.
+    """
+
+    OPENING = "<function="
+    _HEAD = re.compile(r"\s*<function=([^>\s]+)>")
+    _KEY = re.compile(r"<parameter=([^>\s]+)>\n?")
+    _KEY_COMES = re.compile(r"<parameter=[^>\s]*")
+    _BACK = 64  # letters: no end of a value, with the space behind it, is longer
+
+    def __init__(self, closing: str) -> None:
+        self.name: str | None = None
+        self.values: list[tuple[str, str]] = []
+        self.end: int | None = None  # where the call ends in the text, or text begins that is none of it
+        self.is_call = False  # and it has come to its end
+        self._closing = closing
+        # Where a value's end is missing, the call's still is.
+        self._value_end = re.compile(rf"\n?(?:</parameter>|(?=</function>\s*{re.escape(closing)}))")
+        self._place = 0  # behind what was read
+        self._key: str | None = None  # of the value that is being read
+        self._searched = 0  # the value's end is not before
+
+    def read(self, text: str, is_all: bool = False) -> None:
+        """Takes in what has come. text: all so far; is_all: no more will come."""
+        if self.name is None:
+            head = self._HEAD.match(text)
+            if head is None:
+                if is_all or len(text) > _LONGEST_HEAD:
+                    self.end = len(text)
+                return
+            self.name, self._place = head[1], head.end()
+        while self.end is None:
+            goes_on = self._read_between(text, is_all) if self._key is None else self._read_value(text, is_all)
+            if not goes_on:
+                return
+
+    def _read_between(self, text: str, is_all: bool) -> bool:
+        """The next value's key, or the end. Returns whether to go on reading."""
+        self._place = len(text) - len(text[self._place :].lstrip())
+        rest = text[self._place : self._place + _LONGEST_HEAD]
+        if key := self._KEY.match(rest):
+            if key.end() == len(rest) and not rest.endswith("\n") and not is_all:
+                return False  # the line break behind it is no part of the value
+            self._key, self._place = key[1], self._place + key.end()
+            self._searched = self._place
+            return True
+        if rest.startswith("</function>"):
+            self.end, self.is_call = self._place + len("</function>"), True
+        elif rest.startswith(self._closing):
+            self.end, self.is_call = self._place, True
+        elif is_all or not self._may_follow(rest):
+            self.end = self._place
+        return False
+
+    def _read_value(self, text: str, is_all: bool) -> bool:
+        for found in self._value_end.finditer(text, self._searched):
+            rest = text[found.end() :].lstrip()
+            is_followed = rest.startswith(("<parameter=", "</function>", self._closing)) or (is_all and not rest)
+            if not is_followed and not is_all and self._may_follow(rest):
+                self._searched = found.start()
+                return False
+            if is_followed:
+                assert self._key is not None
+                self.values.append((self._key, text[self._place : found.start()]))
+                self._place, self._key = found.end(), None
+                return True
+            self._searched = found.end()
+        if is_all:
+            self.end = len(text)
+        self._searched = max(self._searched, len(text) - self._BACK)
+        return False
+
+    def _may_follow(self, text: str) -> bool:
+        """Whether it may be the beginning of what stands behind a value, or is nothing yet."""
+        if len(text) < _LONGEST_HEAD and self._KEY_COMES.fullmatch(text):
+            return True
+        return any(marker.startswith(text) for marker in ("<parameter=", "</function>", self._closing))
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
@@ -751,7 +866,8 @@ def _call_of(text: str) -> tuple[str, str] | None:
     try:
         call = json.loads(text, strict=False)
         name = call["name"]
-        given = call.get("arguments", call.get("parameters", {}))
+        given = call.get("arguments", call.get("parameters"))
+        given = {} if given in (None, "") else given  # as models write for functions without parameters
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -780,16 +896,22 @@ def _value(text: str, types: set[str]) -> Any:
     return text if "string" in types and (kind == "string" or not is_other) else value
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a schema of a value names."""
-    if not isinstance(schema, dict):
+def _types(schema: Any, root: Json, depth: int = 0) -> set[str]:
+    """The types that a schema of a value names. root: where its references lead."""
+    if not isinstance(schema, dict) or depth > 8:
         return set()
     named = schema.get("type", [])
     types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
-    for key in ("anyOf", "oneOf"):
+    values = schema.get("enum")
+    listed = [*(values if isinstance(values, list) else []), *([schema["const"]] if "const" in schema else [])]
+    types |= {_JSON_TYPES.get(type(value), "null") for value in listed}
+    for key in ("anyOf", "oneOf", "allOf"):
         for part in schema[key] if isinstance(schema.get(key), list) else ():
-            if isinstance(part, dict):
-                types |= _types({"type": part.get("type", [])})
+            types |= _types(part, root, depth + 1)
+    reference = re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", str(schema.get("$ref", "")))
+    if reference is not None:
+        definitions = root.get(reference[1])
+        types |= _types(definitions.get(reference[2]), root, depth + 1) if isinstance(definitions, dict) else set()
     return types
 
 

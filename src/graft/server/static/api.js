@@ -78,8 +78,12 @@ export async function* stream(path, body, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ")) continue; // a proxy's comment, say
-      const data = event.slice("data: ".length);
+      const data = event
+        .split("\n")
+        .filter((line) => line.startsWith("data: ")) // not a proxy's comment, say
+        .map((line) => line.slice("data: ".length))
+        .join("\n");
+      if (!data) continue;
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Trouble(statusOf(chunk.error), chunk.error.message, { request: id });
