@@ -12,7 +12,7 @@ from graft.detokenizer import TextStream
 from graft.server.grammar import Wanted
 from graft.server.serving import Serving
 from test_server import CHAT, post, running
-from test_server_tools import NAMED, SHORT, TOOLS, WITH_TOOLS, fits
+from test_server_tools import NAMED, SHORT, TOOLS, WITH_TOOLS, engine_with, fits
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 MARKERS = (
@@ -67,6 +67,7 @@ def whole_and_streamed(url, **body):
             if "id" in part:
                 told["calls"].append([part["function"]["name"], ""])
             told["calls"][part["index"]][1] += part["function"]["arguments"]
+    assert "choices" in whole, whole
     message = whole["choices"][0]["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     first = {name: message.get(name) or "" for name in ("content", "reasoning_content")} | {"calls": calls}
@@ -111,19 +112,20 @@ def test_reasoning_is_found_by_markers_and_its_tokens_are_counted(says, is_speci
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
 
 
-def test_tokens_of_reasoning_that_is_spelt_cut_or_not_there_are_counted(says):
-    engine = marked_engine(THINKS)
+@pytest.mark.parametrize(
+    ("make", "parts", "max_tokens", "count"),
+    [
+        (engine_with, ("<think>hm</think>yes",), 50, len("<think>hm</think>")),  # the markers are spelt
+        (marked_engine, ("<think>", "hm, rome", "</think>", "yes"), 5, 5),  # it is cut
+        (marked_engine, ("no, ", "<think>", "hm", "</think>"), 50, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(says, make, parts, max_tokens, count):
+    engine = make(THINKS)
+    says(engine, *parts)
     with running(engine) as url:
-
-        def count(**body):
-            return whole_and_streamed(url, **body)[2]["completion_tokens_details"]["reasoning_tokens"]
-
-        says(engine, "<thi", "nk>hm</think>yes")
-        assert count() == len("<think>hm</think>")
-        says(engine, "<think>", "hm, rome", "</think>", "yes")
-        assert count(max_tokens=5) == 5
-        says(engine, "no, <think>", "hm", "</think>")
-        assert count() == 0
+        usage = whole_and_streamed(url, max_tokens=max_tokens)[2]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == count
 
 
 def test_markers_that_nobody_looks_for_leave_no_text(says):
