@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from graft.server.grammar import Wanted
 
@@ -37,12 +47,23 @@ def _can_be_repeated(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _checked_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """An object's entries, a few at a time: the first part with a bad one ends it."""
+    if not isinstance(given, dict):
+        return check(given)
+    entries, checked = iter(given.items()), {}
+    while part := dict(islice(entries, 16)):
+        checked |= check(part)
+    return checked
+
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_repeated)]
-# Each unbounded list or object fails at its first bad entry: an error for each would take long and much memory.
+# Each unbounded list or object fails at its first bad entries: an error for each would take long and much memory.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Metadata = Annotated[dict[Text, Text], Field(fail_fast=True)]
-_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], Field(fail_fast=True)]
-_Variables = Annotated[dict[Text, bool | int | float | Text], Field(fail_fast=True)]
+_FewAtATime = WrapValidator(_checked_in_parts)  # not every version of pydantic has fail_fast for objects
+Metadata = Annotated[dict[Text, Text], _FewAtATime]
+_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], _FewAtATime]
+_Variables = Annotated[dict[Text, bool | int | float | Text], _FewAtATime]
 _StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the text's end at every token
 No = Annotated[Literal[False], BeforeValidator(_is_a_word)]  # what is not supported may be declined
 
