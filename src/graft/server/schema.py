@@ -51,7 +51,8 @@ def _checked_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """An object's entries, a few at a time: the first part with a bad one ends it."""
     if not isinstance(given, dict):
         return check(given)
-    entries, checked = iter(given.items()), {}
+    entries = iter(given.items())
+    checked: dict[Any, Any] = {}
     while part := dict(islice(entries, 16)):
         checked |= check(part)
     return checked
