@@ -87,7 +87,7 @@ def malformed(client: httpx.Client) -> None:
     say("lists 100,000 deep", post(b'{"messages": ' + b"[" * 100_000), 400)
     long = [{"role": "user", "content": "word " * 20_000}]
     say("a prompt beyond the context", status(client, {"messages": long}), 400)
-    say("something unknown", status(client, {**STORY, "tools": []}), 400)
+    say("something unknown", status(client, {**STORY, "verbosity": "low"}), 400)
     never = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 5, "maxLength": 2}}}
     say("a schema that nothing fits", status(client, {"messages": STORY["messages"], "response_format": never}), 400)
     say("afterwards it answers", status(client, {**STORY, "max_tokens": 4}), 200)

@@ -13,7 +13,7 @@ from conftest import Finished
 from graft.hub.convert import convert_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab"]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc"]
 HIDDEN = 8
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
@@ -33,8 +33,8 @@ def write_gguf(path: Path, architecture: str = "llama") -> None:
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 4)
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 5)
+    writer.add_token_merges(["a b", "b c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     shapes = {

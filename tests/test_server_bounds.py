@@ -13,7 +13,8 @@ from graft.core.scheduler import BusyError, Job, Scheduler, SchedulerSettings
 from graft.detokenizer import TextStream
 from graft.model.sampler import SamplingSettings
 from graft.sequence import Sequence
-from graft.server.answers import Answers, Shape
+from graft.server import answers
+from graft.server.answers import Answers, Shape, TextShape
 from graft.server.grammar import Grammars, SchemasBusyError
 from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -51,12 +52,28 @@ def message_of(answer):
         (TokenizeRequest, {"messages": [{}] * 500}),
         (ResponsesRequest, {"input": [{}] * 500}),
         (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * 500}]}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 500}),
+        (ChatRequest, {**CHAT, "tools": [{}] * 500}),
+        (ChatRequest, {**CHAT, "logit_bias": {str(i): "x" for i in range(500)}}),
+        (ChatRequest, {**CHAT, "logit_bias": {f"x{i}": 1 for i in range(500)}}),
+        (ChatRequest, {**CHAT, "metadata": {str(i): i for i in range(500)}}),
+        (ChatRequest, {**CHAT, "chat_template_kwargs": {str(i): [] for i in range(500)}}),
+        (TokenizeRequest, {**CHAT, "chat_template_kwargs": {str(i): [] for i in range(500)}}),
+        (ResponsesRequest, {"input": "x", "metadata": {str(i): i for i in range(500)}}),
+        (ChatRequest, {**CHAT, **{f"x{i}": 1 for i in range(500)}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x", **{f"x{i}": 1 for i in range(500)}}]}),
+        (ResponsesRequest, {"input": [{f"x{i}": 1 for i in range(500)}]}),
     ],
 )
-def test_a_long_list_is_refused_at_its_first_bad_item(kind, body):
+def test_many_bad_entries_are_refused_at_the_first(kind, body):
     with pytest.raises(ValidationError) as refused:
         TypeAdapter(kind).validate_python(body)
     assert refused.value.error_count() < 150
+
+
+def test_the_first_of_many_unknown_fields_is_named(url):
+    answer = post(url, prompt="x", **{f"x{i}": 1 for i in range(500)})
+    assert message_of(answer) == "x0 is not supported"
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
@@ -73,6 +90,28 @@ def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(u
     answer = post(url, prompt=["ab", "cd"], n=3, prompt_logprobs=1, max_tokens=1)
     assert len(answer.json()["choices"]) == 6 and len(built) == 2
     assert [thread.name.startswith("graft-text") for thread in threads] == [True]
+
+
+def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
+    threads = {"spelt": [], "written": []}
+    of_prompt, written = TextShape.of_prompt, answers.dumped
+
+    def spell(self, *given):
+        threads["spelt"].append(threading.current_thread().name)
+        return of_prompt(self, *given)
+
+    def write(content, is_padded=False):
+        if any("y" * 300 in choice.get("text", "") for choice in content.get("choices", ())):
+            threads["written"].append(threading.current_thread().name)
+        return written(content, is_padded)
+
+    monkeypatch.setattr(TextShape, "of_prompt", spell)
+    monkeypatch.setattr(answers, "dumped", write)
+    body = {"prompt": ["y" * 300, "y" * 301], "echo": True, "logprobs": 0, "n": 2, "stream": True}
+    told = post(url, **body, **GREEDY).text
+    assert told.count("y" * 300) == 4 and told.rstrip().endswith("[DONE]")
+    assert len(threads["spelt"]) == 2 and len(threads["written"]) == 4
+    assert all(name.startswith("graft-text") for name in (*threads["spelt"], *threads["written"]))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -136,6 +175,7 @@ def test_prompts_of_one_request_wait_as_one():
         assert begun.wait(60)
         scheduler.submit(*(job() for _ in range(5)))
         scheduler.submit(job())
+        assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
         with pytest.raises(BusyError, match="2 requests are waiting"):
             scheduler.submit(job())
     finally:

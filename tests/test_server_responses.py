@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from graft.server.responses import ResponsesRequest
 from test_server import post, running
 from test_server_tools import NAMED, SHORT, WEATHER, WITH_TOOLS, engine_with, fits
 
@@ -96,6 +97,32 @@ def test_reasoning_is_an_item_of_its_own():
             for e in client.responses.create(model="tiny", input="x", max_output_tokens=6, temperature=0, stream=True)
         ]
         assert "response.reasoning_text.delta" in kinds
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "null"])
+def test_a_call_that_went_wrong_may_come_back(url, arguments):
+    call = {"type": "function_call", "call_id": "a", "name": "odd name", "arguments": arguments, "status": "incomplete"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "no such function"}
+    asked = [{"role": "user", "content": "x"}, call, result]
+    assert post(url, "/v1/responses", input=asked, max_output_tokens=1).status_code == 200
+    (message,) = (m for m in ResponsesRequest(input=asked).as_chat().messages if m.role == "assistant")
+    assert message.tool_calls[0].as_dict()["function"] == {"name": "odd name", "arguments": arguments}
+
+
+def test_reasoning_goes_back_to_the_answer_it_came_with():
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+
+    def told(*items):
+        messages = ResponsesRequest(input=list(items)).as_chat().messages
+        return [(m.role, m.reasoning_content, m.content, len(m.tool_calls or ())) for m in messages]
+
+    asked, alone = ("user", None, "x", 0), ("assistant", "hm", None, 0)
+    assert told(user, thought, said, call) == [asked, ("assistant", "hm", "y", 1)]
+    assert told(user, said, thought, call) == [asked, ("assistant", None, "y", 0), ("assistant", "hm", None, 1)]
+    assert told(user, thought, user, said) == [asked, alone, asked, ("assistant", None, "y", 0)]
+    assert told(user, thought) == [asked, alone]
 
 
 def test_json_of_a_schema(client):

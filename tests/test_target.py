@@ -5,6 +5,8 @@ import threading
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from graft import Engine, GraftError, SamplingSettings
@@ -62,6 +64,10 @@ _MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name in _REPEATS)) for
 def test_unusual_attention_gives_the_text_of_transformers_generate_in_trees_and_batches(name):
     """Past windows, chunks and pages, with accepted paths moved in layers of every shape."""
     model = tiny_model(name, seed=2)
+    if name == "nemotron" and Version(transformers.__version__) < Version("5.17"):
+        with pytest.raises(GraftError, match="computes attention in code of its own"):
+            Engine(model)
+        return
     prompts = [PROMPT * 6, PROMPT[:3]]
     expected = [transformers_answer(model, prompt, 16) for prompt in prompts]
     assert len(set(expected[0])) > 6, "a text that repeats itself proves little"
@@ -75,8 +81,9 @@ def test_a_soft_cap_is_there_where_the_models_owner_chose_attention_that_has_one
     model = tiny_model("gemma2")
     capped = transformers_answer(model, PROMPT, 12)
     assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids == capped
-    model.set_attn_implementation("sdpa")
-    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids != capped
+    if model._supports_sdpa:  # newer versions of transformers refuse what leaves the cap out
+        model.set_attn_implementation("sdpa")
+        assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids != capped
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])

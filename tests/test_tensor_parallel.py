@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import ranks
 from conftest import Finished
@@ -23,6 +24,9 @@ from graft.spec_decode.tree import DraftTree
 from ranks import BYTE_VOCAB, Ended, run_ranks, small_model_folder
 from tiny import ARCHITECTURES, tiny_model
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(DistributedConfig, "tp_plan"), reason="tensor parallelism needs transformers 5.17"
+)
 NUM_TOKENS = 20
 SECONDS = 30  # until all have ended when one fails: a few, and the start of the processes on a busy machine
 

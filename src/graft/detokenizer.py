@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,18 +17,33 @@ _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a chara
 class TextStream:
     """Detokenizes an answer token by token and watches for stop strings."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), kept: frozenset[int] = frozenset()
+    ) -> None:
+        """kept: special tokens that are part of the text; all others leave none."""
         self._tokenizer = tokenizer
+        self.kept = kept
+        self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: what the tokenizer itself leaves out
         self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
         self._ids = list(prompt[-_TAIL:])
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
         self._stop = tuple(stop)
-        self._stop_ids = _special_stops(tokenizer, stop) if stop else frozenset()
+        self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
         self._num_taken = 0
+        self._lengths: list[int] = []  # of the text behind each token
         self.text = ""  # whole characters only; ends before the stop string, if one came
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Adds one token; True when it completed a stop string (the text is then cut before it)."""
+        is_stopped = self._push(token, may_stop)
+        self._lengths.append(len(self.text))
+        return is_stopped
+
+    def num_tokens(self, num_characters: int) -> int:
+        """How many tokens brought the first so many characters of the text."""
+        return min(bisect_left(self._lengths, num_characters) + 1, len(self._lengths)) if num_characters else 0
+
+    def _push(self, token: int, may_stop: bool) -> bool:
         self._ids.append(token)
         if may_stop and token in self._stop_ids:
             return True
@@ -74,22 +90,30 @@ class TextStream:
         return 0
 
     def _decode(self, ids: list[int]) -> str:
+        dropped = self._dropped
+        if dropped is not None:
+            ids = [token for token in ids if token not in dropped]
         if len(ids) <= _SHORT:
-            return self._decode_short(self._tokenizer, tuple(ids))
-        return _decoded(self._tokenizer, ids)
+            return self._decode_short(self._tokenizer, tuple(ids), dropped is None)
+        return _decoded(self._tokenizer, ids, dropped is None)
 
 
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def _decoded(tokenizer: Any, ids: Sequence[int], skips_special: bool) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False))
 
 
 _decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # a token or two come again and again
 
 
-def _special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {number for number, token in added if token.special}
+
+
+def _special_stops(tokenizer: Any, stop: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
     """The tokens that end an answer because a stop string spells one: special tokens leave no text to find."""
     added = tokenizer.added_tokens_decoder.items()
-    ids = {str(token.content): number for number, token in added if token.special}
+    ids = {str(token.content): number for number, token in added if token.special and number not in kept}
     for text in stop:
         for name in ids:
             if name in text and text not in ids:

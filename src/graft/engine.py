@@ -450,14 +450,16 @@ class Engine:
 
     # Small parts
 
-    def new_sequences(self, prompt: list[int], settings: SamplingSettings) -> list[TokenSequence]:
-        """`settings.n` sequences of a prompt, checked, with no new tokens yet."""
+    def new_sequences(
+        self, prompt: list[int], settings: SamplingSettings, kept: frozenset[int] = frozenset()
+    ) -> list[TokenSequence]:
+        """`settings.n` sequences of a prompt, checked, with no new tokens yet. kept: special tokens of their texts."""
         settings.check_vocabulary(self.target.vocab_size)
         settings = settings.fitted(len(prompt), self.target.max_positions)
         require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
         assert settings.seed is not None
         answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
-        sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer) for answer in answers]
+        sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer, kept) for answer in answers]
         for sequence in sequences if settings.n > 1 else ():
             sequence.group = sequences[0].number
         self.check_room(sequences[0])

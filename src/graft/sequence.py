@@ -41,7 +41,9 @@ class Sequence:
         settings: SamplingSettings,
         eos_token_ids: SequenceOf[int] = (),
         tokenizer: Any | None = None,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
+        """kept: special tokens that are part of its text."""
         self.number = next(_NUMBERS)
         self.owner: int | None = None  # where texts are isolated, one owner's learn from each other; None: nobody's
         self.group: int | None = None  # the same for all answers that a request wants to one prompt
@@ -54,7 +56,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first, as far as it is read
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None  # why it cannot go on
-        self.text = TextStream(tokenizer, prompt, settings.stop) if tokenizer is not None else None
+        self.text = TextStream(tokenizer, prompt, settings.stop, kept) if tokenizer is not None else None
         self.constraint: Constraint | None = None  # the grammar that its text must fit, such as JSON of a schema
         self.speculates = True  # whether its rounds may have trees
         self.is_recorded = False  # whether `last_round` is kept, for somebody who watches

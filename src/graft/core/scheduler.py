@@ -212,7 +212,7 @@ class Scheduler:
                 raise BusyError("the server is shutting down", is_closing=True)
             # One that can start at once need not wait, even where nothing may.
             starts_at_once = not self._waiting and self._is_room_for(jobs[0])
-            num_waiting = len({job.request for job in self._waiting})
+            num_waiting = self.num_waiting
             if num_waiting >= self.settings.max_waiting and not starts_at_once:
                 raise BusyError(f"{num_waiting} requests are waiting already")
             for job in jobs:
@@ -239,11 +239,14 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Requests of which a prompt is read or an answer decoded."""
+        return len({job.request for job in self._running})
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests of which a prompt waits for room."""
+        with self._changed:
+            return len({job.request for job in self._waiting})
 
     @property
     def cache_use(self) -> float:

@@ -34,7 +34,9 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
             tokenizer.pad_token = model.pad_token
             endings = [tokenizer.convert_tokens_to_ids(token) for token in model.eos_tokens]
         else:
-            endings = list(dict.fromkeys([tokenizer.eos_token_id, *_ends_of_turns(gguf)]))
+            if end := _named_tokens(gguf, "eos"):  # which some versions of transformers pass over for some models
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end[0])
+            endings = list(dict.fromkeys([tokenizer.eos_token_id, *_named_tokens(gguf, "eot", "eom")]))
         tokenizer.model_max_length = network.config.max_position_embeddings
         for config in (network.config, network.generation_config):
             config.bos_token_id = tokenizer.bos_token_id
@@ -50,10 +52,10 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
         weights.chmod(mode)
 
 
-def _ends_of_turns(gguf: Path) -> list[int]:
-    """Tokens that end a message, as far as the file names any beside its end of text."""
+def _named_tokens(gguf: Path, *names: str) -> list[int]:
+    """Tokens that the file names: eos, the end of a text; eot and eom, those of a message. Those that it does."""
     from gguf import GGUFReader
 
     fields = GGUFReader(gguf).fields
-    named = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    named = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in names)
     return [int(field.parts[field.data[0]][0]) for field in named if field is not None]

@@ -29,6 +29,7 @@ from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
 from graft.model.tensor_parallel import check_divisible
+from graft.settings import require
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -59,6 +60,8 @@ def load_model(
                 attn_implementation = "eager"  # transformers' usual choice would leave the soft cap out
             if num_ranks > 1:
                 check_divisible(config, num_ranks)
+                is_known = hasattr(DistributedConfig, "tp_plan")
+                require(is_known, "tensor parallelism needs transformers 5.17: upgrade it, or load the model whole")
                 split["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,

@@ -31,6 +31,7 @@ class Shape(ABC):
     object: str
     chunk_object: str
     prefix: str
+    tells_reasoning = False  # whether usage says how many of the tokens were reasoning
 
     def __init__(self, model_name: str, grammars: Grammars) -> None:
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_name}
@@ -85,6 +86,7 @@ class Shape(ABC):
 
 class ChatShape(Shape):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    tells_reasoning = True
 
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
         message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
@@ -222,6 +224,13 @@ class Answers:
             chunk = {**chunk, "usage": self.usage}
         return b"data: " + dumped(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
+    def size_of_echo(self, job: int, update: Update) -> int:
+        """Characters and log-probabilities of the prompt that an update's chunks begin with."""
+        answer = self.answers[job * self._per_job + update.index]
+        if not self.echo.texts or not answer.is_fresh:
+            return 0
+        return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
+
     def take(self, job: int, update: Update) -> list[Json]:
         """The chunks for an update; none while there is nothing to send."""
         answer = self.answers[job * self._per_job + update.index]
@@ -266,7 +275,11 @@ class Answers:
 
     @property
     def usage(self) -> Json:
-        return usage(self.jobs, self.echo.is_silent)
+        found = usage(self.jobs, self.echo.is_silent)
+        if self.shape.tells_reasoning:
+            count = sum(answer.num_reasoning_tokens for answer in self.answers)
+            found["completion_tokens_details"] = {"reasoning_tokens": count}
+        return found
 
     def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
         """Of tokens of an answer; the first of an echoed prompt come with those of the prompt."""
@@ -305,8 +318,15 @@ class Answer:
         self.rounds: list[Json] = []
         self._parser = parser
         self._tokenizer = tokenizer
+        kept = sequence.text.kept if sequence.text is not None else frozenset()
         # Knows no stop strings: the answer is a prefix of its text.
-        self._spelling = TextStream(tokenizer, sequence.ids) if tokenizer is not None else None
+        self._spelling = TextStream(tokenizer, sequence.ids, kept=kept) if tokenizer is not None else None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its markers among them."""
+        text = self.sequence.text
+        return text.num_tokens(self._parser.num_reasoning) if text is not None else 0
 
     def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
         """What an update brings: pieces of the answer, and rounds."""

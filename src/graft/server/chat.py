@@ -11,7 +11,7 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import Message, Tool
-from graft.server.tools import FORMATS, Format, format_of
+from graft.server.tools import FORMATS, THINK_MARKERS, Format, format_of
 from graft.settings import require
 
 Thinks = Literal["may", "does"]
@@ -49,7 +49,7 @@ class ChatTemplate:
         )
         self.splits_reasoning = "<think>" in text if reasoning_parser == "auto" else reasoning_parser == "think"
         added = engine.tokenizer.get_added_vocab()  # type: ignore[union-attr]
-        markers = (self.format.opening, "</tool_call>", "<think>", "</think>")
+        markers = (*self.format.markers, *THINK_MARKERS)
         self.mark_ids = {marker: added[marker] for marker in markers if marker in added}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Json) -> str:
@@ -79,6 +79,11 @@ class ChatTemplate:
         if not self.splits_reasoning:
             return None
         return "does" if prompt.rstrip().endswith("<think>") else "may"
+
+    def kept_ids(self, has_tools: bool, thinks: Thinks | None) -> frozenset[int]:
+        """Markers that the parser of an answer looks for: they are text, even where they are special tokens."""
+        markers = (*(self.format.markers if has_tools else ()), *(THINK_MARKERS if thinks is not None else ()))
+        return frozenset(self.mark_ids[marker] for marker in markers if marker in self.mark_ids)
 
     def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
         try:

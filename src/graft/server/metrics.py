@@ -28,7 +28,7 @@ class Metrics:
             made = Histogram(f"graft:{name}", words, ("model_name",), buckets=_SECONDS, registry=self._registry)
             return made.labels(model_name)
 
-        self._successes = counter("request_success", "Requests answered.", "finished_reason")
+        self._successes = counter("request_success", "Answers that came to their end.", "finished_reason")
         self._failures = counter("request_failure", "Requests not answered.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._new_tokens = counter("generation_tokens", "Tokens of answers.")
@@ -75,8 +75,8 @@ class _SchedulerCollector:
     def collect(self) -> Iterator[Metric]:
         scheduler, pool = self._scheduler, self._scheduler.pool
         gauges = {
-            "num_requests_running": ("Requests that are decoded.", scheduler.num_running),
-            "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
+            "num_requests_running": ("Requests with prompts or answers under way.", scheduler.num_running),
+            "num_requests_waiting": ("Requests with prompts that wait for room.", scheduler.num_waiting),
             "kv_cache_usage_perc": ("Share of the KV cache's pages that running requests have.", scheduler.cache_use),
             "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pool.num_kept_tokens),
         }

@@ -37,6 +37,14 @@ class Usage(Output):
     prompt_tokens_details: PromptTokensDetails
 
 
+class ReasoningTokens(Output):
+    reasoning_tokens: int
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: ReasoningTokens
+
+
 class Speculation(Output):
     num_rounds: int
     num_draft_tokens: int
@@ -134,7 +142,7 @@ class ChatCompletion(Output):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
 
 
 class Completion(Output):
@@ -153,10 +161,6 @@ class ResponseItem(BaseModel):
     id: str
     type: Literal["message", "function_call", "reasoning"]
     status: Literal["completed", "incomplete"]
-
-
-class ReasoningTokens(Output):
-    reasoning_tokens: int
 
 
 class ResponseUsage(Output):

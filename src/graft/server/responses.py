@@ -12,7 +12,18 @@ from pydantic import Field, ValidationError, model_validator
 from graft.core.scheduler import Job, Update
 from graft.server.answers import Answers, Echo, Shape, dumped, speculation
 from graft.server.refusals import Json, RefusedError
-from graft.server.schema import SEED, Bool, ChatRequest, FunctionName, JsonObject, No, StreamOptions, Strict, Text
+from graft.server.schema import (
+    SEED,
+    Bool,
+    ChatRequest,
+    FunctionName,
+    JsonObject,
+    Metadata,
+    No,
+    StreamOptions,
+    Strict,
+    Text,
+)
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
 
 
@@ -33,9 +44,11 @@ class InputMessage(Strict):
 
 
 class FunctionCall(Strict):
+    """A call of the past, in whatever words the model made it."""
+
     type: Literal["function_call"]
     call_id: Text
-    name: FunctionName
+    name: Text
     arguments: Text
     id: Text | None = None
     status: Text | None = None
@@ -122,7 +135,7 @@ class ResponsesRequest(Strict):
     background: No | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
-    metadata: dict[Text, Text] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
@@ -164,6 +177,10 @@ class ResponsesRequest(Strict):
             return [*said, {"role": "user", "content": self.input}]
         thought: str | None = None
         for item in self.input:
+            is_ours = isinstance(item, FunctionCall) or (isinstance(item, InputMessage) and item.role == "assistant")
+            if thought is not None and not is_ours:
+                said.append(_thought_alone(thought))
+                thought = None
             if isinstance(item, ReasoningItem):
                 thought = "".join(part.text for part in item.content or ()) or None
             elif isinstance(item, FunctionCallOutput):
@@ -173,17 +190,22 @@ class ResponsesRequest(Strict):
                 if item.role == "assistant":
                     said[-1]["reasoning_content"], thought = thought, None
             else:
-                if not said or said[-1]["role"] != "assistant":
-                    said.append({"role": "assistant", "content": None, "reasoning_content": thought})
+                if thought is not None or not said or said[-1]["role"] != "assistant":
+                    said.append(_thought_alone(thought))
                     thought = None
                 function = {"name": item.name, "arguments": item.arguments}
                 said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-        return said
+        return said if thought is None else [*said, _thought_alone(thought)]
 
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "speculate", "metadata",
 )  # fmt: skip
+
+
+def _thought_alone(thought: str | None) -> Json:
+    """An answer that says nothing, such as one that was cut while it reasoned."""
+    return {"role": "assistant", "content": None, "reasoning_content": thought}
 
 
 def _joined(content: str | list[InputText]) -> str:
@@ -324,7 +346,7 @@ class ResponseAnswers(Answers):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
 

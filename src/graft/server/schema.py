@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from graft.server.grammar import Wanted
 
@@ -36,9 +47,24 @@ def _can_be_repeated(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _checked_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """An object's entries, a few at a time: the first part with a bad one ends it."""
+    if not isinstance(given, dict):
+        return check(given)
+    entries = iter(given.items())
+    checked: dict[Any, Any] = {}
+    while part := dict(islice(entries, 16)):
+        checked |= check(part)
+    return checked
+
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_repeated)]
-# Each unbounded list fails at its first bad item: an error for each of them would take long and much memory.
+# Each unbounded list or object fails at its first bad entries: an error for each would take long and much memory.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_FewAtATime = WrapValidator(_checked_in_parts)  # not every version of pydantic has fail_fast for objects
+Metadata = Annotated[dict[Text, Text], _FewAtATime]
+_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], _FewAtATime]
+_Variables = Annotated[dict[Text, bool | int | float | Text], _FewAtATime]
 _StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the text's end at every token
 No = Annotated[Literal[False], BeforeValidator(_is_a_word)]  # what is not supported may be declined
 
@@ -53,7 +79,19 @@ class Strict(BaseModel):
     @classmethod
     def _null_is_absent(cls, given: Any) -> Any:
         """Clients write null for what they do not say, fields that are not known here among them."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        said = {name: value for name, value in given.items() if value is not None}
+        unknown = said.keys() - cls._known_names()
+        if len(unknown) > 1:  # one is enough to refuse it by, and each would have an error of its own
+            first = next(name for name in said if name in unknown)
+            return {name: value for name, value in said.items() if name == first or name not in unknown}
+        return said
+
+    @classmethod
+    @cache
+    def _known_names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Strict):
@@ -106,11 +144,11 @@ class Sampling(Strict):
     seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    logit_bias: dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]] | None = None
+    logit_bias: _Biases | None = None
     response_format: ResponseFormat | None = None
     user: Text | None = None
     store: No | None = None  # nothing is stored
-    metadata: dict[Text, Text] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
@@ -314,7 +352,7 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Bool | None = True  # False: one call at most
-    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
+    chat_template_kwargs: _Variables | None = None
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
@@ -429,7 +467,7 @@ class TokenizeRequest(Strict):
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
+    chat_template_kwargs: _Variables | None = None
 
     @property
     def offered(self) -> list[Tool]:

@@ -24,7 +24,7 @@ from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, SchemasBusyError, Wanted
 from graft.server.metrics import Metrics
-from graft.server.refusals import FailedError, Json, RefusedError
+from graft.server.refusals import FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
 from graft.server.tools import Function, Parser, PlainText, Thinking, call_grammar
@@ -150,11 +150,12 @@ class Serving:
         form = ChatShape(self.model_name, self.grammars)
         tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
         echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
+        kept = self.template.kept_ids(bool(body.callable), thinks)
 
         def make(jobs: list[Job]) -> Answers:
             return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
 
-        return await self.answer(body, [prompt], request, wanted, make, arrived)
+        return await self.answer(body, [prompt], request, wanted, make, arrived, kept)
 
     async def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
         """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
@@ -218,18 +219,19 @@ class Serving:
         wanted: Wanted | None,
         make_answers: Callable[[list[Job]], Answers],
         arrived: float,
+        kept: frozenset[int] = frozenset(),
     ) -> Response:
         """Submits the request to the scheduler, and passes its updates on to the client.
 
         wanted: what the answers must fit. make_answers: gives them their form. arrived: when the request did, by
-        time.monotonic.
+        time.monotonic. kept: special tokens that are part of the answers' texts.
         """
         num_scores = self._num_prompt_logprobs(body, prompts)
         news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
         grammar = await self._grammar(wanted, body.is_lenient)
         size = sum(map(len, prompts))
-        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar) for prompt in prompts], size)
+        jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar, kept) for prompt in prompts], size)
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
             job.listener = _passing_on(news, number)
@@ -237,23 +239,25 @@ class Serving:
         answers.is_streamed = bool(body.stream)
         if self.settings.log_prompts:
             for prompt in prompts:
-                log.info("%s prompt %r", answers.id, self._decode(prompt))
+                log.info("%s prompt %r", answers.id, await self.off_loop(partial(self._decode, prompt), size))
         self._submit(jobs)
-        chunks = self._chunks(answers, news, arrived, request.scope["graft.id"])
-        if body.stream:
+        options = (body.stream_options or StreamOptions()) if body.stream else None
+        events = self._events(answers, news, arrived, request.scope["graft.id"], options)
+        if options is not None:
             # A stream begins with its first token, so that what fails before it has a status of its own.
-            first = await _unless_gone(request, anext(chunks))
+            first = await _unless_gone(request, anext(events))
             if first is None:
                 return _nobody_there()
-            options = body.stream_options or StreamOptions()
-            return StreamingResponse(_events(answers, first, chunks, options), media_type="text/event-stream")
-        whole = await _unless_gone(request, self._drained(answers, chunks, num_scores))
+            return StreamingResponse(_stream(answers, first, events, options), media_type="text/event-stream")
+        whole = await _unless_gone(request, self._drained(answers, events, num_scores))
         return whole if whole is not None else _nobody_there()
 
-    async def _drained(self, answers: Answers, chunks: AsyncGenerator[Json, None], size: int) -> Response:
-        """The whole response, once all chunks have come. With log-probabilities it is long: others do not wait."""
-        async for _ in chunks:
+    async def _drained(self, answers: Answers, events: AsyncGenerator[bytes, None], size: int) -> Response:
+        """The whole response, once all is there. With log-probabilities it is long: others do not wait."""
+        async for _ in events:
             pass
+        sequences = [sequence for job in answers.jobs for sequence in job.sequences]
+        size += sum(1 + len(each.alternatives) for sequence in sequences for each in sequence.logprobs)
         return await self.off_loop(lambda: AsciiJson(answers.whole()), size)
 
     def _num_prompt_logprobs(self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
@@ -281,9 +285,16 @@ class Serving:
         except SchemasBusyError as error:
             raise RefusedError(503, f"{error}; try again later", wanted.param, Retry_After="5") from error
 
-    def _job(self, body: ChatRequest | CompletionRequest, prompt: list[int], tenant: str, grammar: Any | None) -> Job:
+    def _job(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        tenant: str,
+        grammar: Any | None,
+        kept: frozenset[int],
+    ) -> Job:
         settings = SamplingSettings.of(body.settings(self._max_new_tokens(body, prompt), body.num_logprobs))
-        sequences = self.engine.new_sequences(prompt, settings)
+        sequences = self.engine.new_sequences(prompt, settings, kept)
         for sequence in sequences:
             sequence.speculates = body.speculate is not False
             sequence.is_recorded = bool(body.return_rounds)
@@ -330,10 +341,19 @@ class Serving:
             status = 503 if error.is_closing else 429
             raise RefusedError(status, f"{error}; try again later", Retry_After="1") from error
 
-    async def _chunks(
-        self, answers: Answers, news: asyncio.Queue[tuple[int, Update | Failure]], arrived: float, request_id: str
-    ) -> AsyncGenerator[Json, None]:
-        """Yields chunks as they come and counts them in the metrics. Closing it before the end cancels the request."""
+    async def _events(
+        self,
+        answers: Answers,
+        news: asyncio.Queue[tuple[int, Update | Failure]],
+        arrived: float,
+        request_id: str,
+        options: StreamOptions | None,
+    ) -> AsyncGenerator[bytes, None]:
+        """Takes updates as they come, counts them in the metrics, and yields their events.
+
+        options: of the stream; None: the answers are not streamed, and there are no events. Closing it before the end
+        cancels the request.
+        """
         for job in answers.jobs:
             self.metrics.asked(job.sequences[0].num_prompt_tokens)
         last: dict[tuple[int, int], float] = {}
@@ -346,8 +366,8 @@ class Serving:
                     reason = told.kind
                     raise FailedError(_STATUS[told.kind], told.message)
                 self._count(answers.jobs[number], (number, told.index), told, arrived, now, last)
-                for chunk in answers.take(number, told):
-                    yield chunk
+                for event in await self._taken(answers, number, told, options):
+                    yield event
             reason = ""
             self.metrics.end_to_end.observe(time.monotonic() - arrived)
         finally:
@@ -360,6 +380,16 @@ class Serving:
             if reason:
                 self.metrics.failed(reason)
             self._log(answers, reason, time.monotonic() - arrived, request_id)
+
+    async def _taken(self, answers: Answers, number: int, update: Update, options: StreamOptions | None) -> list[bytes]:
+        """The events of an update. The one with an echoed prompt may be long: others do not wait for it."""
+
+        def take() -> list[bytes]:
+            chunks = answers.take(number, update)
+            return [answers.event(chunk, options) for chunk in chunks] if options is not None else []
+
+        size = answers.size_of_echo(number, update) if options is not None else 0
+        return await self.off_loop(take, size) if size else take()
 
     def _count(
         self,
@@ -407,15 +437,16 @@ def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) 
     return listen
 
 
-async def _events(
-    answers: Answers, first: Json, chunks: AsyncGenerator[Json, None], options: StreamOptions
+async def _stream(
+    answers: Answers, first: bytes, events: AsyncGenerator[bytes, None], options: StreamOptions
 ) -> AsyncIterator[bytes]:
-    """Server-sent events, one per chunk. An error after the first event can only be an event itself."""
+    """All events of a stream. An error after the first can only be an event itself."""
     try:
-        for chunk in (*answers.opening(), first):
+        for chunk in answers.opening():
             yield answers.event(chunk, options)
-        async for chunk in chunks:
-            yield answers.event(chunk, options)
+        yield first
+        async for event in events:
+            yield event
         for chunk in answers.closing(bool(options.include_usage)):
             yield answers.event(chunk, StreamOptions())
         yield answers.ending
@@ -427,7 +458,7 @@ async def _events(
         for chunk in answers.failure(FailedError(500, "the server failed to write this answer; its log says why")):
             yield answers.event(chunk, StreamOptions())
     finally:
-        await chunks.aclose()
+        await events.aclose()
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -68,6 +68,8 @@ Piece = Content | Reasoning | CallStart | Arguments
 class Parser(ABC):
     """Reads an answer's text, which comes in pieces of any size."""
 
+    num_reasoning = 0  # characters, from the text's beginning, that are reasoning and its markers
+
     @abstractmethod
     def feed(self, text: str) -> list[Piece]: ...
 
@@ -86,6 +88,7 @@ class Format(ABC):
 
     name: str
     opening: str  # what a call begins with, and no other text holds
+    markers: tuple[str, ...] = ()  # that the parser looks for, and that may be tokens of their own
     is_whole_answer = False  # calls stand alone: a text that does not begin with one has none
 
     @abstractmethod
@@ -107,6 +110,7 @@ class Hermes(Format):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call."""
 
     name, opening = "hermes", "<tool_call>"
+    markers = ("<tool_call>", "</tool_call>")
 
     def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
         opening, closing = mark(self.opening), mark("</tool_call>")
@@ -135,6 +139,7 @@ class Llama3(Format):
     """The answer is {"name": ..., "parameters": {...}}, or several of them with semicolons between."""
 
     name, opening, is_whole_answer = "llama3", '{"name"', True
+    markers = ("<|python_tag|>",)
 
     def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
         calls = [
@@ -143,13 +148,17 @@ class Llama3(Format):
         return [_several("; ", most), _one_of(functions), *calls, *_arguments(functions)]
 
     def parser(self, functions: Sequence[Function]) -> Parser:
-        return _CallsAlone(self, ("<|python_tag|>",), functions)
+        return _CallsAlone(self, self.markers, functions)
 
 
 class Mistral(Format):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; newer models write [TOOL_CALLS]name[ARGS]{...}."""
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; newer models write [TOOL_CALLS]name[ARGS]{...}.
+
+    Some put [CALL_ID] and an id of their own behind the name.
+    """
 
     name, opening = "mistral", "[TOOL_CALLS]"
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def rules(self, functions: Sequence[Function], most: int, mark: Mark, is_open: bool) -> list[str]:
         calls = [
@@ -356,6 +365,7 @@ def _keyword_rules(i: int, function: Function) -> list[str]:
 
 # Parsers
 
+THINK_MARKERS = ("<think>", "</think>")
 _LONGEST_HEAD = 512  # characters, of a call before its arguments
 
 
@@ -367,11 +377,13 @@ class Thinking(Parser):
         self._inside: bool | None = True if has_begun else None  # None: not known yet
         self._then = then or PlainText()
         self._held = ""
+        self._num_read = 0  # characters
         self._is_after = False  # and nothing has come since
 
     def feed(self, text: str) -> list[Piece]:
         if self._inside is False:
             return self._passed_on(text)
+        self._num_read += len(text)
         self._held += text
         pieces: list[Piece] = []
         if self._inside is None:
@@ -384,6 +396,7 @@ class Thinking(Parser):
                 return self._then.feed(held)
             self._held = start.removeprefix("<think>")
         before, marker, after = self._held.partition("</think>")
+        self.num_reasoning = self._num_read - len(after)
         if marker:
             self._inside, self._held, self._is_after = False, "", True
             pieces += [Reasoning(before)] if before else []
@@ -614,7 +627,7 @@ class _CallsAlone(_Reader):
         start, is_marked, may_go_on = self._between()
         is_marked = is_marked or (self._follows_call and self._is_marked)
         rest = self._buffer[start:]
-        head = re.match(r"([\w-]+)(\[ARGS\])?\s*(?=\{)", rest)
+        head = re.match(r"([\w-]+)(?:\[CALL_ID\]\w*)?(\[ARGS\])?\s*(?=\{)", rest)
         is_call = head is not None and (head[1] in self._names or (is_marked and head[2] is not None))
         if may_go_on or (not is_call and self._may_be_name(rest, is_marked)):
             return False
@@ -664,10 +677,13 @@ class _CallsAlone(_Reader):
         """Whether the text may be the beginning of a name with its arguments."""
         if len(text) > _LONGEST_HEAD:
             return False
-        there = re.fullmatch(r"([\w-]+)(\[[A-Z]*\]?)?(\s*)", text)
-        if there is None or not "[ARGS]".startswith(there[2] or ""):
+        there = re.fullmatch(r"([\w-]+)(\[CALL_ID\]\w*)?(\[[A-Z_]*\]?)?(\s*)", text)
+        if there is None:
             return False
-        is_whole = bool(there[2] or there[3])
+        coming = there[3] or ""
+        if not "[ARGS]".startswith(coming) and (there[2] or not "[CALL_ID]".startswith(coming)):
+            return False
+        is_whole = bool(there[2] or there[3] or there[4])
         return is_marked or any(n == there[1] if is_whole else n.startswith(there[1]) for n in self._names)
 
     def _found(self, text: str) -> tuple[str, str] | None:
