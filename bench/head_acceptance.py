@@ -2,11 +2,13 @@
 
     python bench/head_acceptance.py --draft HEAD --policy dense,block,block-paper,graft --data gsm8k.jsonl --compare
 
-HEAD is EAGLE-3's, a block head, or a small model. `dense` is its whole tree of 60 nodes by cumulative probability,
-`block` its chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing
-from each other (each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one; but
-EAGLE-3 has fewer beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times are not measured here:
-`graft bench` does that.
+HEAD is what `--draft` of `graft generate` takes, but auto: EAGLE-3's head, a block head, a small model ...; with none
+`graft` has what it retrieves. `dense` is a drafter's whole tree of 60 nodes by cumulative probability, `block` its
+chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing from each other
+(each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one; but EAGLE-3 has fewer
+beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times are not measured here: `graft bench` does
+that. `modelled` is the speed over plain decoding where a step takes as long as plain decoding's, whatever its width,
+and a draft pass `--pass-cost` of that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
 from graft.bench.runs import OURS, check_names
 from graft.bench.tasks import questions, read_tasks
+from graft.drafters import NONE
 from graft.errors import GraftError
 from graft.loading import load, load_drafter
 from graft.model.sampler import SamplingSettings
@@ -32,6 +35,7 @@ from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
 
 _TREE = TreeSettings()
+_AVERAGED = ("mean_accepted", "passes", "modelled")
 
 
 def parse() -> argparse.Namespace:
@@ -64,7 +68,9 @@ def main() -> None:
     model = engine.target.model
     assert isinstance(model, PreTrainedModel)
     tree = TreeSettings(options.depth or _TREE.depth, options.topk or _TREE.topk)
-    drafter = load_drafter(options.draft, model, tree if options.depth or options.topk else None, engine.tokenizer)
+    drafter = None
+    if options.draft != NONE:
+        drafter = load_drafter(options.draft, model, tree if options.depth or options.topk else None, engine.tokenizer)
     settings = PolicySettings(options.total_token, options.pass_cost, isolated=True)
     sampling = SamplingSettings(
         max_new_tokens=options.max_new_tokens,
@@ -83,7 +89,7 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     for name in names:
-        print(f"{name:16s} accepted  passes  share of rounds that reached depth 1, 2, ...", flush=True)
+        print(f"{name:16s} accepted  passes  modelled  share of rounds that reached depth 1, 2, ...", flush=True)
         results[name] = by_task(name, model, drafter, settings, tasks, expected, options.rows, sampling)
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     print(f"({device}, {options.dtype}, temperature {options.temperature:g})")
@@ -94,7 +100,7 @@ def main() -> None:
 def by_task(
     name: str,
     model: PreTrainedModel,
-    drafter: Drafter,
+    drafter: Drafter | None,
     settings: PolicySettings,
     tasks: dict[str, list[list[int]]],
     expected: dict[str, list[list[int]]],
@@ -105,26 +111,30 @@ def by_task(
     results: dict[str, Any] = {}
     for task, prompts in tasks.items():
         given = answers(PolicyMethod(name, model, drafter, settings), prompts, rows, sampling)
-        own = results[task] = summary(given)
-        line = f"  {task:14s} {own['mean_accepted']:8.2f} {own['passes']:7.2f}  "
+        own = results[task] = summary(given, settings.pass_cost or 0.0)
+        line = f"  {task:14s} {own['mean_accepted']:8.2f} {own['passes']:7.2f} {own['modelled']:9.2f}  "
         line += " ".join(f"{share:.2f}" for share in own["reached_depth"])
         if expected:
             own["differ"] = sum(one.ids != ids for one, ids in zip(given, expected[task], strict=True))
             line += f"  {own['differ']} of {len(given)} texts differ"
         print(line, flush=True)
-    average = {key: sum(own[key] for own in results.values()) / len(results) for key in ("mean_accepted", "passes")}
-    print(f"  {'average':14s} {average['mean_accepted']:8.2f} {average['passes']:7.2f}", flush=True)
+    average = {key: sum(own[key] for own in results.values()) / len(results) for key in _AVERAGED}
+    line = f"  {'average':14s} {average['mean_accepted']:8.2f} {average['passes']:7.2f} {average['modelled']:9.2f}"
+    print(line, flush=True)
     return {"average": average, "tasks": results}
 
 
-def summary(given: Sequence[Answer]) -> dict[str, Any]:
+def summary(given: Sequence[Answer], pass_cost: float) -> dict[str, Any]:
     all_stats = [answer.stats for answer in given]
     rounds = sum(stats.rounds for stats in all_stats)
     deepest = max((max(stats.accepted_by_depth, default=0) for stats in all_stats), default=0)
     reached = [sum(stats.accepted_by_depth[depth] for stats in all_stats) for depth in range(1, deepest + 1)]
+    mean_accepted = 1 + sum(stats.accepted for stats in all_stats) / rounds
+    passes = sum(stats.draft_passes for stats in all_stats) / rounds
     return {
-        "mean_accepted": 1 + sum(stats.accepted for stats in all_stats) / rounds,
-        "passes": sum(stats.draft_passes for stats in all_stats) / rounds,
+        "mean_accepted": mean_accepted,
+        "passes": passes,
+        "modelled": mean_accepted / (1 + pass_cost * passes),
         "nodes": sum(stats.nodes for stats in all_stats) / rounds,
         "reached_depth": [count / rounds for count in reached],
         "rounds": rounds,

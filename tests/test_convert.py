@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import Finished
+from graft.drafters import full_name, is_here
 from graft.hub.convert import convert_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 
@@ -18,7 +19,7 @@ HIDDEN = 8
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> None:
+def write_gguf(path: Path, architecture: str = "llama", add_bos: bool | None = None) -> None:
     """A one-layer Llama or Qwen2 that names <|im_start|> as its end of sequence, as some real files do."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
@@ -37,6 +38,8 @@ def write_gguf(path: Path, architecture: str = "llama") -> None:
     writer.add_token_merges(["a b", "b c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     shapes = {
         "token_embd": (len(TOKENS), HIDDEN),
         "output_norm": (HIDDEN,),
@@ -142,6 +145,35 @@ def test_a_gguf_file_is_a_model_and_converted_once(
 
     (folder / "model.safetensors").write_bytes(b"")
     assert "and it is converted again" in graft(*words).err
+
+
+@pytest.mark.parametrize("add_bos", [None, False, True])
+def test_texts_begin_with_bos_where_the_file_says_so(tmp_path: Path, add_bos: bool | None) -> None:
+    write_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "new")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("abc").input_ids)
+    assert tokens == ["<|im_start|>"] * bool(add_bos) + ["ab", "c"]
+
+
+def test_a_gguf_file_is_a_draft_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: Callable[..., Finished]
+) -> None:
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, "qwen2")
+    words = ("generate", "ab", "--model", str(file), "--max-new-tokens", "8", "--ignore-eos")
+    plain = graft(*words, "--policy", "off")
+    drafted = graft(*words, "--draft", str(file))
+    assert drafted.status == 0 and drafted.out == plain.out, drafted.err
+    assert "is a whole model, not a head" in graft("load-check", str(file)).err
+
+    monkeypatch.chdir(tmp_path)
+    assert full_name("tiny.gguf") == str(file) and is_here(str(file))
+    file.unlink()
+    assert not is_here(str(file))
+    gone = graft("generate", "ab", "--draft", str(file))
+    assert (gone.status, gone.err) == (2, f"error: no drafter at {file}: there is no such file\n")
 
 
 def test_what_is_no_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft) -> None:

@@ -299,12 +299,12 @@ def test_a_measured_layer_is_taken_before_others_are_tried():
 
     model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
     about = About.of_model(model)
-    assert "early-exit" in drafts_for("some-model", about)
+    assert "early-exit" in drafts_for("some-model", model)
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 2
     remember(about, result("early-exit:3", 1.5))
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 3
     assert graft.load(model, profile=None).drafter.num_layers == 3, "as auto takes the fastest"
-    assert "early-exit" not in drafts_for("some-model", about) and "early-exit:3" in drafts_for("some-model", about)
+    assert "early-exit" not in drafts_for("some-model", model) and "early-exit:3" in drafts_for("some-model", model)
 
 
 def test_a_profile_is_of_one_exit_whatever_its_trees(model):

@@ -568,6 +568,55 @@ def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspac
         load(same, tokenizer=byte_level, draft=small, profile=None)
 
 
+def test_a_context_shorter_than_the_targets_is_said_to_be(byte_level, metaspace):
+    model, short = model_for(byte_level), {"num_hidden_layers": 1, "max_position_embeddings": 512}
+    options = {"tokenizer": byte_level, "profile": None}
+    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: behind that it does not draft"):
+        load(model, draft=model_for(metaspace, 1, **short), draft_tokenizer=metaspace, **options)
+    with pytest.warns(UserWarning, match=r"is 512 tokens and the target's is 1,024: behind that its drafts are poor"):
+        load(model, draft=model_for(byte_level, 1, **short), draft_tokenizer=byte_level, **options)
+
+
+def test_a_draft_model_needs_no_chat_template(byte_level, metaspace):
+    """The target's is what it reads, as text or by ids."""
+    chatty = wrapped(Tokenizer.from_str(byte_level.backend_tokenizer.to_str()))
+    chatty.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    model, messages = model_for(byte_level), [{"role": "user", "content": "the dog"}]
+    expected = Engine(model, chatty, policy="off").generate(messages, max_new_tokens=12)
+    assert expected.prompt_ids == chatty("<|im_start|>the dog<|im_end|><|im_start|>").input_ids
+    for tokenizer in (byte_level, metaspace):
+        assert tokenizer.chat_template is None
+        draft = model_for(tokenizer, 1, num_hidden_layers=1)
+        engine = load(model, tokenizer=chatty, draft=draft, draft_tokenizer=tokenizer, policy="dense", profile=None)
+        answer = engine.generate(messages, max_new_tokens=12)
+        assert answer.ids == expected.ids and answer.stats.nodes > 0
+
+
+def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, byte_level, metaspace, tmp_path):
+    lower = wrapped(Tokenizer.from_str(metaspace.backend_tokenizer.to_str()))
+    lower.backend_tokenizer.normalizer = Lowercase()
+    named = {
+        "changes": folder_of(tmp_path, "changes", lower, model_for(metaspace, 1)),
+        "short": folder_of(tmp_path, "short", metaspace, model_for(metaspace, 1, max_position_embeddings=512)),
+        "large": folder_of(tmp_path, "large", metaspace, model_for(metaspace, 1, num_hidden_layers=9)),
+        "nothing": str(tmp_path),
+    }
+    target = folder_of(tmp_path, "target", byte_level, model_for(byte_level, num_hidden_layers=6))
+    words = ("generate", "the dog", "--max-new-tokens", "6", "--model", target, "--device", "cpu")
+    expected = graft(*words, "--policy", "off").out
+    found = {name: graft(*words, "--policy", "dense", "--draft", draft) for name, draft in named.items()}
+    for name, start, words_of_it in (
+        ("changes", "error: ", "does not give text back"),
+        ("nothing", "error: ", "config.json is missing: give the folder of a draft head or a model"),
+        ("short", "warning: ", "is 512 tokens and the target's is 1,024: behind that it does not draft"),
+        ("large", "warning: ", "has more parameters than the target"),
+    ):
+        (line,) = found[name].err.splitlines()
+        assert line.startswith(start) and words_of_it in line
+        assert found[name].status == (2 if start == "error: " else 0)
+        assert found[name].out == ("" if start == "error: " else expected)
+
+
 def test_the_commands_take_it(graft, folders, tmp_path):
     names = ("--model", str(folders / "target"), "--draft", str(folders / "draft"), "--device", "cpu")
     plain = graft("generate", "the dog", "--max-new-tokens", "6", *names[:2], "--policy", "off")

@@ -14,13 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from graft.engine import Engine
-from graft.hub.home import graft_home, model_folder
+from graft.hub.home import graft_home, is_gguf, model_folder
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.spec_decode.exit_layer import EARLY_EXIT, is_early_exit
 from graft.spec_decode.profile import About, machine_digest
-from graft.spec_decode.proposers.mtp import MTP
+from graft.spec_decode.proposers.mtp import MTP, has_head
 from graft.stats import Stats
 
 NONE = "none"  # retrieval alone
@@ -120,18 +122,19 @@ def is_here(draft: str) -> bool:
     """Whether a drafter can be used without fetching it. A hub id is believed to be in the cache."""
     if draft in PACKAGED_MODELS:
         return (_HEADS / draft).is_dir() or model_folder(draft).is_dir()
-    return draft == NONE or Path(draft).is_dir() or not Path(draft).is_absolute()
+    return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
 
 
-def drafts_for(model: str, about: About, has_mtp: bool = False) -> list[str]:
-    """Names of drafters that a model may have: none, its packaged head, its MTP head, its own first layers, packaged
-    models, and those measured before. has_mtp: whether its checkpoint has an MTP head."""
-    heads = [model] if (_HEADS / model).is_dir() else []
-    heads += [MTP] if has_mtp else []
-    others = [name for name in PACKAGED_MODELS if name != model]
-    measured = [each.draft for each in known_results(about)]
+def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
+    """Names of drafters that the model of that name may have: none, its packaged head, the MTP head in its checkpoint,
+    its own first layers, packaged models smaller than it, and those measured before."""
+    heads = [name] if name in PACKAGED_MODELS and (_HEADS / name).is_dir() else []
+    heads += [MTP] if has_head(model) else []
+    most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
+    smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
+    measured = [each.draft for each in known_results(About.of_model(model))]
     exits = [] if any(map(is_early_exit, measured)) else [EARLY_EXIT]
-    return list(dict.fromkeys([NONE, *heads, *exits, *others, *measured]))
+    return list(dict.fromkeys([NONE, *heads, *exits, *smaller, *measured]))
 
 
 def full_name(draft: str | None) -> str:
@@ -139,7 +142,8 @@ def full_name(draft: str | None) -> str:
     if draft is None:
         return NONE
     path = Path(draft).expanduser()
-    return str(path.resolve()) if draft not in (*PACKAGED_MODELS, MTP) and path.is_dir() else draft
+    is_path = draft not in (*PACKAGED_MODELS, MTP) and (path.is_dir() or is_gguf(path))
+    return str(path.resolve()) if is_path else draft
 
 
 def _read(facts: dict[str, Any]) -> Measured:

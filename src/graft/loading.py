@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from graft.datastore.lookup import Datastore
 from graft.drafters import NONE, best_draft, best_exit
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.hub.home import is_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
@@ -68,11 +70,11 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16, or as torch spells them. A model in memory keeps its own.
-    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name or in
-    memory; or mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the model's own
-    first layers, of which early-exit chooses how many. auto takes the one that `graft tune` measured as the fastest for
-    this model on this machine, or none; if it was never asked, the packaged head of a packaged model. None drafts with
-    nothing.
+    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name, as a GGUF
+    file or in memory; or mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the
+    model's own first layers, of which early-exit chooses how many. auto takes the one that `graft tune` measured as the
+    fastest for this model on this machine, or none; if it was never asked, the packaged head of a packaged model. None
+    drafts with nothing.
     draft_tokenizer: of a small model in memory; without one its vocabulary has to be the target's.
     policy: see `graft.spec_decode.policies`.
     budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
@@ -156,6 +158,8 @@ def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: A
     if isinstance(draft, str) and draft not in (*PACKAGED_MODELS, "auto", mtp.MTP):
         if is_early_exit(draft):
             named_layer(draft)
+        elif draft.endswith(".gguf"):
+            require(is_gguf(draft), f"no drafter at {draft}: there is no such file")
         else:
             read_config(folder_of(draft, ("config.json",)))
 
@@ -221,8 +225,8 @@ def load_drafter(
     if is_early_exit(draft):
         return EarlyExitDrafter(model, _exit_layer(draft, model, tokenizer), tree)
     source: str | Path = packaged_head_for(draft, model) or draft
-    is_packaged_model = source == draft and draft in PACKAGED_MODELS
-    kind = "model" if is_packaged_model else kind_of(folder_of(source, ("config.json",)))
+    is_whole_model = source == draft and (draft in PACKAGED_MODELS or is_gguf(draft))
+    kind = "model" if is_whole_model else kind_of(folder_of(source, ("config.json",)))
     if kind == "model":
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
@@ -271,12 +275,28 @@ def _small_model_drafter(
             f"{name} has more parameters than the target ({own:,} and {its:,}): drafting with it will hardly pay",
             stacklevel=2,
         )
-    if shares_vocabulary(name, draft, target, draft_tokenizer, tokenizer):
+    by_ids = shares_vocabulary(name, draft, target, draft_tokenizer, tokenizer)
+    its_runner = TargetRunner(target)
+    drafter: SmallModelDrafter
+    if by_ids:
         with said_of(name):
-            return SmallModelDrafter(draft, TargetRunner(target).vocab_size, tree)
-    pair = VocabularyPair(Vocabulary(draft_tokenizer, name), Vocabulary(tokenizer, "the target"))
-    with said_of(name):
-        return OtherTokenizerDrafter(draft, pair, tree)
+            drafter = SmallModelDrafter(draft, its_runner.vocab_size, tree)
+    else:
+        pair = VocabularyPair(Vocabulary(draft_tokenizer, name), Vocabulary(tokenizer, "the target"))
+        with said_of(name):
+            drafter = OtherTokenizerDrafter(draft, pair, tree)
+    _warn_of_a_short_context(name, TargetRunner(draft).max_positions, its_runner.max_positions, by_ids)
+    return drafter
+
+
+def _warn_of_a_short_context(name: str, context: int | None, its_context: int | None, by_ids: bool) -> None:
+    if context is None or context >= (its_context or math.inf):
+        return
+    longer = f"is {its_context:,}" if its_context is not None else "has no end"
+    then = "its drafts are poor" if by_ids else "it does not draft"
+    warnings.warn(
+        f"the context of {name} is {context:,} tokens and the target's {longer}: behind that {then}", stacklevel=4
+    )
 
 
 def packaged_head_for(name: str, model: PreTrainedModel) -> Path | None:

@@ -139,11 +139,8 @@ def _expected(engine: Engine, turns: list[Turn]) -> float | None:
 
 def _drafters_of(engine: Engine, name: str) -> str:
     from graft.drafters import NONE, drafts_for
-    from graft.spec_decode.profile import About
-    from graft.spec_decode.proposers.mtp import has_head
 
-    model = engine.target.model
-    found = [draft for draft in drafts_for(name, About.of_model(model), has_head(model)) if draft != NONE]
+    found = [draft for draft in drafts_for(name, engine.target.model) if draft != NONE]
     used = "no drafter" if engine.drafter is None else type(engine.drafter).__name__
     return f"{', '.join(found) or 'none found'}; this run has {used} and retrieval"
 

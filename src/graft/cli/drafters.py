@@ -15,7 +15,7 @@ LOADED: Group = {name: MODEL[name] for name in ("device", "dtype")}
 
 @takes(loading=LOADED)
 def drafters(
-    model: Annotated[str, typer.Argument(help="A packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="A packaged model, a folder, a .gguf file or a hub id.")] = DEFAULT_MODEL,
     *,
     loading: Given,
 ) -> None:
@@ -32,7 +32,6 @@ def drafters(
     from graft.drafters import NONE, best_draft, drafts_for, known_results
     from graft.loading import packaged_head
     from graft.spec_decode.profile import About
-    from graft.spec_decode.proposers.mtp import has_head
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
@@ -40,7 +39,7 @@ def drafters(
     usual = model if packaged_head(model) is not None else NONE
     taken = best_draft(about) or usual
     table = Table("speed", "accepted", "passes", "measured", "--draft", "what it is")
-    names = drafts_for(model, about, has_head(engine.target.model))
+    names = drafts_for(model, engine.target.model)
     order = sorted(names, key=lambda name: (name != taken, name not in results))
     for name in order:
         found = results.get(name)
@@ -49,6 +48,8 @@ def drafters(
         table.add_row(*figures, found.date if found is not None else "", name, _what(name, model))
     Console().print(table)
     print(f"--draft auto takes {taken}.")
+    if not results:
+        print("Nothing was measured on this machine yet: graft tune --draft NAME --prompts FILE does it.")
 
 
 def _what(draft: str, model: str) -> str:

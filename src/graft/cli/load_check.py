@@ -29,6 +29,7 @@ def load_check(
     """
     import torch
 
+    from graft.hub.home import is_gguf
     from graft.hub.load import load_config
     from graft.loading import packaged_head
     from graft.spec_decode.proposers import block, eagle3
@@ -36,10 +37,9 @@ def load_check(
     from graft.spec_decode.proposers.head_kinds import kind_of
 
     head = str(packaged_head(head) or head)
-    kind = kind_of(folder_of(head, ("config.json",)))  # of a model on the hub no more is fetched
-    require(
-        kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is, if its tokens are the same"
-    )
+    # Of a model on the hub no more than its config is fetched.
+    kind = "model" if is_gguf(head) else kind_of(folder_of(head, ("config.json",)))
+    require(kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is")
     folder = folder_of(head)
     if kind == "block":
         found = block.inspect_head(folder, slots)

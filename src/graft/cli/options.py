@@ -42,7 +42,7 @@ LOADING: Group = MODEL | {
     "draft": _model(
         str,
         "--draft",
-        "A draft head or a small model: folder, hub id or packaged name; mtp; early-exit[:LAYER]; or none.",
+        "A draft head or a small model: folder, hub id, .gguf or packaged name; mtp; early-exit[:LAYER]; or none.",
         "auto",
         metavar="HEAD",
     ),

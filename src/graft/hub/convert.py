@@ -3,10 +3,12 @@
 import io
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PackagedModel
@@ -34,9 +36,14 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
             tokenizer.pad_token = model.pad_token
             endings = [tokenizer.convert_tokens_to_ids(token) for token in model.eos_tokens]
         else:
-            if end := _named_tokens(gguf, "eos"):  # which some versions of transformers pass over for some models
-                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end[0])
-            endings = list(dict.fromkeys([tokenizer.eos_token_id, *_named_tokens(gguf, "eot", "eom")]))
+            facts = _tokenizer_facts(gguf)
+            if "eos_token_id" in facts:  # which some versions of transformers pass over for some models
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(facts["eos_token_id"]))
+            ends_of_turns = [int(facts[name]) for name in ("eot_token_id", "eom_token_id") if name in facts]
+            endings = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends_of_turns]) if end is not None]
+            # A sentencepiece tokenizer begins texts with it, unless the file says otherwise.
+            if facts.get("add_bos_token", facts.get("model") == "llama"):
+                _begin_with_bos(tokenizer)
         tokenizer.model_max_length = network.config.max_position_embeddings
         for config in (network.config, network.generation_config):
             config.bos_token_id = tokenizer.bos_token_id
@@ -52,10 +59,22 @@ def convert_gguf(gguf: Path, folder: Path, model: PackagedModel | None = None) -
         weights.chmod(mode)
 
 
-def _named_tokens(gguf: Path, *names: str) -> list[int]:
-    """Tokens that the file names: eos, the end of a text; eot and eom, those of a message. Those that it does."""
-    from gguf import GGUFReader
+def _tokenizer_facts(gguf: Path) -> dict[str, Any]:
+    """What the file says of its tokenizer in a number, a word or a yes, by name."""
+    from gguf import GGUFReader, GGUFValueType
 
-    fields = GGUFReader(gguf).fields
-    named = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in names)
-    return [int(field.parts[field.data[0]][0]) for field in named if field is not None]
+    prefix, found = "tokenizer.ggml.", {}
+    for name, field in GGUFReader(gguf).fields.items():
+        if name.startswith(prefix) and field.types[0] != GGUFValueType.ARRAY:
+            found[name.removeprefix(prefix)] = field.contents()
+    return found
+
+
+def _begin_with_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes texts begin with the BOS token, which the tokenizers that transformers makes of GGUF files leave out."""
+    bos = tokenizer.bos_token
+    if bos is None or tokenizer("a").input_ids[0] == tokenizer.bos_token_id:
+        return
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )

@@ -1,4 +1,4 @@
-"""Folders under GRAFT_HOME, where Graft keeps models and profiles."""
+"""Where models are: folders under GRAFT_HOME, in which Graft keeps models and profiles, and GGUF files."""
 
 import os
 from pathlib import Path
@@ -10,6 +10,12 @@ def graft_home() -> Path:
         return Path(home).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "graft"
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Whether it is a GGUF file, which is a whole model."""
+    path = Path(name).expanduser()
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def model_folder(name: str) -> Path:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from graft.errors import GraftError, ModelError
+from graft.hub.home import is_gguf
 from graft.hub.pull import convert_once, pull
 from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
@@ -120,7 +121,7 @@ def _source(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    if path.is_file() and path.suffix == ".gguf":
+    if is_gguf(path):
         return convert_once(path)
     if path.is_file():
         raise ModelError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
