@@ -160,9 +160,7 @@ class Serving:
     async def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
         """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
         tools = body.callable
-        is_strict = any(tool.function.strict for tool in tools)
-        one_at_most = body.parallel_tool_calls is False
-        if not tools or not (body.must_call or is_strict or one_at_most or body.wanted_schema is not None):
+        if not tools or not (body.constrains_calls or body.wanted_schema is not None):
             return None
         fits = [body.must_call or bool(tool.function.strict) for tool in tools]
         functions = [

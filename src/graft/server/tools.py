@@ -12,8 +12,8 @@ import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,15 @@ def format_of(template: str) -> Format | None:
 # Grammars
 
 
+@contextmanager
+def _depth_refused() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise GraftError("these JSON schemas are nested too deeply") from None
+
+
+@_depth_refused()
 def call_grammar(
     form: Format,
     functions: Sequence[Function],
@@ -225,25 +234,10 @@ def call_grammar(
     thinks: "may" or "does": reasoning may come first, or has begun in the prompt. mark_ids: tokens that are markers.
     A GraftError if there can be none, or it would be too large.
     """
-    try:
-        # Counted before the grammar is written, which may hold parts of a schema many times.
-        size = sum(len(json.dumps(schema)) for schema in (answer, *(f.schema for f in functions)))
-        if size > MAX_SIZE:
-            raise GraftError(f"these JSON schemas have {size} characters, more than the {MAX_SIZE} allowed here")
-        return _call_grammar(form, functions, is_forced, most, thinks, answer, mark_ids)
-    except RecursionError:
-        raise GraftError("these JSON schemas are nested too deeply") from None
-
-
-def _call_grammar(
-    form: Format,
-    functions: Sequence[Function],
-    is_forced: bool,
-    most: int,
-    thinks: str | None,
-    answer: Json | None,
-    mark_ids: Mapping[str, int],
-) -> str:
+    # Counted before the grammar is written, which may hold parts of a schema many times.
+    size = sum(len(json.dumps(schema)) for schema in (answer, *(f.schema for f in functions)))
+    if size > MAX_SIZE:
+        raise GraftError(f"these JSON schemas have {size} characters, more than the {MAX_SIZE} allowed here")
 
     def mark(text: str) -> str:
         """A marker: the token of that name, or it is spelt."""
