@@ -151,22 +151,19 @@ class TargetRunner:
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
         """A new KV cache of so many rows, each with room for so many tokens."""
-        rows: list[Row] = []
-        try:
-            for _ in range(num_rows):
-                rows.append(self.pool.open_row(num_slots))
-        except Exception:
-            for row in rows:
-                self.pool.release(row)
-            raise
-        return self.cache_of(rows)
+        return self._opened(self.pool.open_row(num_slots) for _ in range(num_rows))
 
     def open_like(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
         """A KV cache with a row for each text, which has what is kept of its beginning under its salt."""
+        pairs = zip(texts, salts, strict=True)
+        return self._opened(self.pool.open_like(text, salt, num_slots) for text, salt in pairs)
+
+    def _opened(self, opening: Iterator[Row]) -> KVCache:
+        """A KV cache of rows that are opened one by one: if one cannot be, none stays."""
         rows: list[Row] = []
         try:
-            for text, salt in zip(texts, salts, strict=True):
-                rows.append(self.pool.open_like(text, salt, num_slots))
+            for row in opening:
+                rows.append(row)
         except Exception:
             for row in rows:
                 self.pool.release(row)
