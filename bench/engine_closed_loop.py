@@ -2,11 +2,12 @@
 prompts are answered.
 
     python bench/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \
-        --method eagle3 --steps 3 --topk 1 --places 4
+        --warmup DIR/warmup.json --method eagle3 --steps 3 --topk 1 --places 4
 
-`bench/widened_model.py` writes DIR. Prompts are token ids, each number of requests is warmed up and then run in two
-turns, and the better one's tokens per second are printed. One engine, hence one setting, for each process. The plugin
-is asked for as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and `--method graft` says that it is meant.
+`bench/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Every number of requests has
+prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice: Graft knows an answer that it has
+given before. All methods are asked the same. One engine, hence one setting, for each process. The plugin is asked for
+as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and `--method graft` says that it is meant.
 
 An engine takes a minute or more to start, so several may be started at once (`--group`) and be measured one after the
 other, each while the others are idle.
@@ -37,16 +38,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="draft passes of a round")
     parser.add_argument("--topk", type=int, default=1, help="SGLang: branches of its tree")
     parser.add_argument("--places", type=int, default=4, help="SGLang: places of the verify, the root among them")
-    parser.add_argument("--concurrency", default="1,4,16,64")
+    parser.add_argument("--warmup", help="a JSON list of other prompts, asked before")
+    parser.add_argument("--concurrency", default="1,4,16,64", help="numbers of requests; each has prompts of its own")
+    parser.add_argument("--only", help="only these of them")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, help="requests draw by this seed plus their number")
     parser.add_argument("--stop-id", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--limit", type=int, help="only so many prompts")
+    parser.add_argument("--limit", type=int, default=64, help="prompts of each number of requests")
     parser.add_argument("--no-graphs", action="store_true", help="SGLang: without CUDA graphs of a decode step")
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
-    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling (the plugin never has it)")
+    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling (vLLM's plugin needs that)")
     parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--cache-tokens", type=int, default=60000, help="SGLang's KV cache")
@@ -89,7 +91,7 @@ class SGLang:
             grammar_backend="none",
             page_size=1,
             disable_radix_cache=not options.prefix_cache,
-            disable_overlap_schedule=options.no_overlap or options.method == "graft",
+            disable_overlap_schedule=options.no_overlap,
             cuda_graph_bs_decode=sizes,
             cuda_graph_max_bs_decode=most,
             disable_prefill_cuda_graph=True,
@@ -252,7 +254,11 @@ async def wait_for_turn(group: list[str] | None) -> None:
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:
     print(f"engine started in {time.perf_counter() - begun:.1f} s", flush=True)
     await wait_for_turn(options.group)
-    prompts = json.loads(Path(options.ids).read_text())[: options.limit]
+    prompts = json.loads(Path(options.ids).read_text())
+    others = json.loads(Path(options.warmup).read_text()) if options.warmup else []
+    every = [int(part) for part in options.concurrency.split(",")]
+    if len(prompts) < len(every) * options.limit:
+        raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {len(every) * options.limit} are needed")
     results: list[dict[str, Any]] = []
 
     async def turn(asked: list[list[int]], size: int) -> tuple[float, list[Answer]]:
@@ -266,37 +272,35 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         answers = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(asked)))
         return time.perf_counter() - started, list(answers)
 
+    await turn(others, min(max(sizes), 8))
     for size in sizes:
-        asked = prompts if size > 1 else prompts[:24]
-        await turn(asked[: max(8, size)], size)
-        before, rates, answers = engine.counters(), [], []
-        for _ in range(options.turns):
-            seconds, answers = await turn(asked, size)
-            rates.append(sum(len(ids) for ids, _ in answers) / seconds)
+        first = every.index(size) * options.limit
+        asked = prompts[first : first + (options.limit if size > 1 else 3 * options.limit // 4)]
+        await turn(others[:size], size)
+        before = engine.counters()
+        seconds, answers = await turn(asked, size)
         chains, drafted, accepted = (now - then for now, then in zip(engine.counters(), before, strict=True))
         texts, steps = [ids for ids, _ in answers], sum(steps for _, steps in answers)
         # The prefill gives the first token of each text.
         a_step = 1 + accepted / chains if chains else (sum(map(len, texts)) - len(texts)) / steps if steps else 1.0
         words = f", {drafted / chains:.2f} drafts each" if chains else ""
-        shown = " ".join(f"{rate:.1f}" for rate in rates)
+        rate = sum(map(len, texts)) / seconds
         print(
-            f"{options.engine} {engine.name()}, {size} at once: {max(rates):.1f} tokens/s ({shown}), "
-            f"{a_step:.2f} tokens a step{words}",
+            f"{options.engine} {engine.name()}, {size} at once: {rate:.1f} tokens/s, {a_step:.2f} tokens a step{words}",
             flush=True,
         )
-        results.append({"concurrency": size, "rates": rates, "accepted": a_step, "answers": texts})
+        results.append({"concurrency": size, "rate": rate, "accepted": a_step, "answers": texts})
         for path in map(Path, options.compare):
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
-                if other["concurrency"] in (size, 1):
-                    told = departures(texts, other["answers"])
-                    print(f"  against {path.stem} at {other['concurrency']}: {told}", flush=True)
+                if other["concurrency"] == size:
+                    print(f"  against {path.stem}: {departures(texts, other['answers'])}", flush=True)
         if options.out:
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
 
 
 def main() -> None:
     options = arguments()
-    sizes = [int(part) for part in options.concurrency.split(",")]
+    sizes = [int(part) for part in (options.only or options.concurrency).split(",")]
     begun = time.perf_counter()
     engine = (SGLang if options.engine == "sglang" else VLLM)(options, max(sizes))
     engine.run(measure(options, engine, sizes, begun))

@@ -21,6 +21,7 @@ import engine_closed_loop as closed_loop
 import torch
 
 CONCURRENCY = 64
+NUM_DRAWS = 8000
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ async def draw_and_compare(options: argparse.Namespace, engine: closed_loop.SGLa
         async with room:
             return (await engine.ask(prompt, number, ignore_eos=True, stop_token_ids=None))[0]
 
-    drawn = await asyncio.gather(*(draw(number) for number in range(options.limit or 8000)))
+    drawn = await asyncio.gather(*(draw(number) for number in range(NUM_DRAWS)))
     seconds = [ids[1] for ids in drawn if ids[0] == first and len(ids) > 1]
     bins = [(token, p) for token, p in after if p * len(seconds) >= 5]
     seen = [seconds.count(token) for token, _ in bins]

@@ -22,6 +22,8 @@ from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 
+NUM_WARMUP = 64
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,16 +34,23 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-prompt-tokens", type=int, default=1200)
+    parser.add_argument("--warmup", type=Path, help="a file of other prompts, written as DIR/warmup.json")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     plain, shape = load(options.model, draft=None, policy="off"), Shape.named(options.shape)
-    by_task = [
-        questions(task, plain, options.max_new_tokens, options.max_prompt_tokens)
-        for task in read_tasks(options.data, options.limit)
-    ]
-    ids = [task[place].ids for place in range(options.limit) for task in by_task if place < len(task)]
+
+    def prompts(paths: list[Path], limit: int) -> list[list[int]]:
+        by_task = [
+            questions(task, plain, options.max_new_tokens, options.max_prompt_tokens)
+            for task in read_tasks(paths, limit)
+        ]
+        return [task[place].ids for place in range(limit) for task in by_task if place < len(task)]
+
+    ids = prompts(options.data, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "ids.json").write_text(json.dumps(ids))
+    if options.warmup is not None:
+        (options.out / "warmup.json").write_text(json.dumps(prompts([options.warmup], NUM_WARMUP)))
     small = plain.target.model
     drafter = load_drafter(options.draft, small, tree_settings("graft", small.device))
     if not isinstance(drafter, Eagle3Drafter | BlockDrafter):

@@ -8,6 +8,7 @@ own arrays (tokens, positions, mask), so that a wrong one of them gives another 
 import importlib.util
 import sys
 from array import array
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -87,7 +88,8 @@ def server_args(**changes):
         speculative_num_steps=3,
         speculative_num_draft_tokens=12,
         speculative_draft_model_path="nobody/head",
-        disable_overlap_schedule=True,
+        max_running_requests=None,
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4, 8])),
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
     )
@@ -162,11 +164,15 @@ class EagleDraftWorker:
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.target_worker = target_worker
         config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[target_worker.head_name]))
-        self.draft_runner = SimpleNamespace(model_config=config)
+        self.draft_runner = SimpleNamespace(model_config=config, tp_group=None, attn_backend="first extend")
+        self.draft_tp_context = lambda group: nullcontext()
+        self.draft_attn_backend = self.draft_runner.draft_attn_backend = "first draft"
+        self.draft_extend_attn_backend = "first extend"
+        self.cuda_graph_runner = self.cuda_graph_runner_for_draft_extend = "first graph"
 
     def draft(self, batch):
         parents, best, tokens, _ = self.draft_forward(batch)
-        roots = torch.tensor([request.output_ids[-1] for request in batch.reqs], dtype=torch.int32)
+        roots = batch.roots
         names = ("custom_mask", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
         mask_buffer = batch.mask_buffer
         lengths_sum = 0 if mask_buffer is not None else int(batch.seq_lens.sum())
@@ -182,7 +188,7 @@ class EagleDraftWorker:
     def draft_forward(self, batch):
         """Level by level: every pass expands the K best nodes of the last level, each into K."""
         topk, by_step = self.topk, []
-        contexts = [[*request.origin_input_ids, *request.output_ids] for request in batch.reqs]
+        contexts = [[*request.origin_input_ids, *request.ids] for request in batch.reqs]
         first = [head_probabilities(context).topk(topk) for context in contexts]
         beams = [[(float(p), [int(t)]) for p, t in zip(*each, strict=True)] for each in first]
         scores, tokens = torch.stack([each.values for each in first]), torch.stack([each.indices for each in first])
@@ -204,8 +210,16 @@ class EagleDraftWorker:
         return (*organize_draft_results(*lists, self.speculative_num_draft_tokens), None)
 
 
+class SpecRuntimeState(SimpleNamespace):
+    pass
+
+
+speculative_moe_backend_context = speculative_moe_a2a_backend_context = nullcontext
+
+
 class EAGLEWorkerV2:
     def __init__(self, server_args, target_worker):
+        self.server_args, self.target_worker = server_args, target_worker
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.draft_worker = EagleDraftWorker(server_args, target_worker)
@@ -213,15 +227,53 @@ class EAGLEWorkerV2:
     def clear_cache_pool(self):
         pass
 
+    def init_cuda_graphs(self):
+        self.built = []
+
+    def build_adaptive_runtime_state(self, speculative_num_steps, speculative_num_draft_tokens, cuda_graph_bs=None):
+        captured = self.server_args.cuda_graph_config.decode.bs
+        self.built.append((speculative_num_draft_tokens, speculative_num_steps, captured))
+        name = f"{speculative_num_draft_tokens}"
+        return SpecRuntimeState(
+            speculative_num_steps=speculative_num_steps,
+            speculative_num_draft_tokens=speculative_num_draft_tokens,
+            draft_attn_backend=name,
+            cuda_graph_runner=name,
+            target_attn_backend=name,
+            target_graph_runner=name,
+            draft_extend_attn_backend=name,
+            cuda_graph_runner_for_draft_extend=name,
+        )
+
+    def activate_step_by_batch(self, batch_size):
+        pass
+
     def forward_batch_generation(self, batch):
-        verify_input = self.draft_worker.draft(batch)
+        self.activate_step_by_batch(len(batch.reqs))
+        if self.speculative_num_steps == 0:
+            verify_input = self._build_trivial_verify_input(batch)
+        else:
+            verify_input = self.draft_worker.draft(batch)
         logits = read_trees(verify_input, batch)
         output = SimpleNamespace(next_token_logits=logits)
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
         for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
-            request.output_ids.extend(predict[path[:length]].tolist())
+            request.ids.extend(predict[path[:length]].tolist())
         return verify_input
+
+    def _build_trivial_verify_input(self, batch):
+        num_rows, nothing = len(batch.reqs), torch.full((len(batch.reqs), 1), -1)
+        return SimpleNamespace(
+            draft_token=batch.roots,
+            custom_mask=torch.ones(int(batch.seq_lens.sum()) + num_rows, dtype=torch.bool),
+            positions=batch.seq_lens.clone(),
+            retrieve_index=torch.arange(num_rows)[:, None],
+            retrieve_next_token=nothing,
+            retrieve_next_sibling=nothing.clone(),
+            spec_steps=0,
+            draft_token_num=1,
+        )
 
 
 def read_trees(verify_input, batch):
@@ -229,7 +281,7 @@ def read_trees(verify_input, batch):
     width, start, logits = verify_input.draft_token_num, 0, []
     tokens, positions = verify_input.draft_token.view(-1, width), verify_input.positions.view(-1, width)
     for row, request in enumerate(batch.reqs):
-        cached = [*request.origin_input_ids, *request.output_ids[:-1]]
+        cached = [*request.origin_input_ids, *request.ids[:-1]]
         length = len(cached)
         mask = verify_input.custom_mask[start : start + width * (length + width)].view(width, length + width).bool()
         start += width * (length + width)
@@ -338,13 +390,18 @@ class Request:
         usual = dict(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, sampling_seed=None, logit_bias=None, length=60)
         self.rid, self.origin_input_ids = rid, array("q", prompt)
         self.sampling_params = SimpleNamespace(**usual | params)
-        self.output_ids = array("q", [prompt[0]])  # the first token is the prefill's
+        self.ids = [prompt[0]]  # all that the model has given; the first token is the prefill's
+        self.output_ids = array("q")  # what the scheduler knows of it
+
+    def process(self, num_known):
+        """The scheduler takes in results until it knows so many tokens."""
+        self.output_ids.extend(self.ids[len(self.output_ids) : num_known])
 
     def finished(self):
         return len(self.output_ids) >= self.sampling_params.length
 
 
-def batch_of(requests, mask_buffer=None, is_deterministic=False):
+def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=False):
     params = [request.sampling_params for request in requests]
     columns = {name: torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p")}
     bias = torch.zeros(len(params), VOCAB)
@@ -361,11 +418,12 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False):
         sampling_seed=torch.tensor([p.sampling_seed or 42 for p in params]) if is_deterministic else None,
         logit_bias=bias if any(p.logit_bias for p in params) else None,
     )
-    lengths = [len(request.origin_input_ids) + len(request.output_ids) - 1 for request in requests]
+    lengths = [len(request.origin_input_ids) + len(request.ids) - 1 for request in requests]
     return SimpleNamespace(
         reqs=requests,
         seq_lens=torch.tensor(lengths),
-        seq_lens_cpu=torch.tensor(lengths),
+        seq_lens_cpu=None if is_overlapped else torch.tensor(lengths),
+        roots=torch.tensor([request.ids[-1] for request in requests], dtype=torch.int32),
         sampling_info=info,
         mask_buffer=mask_buffer,
         forward_mode=SimpleNamespace(is_idle=lambda: False),
@@ -373,4 +431,5 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False):
 
 
 def target_worker(head_name="LlamaForCausalLMEagle3"):
-    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), head_name=head_name)
+    runner = SimpleNamespace(attn_backend="first", decode_cuda_graph_runner="first")
+    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), head_name=head_name, model_runner=runner)

@@ -58,7 +58,7 @@ def path_of(parents, node):
 @given(trees())
 @settings(max_examples=60, deadline=None)
 def test_mask_depths_and_links_are_those_of_the_tree(tree):
-    mask, (children, siblings), depths = tree.mask(), tree.links(), tree.depths
+    depths, children, siblings, mask = tree.links()
     for row, (parents, valid) in enumerate(zip(tree.parents.tolist(), tree.valid.tolist(), strict=True)):
         nodes = [node for node in range(tree.width) if valid[node]]
         for node in range(tree.width):
@@ -79,7 +79,7 @@ def test_a_greedy_tree_kernel_that_follows_the_links_accepts_what_we_accept(tree
     wide = tree.padded(tree.width + 3)
     assert wide.width == tree.width + 3 and wide.num_nodes == tree.num_nodes
     chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(wide.width)] for _ in tree.tokens])
-    (children, siblings), expected = wide.links(), paths(wide, chosen)
+    (_, children, siblings, _), expected = wide.links(), paths(wide, chosen)
     for row in range(len(tree.tokens)):
         node, accepted = 0, []
         while True:  # as verify kernels of engines do: down to the first child with the token, else to its sibling

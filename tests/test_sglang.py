@@ -15,19 +15,26 @@ import sglang_double
 from graft.errors import GraftError
 from graft.integrations.sglang import plugin
 from graft.integrations.sglang.rounds import Texts
-from graft.integrations.sglang.settings import SGLangSettings, check_head, check_server, check_version, from_environment
+from graft.integrations.sglang.settings import (
+    SGLangSettings,
+    captured_sizes,
+    check_head,
+    check_server,
+    check_version,
+    from_environment,
+    tree_sizes,
+)
 from graft.integrations.sglang.trees import (
     Drafted,
     Sampling,
     levels_of,
     packed,
     target_tokens,
-    unpacked,
     verify_arrays,
 )
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Text
 from test_grafter import path_of, trees
 
 VOCAB = sglang_double.VOCAB
@@ -110,7 +117,7 @@ def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree
     width = tree.width + more
     num_rows = len(tree.tokens)
     lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
-    wide = unpacked(packed(tree, width))
+    wide = packed(tree, width)
     size = width * (sum(lengths) + num_rows * width)
     room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
     buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
@@ -190,35 +197,55 @@ def ended(one):
     one.finished = lambda: True
 
 
+def texts_of(texts, *requests):
+    """The texts of requests whose own ids are complete."""
+    roots = [(request.output_ids or request.origin_input_ids)[-1] for request in requests]
+    return texts.of(requests, roots, [len(each.origin_input_ids) + len(each.output_ids) for each in requests])
+
+
 def test_texts_grow_with_their_requests_and_finish_when_these_have_left():
     finished = []
     texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
     a, b = request("a", [1, 2], [3], seed=7), request("b", [4], [5])
-    first, second = texts.of([a, b])
+    first, second = texts_of(texts, a, b)
     assert (first.ids, second.ids, first.num_prompt_tokens) == ([1, 2, 3], [4, 5], 2)
     assert texts.seeds([a, b])[0] == 7
     drawn = texts.seeds([b])
     a.output_ids.extend([8, 9])
-    assert texts.of([a])[0] is first and first.ids == [1, 2, 3, 8, 9]
+    assert texts_of(texts, a)[0] is first and first.ids == [1, 2, 3, 8, 9]
     assert not finished, "b has not ended: it waits for memory"
     b.output_ids.extend([6])
-    assert texts.of([b])[0] is second and second.ids == [4, 5, 6] and texts.seeds([b]) == drawn
+    assert texts_of(texts, b)[0] is second and second.ids == [4, 5, 6] and texts.seeds([b]) == drawn
     a.output_ids.extend([10])
     ended(a)
-    texts.of([b])
+    texts_of(texts, b)
     assert finished == [[1, 2, 3, 8, 9, 10]] and len(texts) == 1
+
+
+def test_texts_are_complete_where_the_requests_own_ids_lag_behind():
+    texts = Texts(100, 8, lambda text: None)
+    one = request("a", [1, 2], [])
+    (text,) = texts.of([one], [3], [3])  # the prefill's token is the root
+    assert text.ids == [1, 2, 3]
+    text.ids += [4, 5]  # a tree was verified
+    one.output_ids.append(3)
+    assert texts.of([one], [5], [5]) == [text] and text.ids == [1, 2, 3, 4, 5]
+    one.output_ids.extend([4, 5, 6, 7])  # rounds without a tree: all but the last token is known
+    assert texts.of([one], [8], [8]) == [text] and text.ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    text.ids += [9]
+    assert texts.of([one], [9], [9]) == [text] and text.ids[-2:] == [8, 9]
 
 
 def test_a_request_that_began_anew_and_one_with_a_known_id_get_new_texts():
     finished = []
     texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
     a = request("a", [1, 2], [3, 4])
-    (first,) = texts.of([a])
+    (first,) = texts_of(texts, a)
     seeds = texts.seeds([a])
     a.output_ids = array("q")
-    (again,) = texts.of([a])
+    (again,) = texts_of(texts, a)
     assert again is not first and again.ids == [1, 2] and texts.seeds([a]) == seeds and not finished
-    (other,) = texts.of([request("a", [9, 9], [1])])
+    (other,) = texts_of(texts, request("a", [9, 9], [1]))
     assert other.ids == [9, 9, 1] and finished == [[1, 2]]
 
 
@@ -226,10 +253,10 @@ def test_kept_texts_are_bounded_and_hold_tokens_only():
     finished = []
     texts = Texts(100, 3, finished.append)
     for number in range(10):
-        texts.of([request(str(number), [number, 1 << 40], [1])])
+        texts_of(texts, request(str(number), [number, 1 << 40], [1]))
     assert len(texts) == 3 and [text.ids for text in finished] == [[number, 0, 1] for number in range(7)]
     many = [request(f"m{number}", [1], [2]) for number in range(6)]
-    assert len(texts.of(many)) == 6 and len(texts) == 6
+    assert len(texts_of(texts, *many)) == 6 and len(texts) == 6
 
 
 # Settings
@@ -251,6 +278,7 @@ def test_settings_come_from_the_environment():
         ({"GRAFT_SGLANG_BUDGET": "few"}, "GRAFT_SGLANG_BUDGET must be a whole number, not 'few'"),
         ({"GRAFT_SGLANG_BUDGET": "0"}, "GRAFT_SGLANG_BUDGET must be at least 1, not 0"),
         ({"GRAFT_SGLANG_BUDGET": "128"}, "GRAFT_SGLANG_BUDGET must be at most 127, not 128"),
+        ({"GRAFT_SGLANG_LOG": "0"}, "GRAFT_SGLANG_LOG must be at least 1, not 0"),
         ({"GRAFT_SGLANG": "perhaps"}, "GRAFT_SGLANG must be 1 or 0, not 'perhaps'"),
     ],
 )
@@ -267,7 +295,6 @@ def test_bad_settings_are_one_clear_line(variables, message):
         ({"speculative_eagle_topk": 1}, "--speculative-eagle-topk must be 2 or more, not 1"),
         ({"speculative_num_draft_tokens": 129}, "must be between 2 and 128, not 129"),
         ({"speculative_num_draft_tokens": 8}, "GRAFT_SGLANG_BUDGET (9) must be less than"),
-        ({"disable_overlap_schedule": False}, "add --disable-overlap-schedule"),
         ({"speculative_adaptive": True}, "--speculative-adaptive does: leave it out"),
     ],
 )
@@ -276,6 +303,21 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(GraftError) as error:
         check_server(sglang_double.server_args(**flags), SGLangSettings(budget=9))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ("48", "must be pairs of requests and places like \"2:48,16:8\", not '48'"),
+        ("2:8,2:4", "must name growing numbers of requests, from 1, not 2, 2"),
+        ("0:8", "must name growing numbers of requests, from 1, not 0"),
+        ("1:13", "must have places between 1 and --speculative-num-draft-tokens (12), not 13"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(places, message):
+    with pytest.raises(GraftError) as error:
+        check_server(sglang_double.server_args(), SGLangSettings(places=places))
+    assert str(error.value) == f"GRAFT_SGLANG_PLACES {message}"
 
 
 def test_a_head_must_name_the_class_that_sglang_loads_it_with(tmp_path):
@@ -326,14 +368,27 @@ def sglang(monkeypatch):
 PROMPT = [3, 9, 4, 17, 22, 31, 8, 5]
 
 
-def decode(double, requests, rounds_each_joins=3, mask_buffer=None, is_deterministic=False, **flags):
-    """Decodes requests that join one after the other and leave when they have ended; how many rounds it took."""
+def decode(
+    double, requests, rounds_each_joins=3, mask_buffer=None, is_deterministic=False, is_overlapped=False, **flags
+):
+    """Decodes requests that join one after the other and leave when they have ended; how many rounds it took.
+
+    is_overlapped: the scheduler takes in a round's results while the next one runs.
+    """
     worker = double.EAGLEWorkerV2(double.server_args(**flags), double.target_worker())
+    worker.init_cuda_graphs()
     waiting, running, inputs = list(requests), [], []
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:
             running.append(waiting.pop(0))
-        inputs.append(worker.forward_batch_generation(double.batch_of(running, mask_buffer, is_deterministic)))
+        before = [len(each.ids) for each in running]
+        if not is_overlapped:
+            for each in running:
+                each.process(len(each.ids))
+        batch = double.batch_of(running, mask_buffer, is_deterministic, is_overlapped)
+        inputs.append(worker.forward_batch_generation(batch))
+        for each, num_before in zip(running, before, strict=True):
+            each.process(num_before if is_overlapped else len(each.ids))
         running = [each for each in running if not each.finished()]
     return worker, inputs
 
@@ -367,11 +422,13 @@ def requests_of(double):
     ]
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("room", [None, 5 * 12 * 100, 5 * 12 * 20])  # the last: too little for most rounds
-def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room):
+def test_whole_rounds_give_the_plain_text_in_fewer_rounds(sglang, room, is_overlapped, caplog):
     requests = requests_of(sglang)
     buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
-    worker, inputs = decode(sglang, requests, mask_buffer=buffer)
+    worker, inputs = decode(sglang, requests, mask_buffer=buffer, is_overlapped=is_overlapped)
+    assert not caplog.records, "every text is known whole"
     for each in requests:
         length = each.sampling_params.length
         assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
@@ -392,16 +449,41 @@ def test_paths_deeper_than_the_head_drafts_are_accepted(sglang):
     assert len(inputs) < 150
 
 
-def test_texts_that_lag_behind_give_the_plain_text_and_a_warning(sglang, monkeypatch, caplog):
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypatch, is_overlapped):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "1:12,2:5,3:1")
+    requests = requests_of(sglang)
+    requests[-1].sampling_params.length = 120
+    flags = {"max_running_requests": 8, "speculative_num_steps": 4}
+    worker, inputs = decode(sglang, requests, rounds_each_joins=4, is_overlapped=is_overlapped, **flags)
+    assert worker.built == [(5, 3, [2]), (1, 1, [4, 8])]
+    sizes = [each.draft_token_num for each in inputs]
+    assert {1, 5, 12} == set(sizes) and sizes[0] == 12 and sizes[-1] == 12, "few at the beginning and at the end"
+    for each, num_places in zip(inputs, sizes, strict=True):
+        num_requests = len(each.draft_token) // num_places
+        assert num_places == {1: 12, 2: 5}.get(num_requests, 1)
+    for each in requests:
+        length = each.sampling_params.length
+        assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
+    used = worker.draft_worker.draft_runner, worker.target_worker.model_runner
+    assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
+
+
+def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):
+    monkeypatch.setenv("GRAFT_SGLANG_LOG", "5")
+    caplog.set_level("INFO")
+    _, inputs = decode(sglang, [sglang.Request("a", PROMPT)])
+    lines = [record.message for record in caplog.records if "Graft:" in record.message]
+    assert len(lines) == len(inputs) // 5 >= 1 and lines[0].startswith("Graft: 5 rounds of 1.0 requests, ")
+
+
+def test_texts_that_are_not_known_whole_give_the_plain_text_and_a_warning(sglang, monkeypatch, caplog):
     from graft.integrations.sglang import rounds
 
     whole = rounds.Texts.of
 
-    def late(texts, requests):
-        shorter = [SimpleNamespace(**vars(each) | {"output_ids": each.output_ids[:-2]}) for each in requests]
-        for each in shorter:
-            each.finished = lambda: False
-        return whole(texts, shorter)
+    def late(*args):
+        return [Text(text.ids[:-2], text.num_prompt_tokens) for text in whole(*args)]
 
     monkeypatch.setattr(rounds.Texts, "of", late)
     one = sglang.Request("a", PROMPT)
@@ -465,10 +547,26 @@ def test_sglang_itself_goes_on_where_no_worker_of_ours_calls(sglang):
 
 def test_flags_are_checked_by_the_launcher_and_the_head_once_it_is_loaded(sglang):
     sglang.server_args().check_server_args()
-    with pytest.raises(GraftError, match="--disable-overlap-schedule"):
-        sglang.server_args(disable_overlap_schedule=False).check_server_args()
+    with pytest.raises(GraftError, match="--speculative-adaptive"):
+        sglang.server_args(speculative_adaptive=True).check_server_args()
     with pytest.raises(GraftError, match="LlamaForCausalLMEagle3"):
         sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker("LlamaForCausalLM"))
+
+
+def test_sizes_of_trees_follow_the_flags_or_the_variable():
+    assert [tuple(size) for size in tree_sizes(None, 48, 6)] == [
+        (2, 48, 6),
+        (4, 32, 5),
+        (8, 16, 4),
+        (16, 8, 3),
+        (32, 4, 2),
+        (None, 1, 1),
+    ]
+    assert [tuple(size) for size in tree_sizes(None, 48, 6, max_requests=3)] == [(2, 48, 6), (None, 32, 5)]
+    assert [tuple(size) for size in tree_sizes(None, 3, 2)] == [(None, 3, 2)]
+    assert [tuple(size) for size in tree_sizes("4:16,64:1", 48, 6)] == [(4, 16, 4), (None, 1, 1)]
+    assert captured_sizes([1, 2, 4, 8, 12], 2, 5) == [4, 8] and captured_sizes([1, 2, 4], 2, None) == [4]
+    assert captured_sizes([1, 2, 4], 8, None) == [4], "larger batches run without a graph"
 
 
 # Ranks

@@ -36,7 +36,9 @@ def settings_of(kind: type[S], switch: str, environment: Mapping[str, str]) -> S
     return kind.of(found)
 
 
-def _read(name: str, text: str, its_type: str) -> bool | int | float:
+def _read(name: str, text: str, its_type: str) -> bool | int | float | str:
+    if its_type == "str":
+        return text
     try:
         if its_type == "bool":
             return _WORDS[text.strip().lower()]

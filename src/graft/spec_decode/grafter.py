@@ -14,6 +14,7 @@ Our own engine runs it through `policies/graft.py`; others bring their own draft
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,20 +197,21 @@ class Grafter:
         num_beams: int,
         num_ahead: int = 0,
         is_decided: bool = False,
+        max_passes: int = sys.maxsize,
     ) -> None:
         """Adds drafted levels to the candidates: those of passes made ahead, and of further ones for as long as another
         pass is worth its time.
 
         passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_ahead: passes that
         are being made already; the step waits for them, whether or not they are used. is_decided: it was asked before
-        they were begun whether they pay.
+        they were begun whether they pay. max_passes: how many there are, where not all that the drafter can make.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
         start, ahead_until = time.perf_counter(), None
-        for number in range(self.budget.max_passes):
+        for number in range(min(max_passes, self.budget.max_passes)):
             if number == num_ahead:
                 ahead_until = time.perf_counter()
             going = [count == number and cap > 0 for count, cap in zip(round.passes, round.caps, strict=True)]

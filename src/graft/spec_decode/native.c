@@ -948,6 +948,33 @@ int graft_count_sources(
     return OK;
 }
 
+/* What the kernels of other engines want of trees [num_rows][width], the parent of padding being -1: depths; first
+   children and next siblings, -1 where there is none; which places a place sees, itself and its ancestors (padding:
+   itself alone). mask: [num_rows][width][width] */
+int graft_tree_links(
+    int64_t num_rows, int64_t width, const int64_t *parents, int64_t *depths, int64_t *children, int64_t *siblings,
+    uint8_t *mask) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t i = 0; i < width; i++) {
+            uint8_t *seen = mask + i * width;
+            int64_t parent = i ? parents[i] : -1;
+            if (parent >= i) return OUT_OF_RANGE;
+            children[i] = siblings[i] = -1;
+            depths[i] = parent < 0 ? 0 : depths[parent] + 1;
+            if (parent < 0) memset(seen, 0, (size_t)width);
+            else memcpy(seen, mask + parent * width, (size_t)width);
+            seen[i] = 1;
+        }
+        for (int64_t i = width - 1; i > 0; i--)
+            if (parents[i] >= 0) {
+                siblings[i] = children[parents[i]];
+                children[parents[i]] = i;
+            }
+        parents += width, depths += width, children += width, siblings += width, mask += width * width;
+    }
+    return OK;
+}
+
 /* Successor tables */
 
 /* The target's top-k successors by n-gram, a row each: Python's `SuccessorTable`. */

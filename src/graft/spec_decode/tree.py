@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,37 +92,6 @@ class DraftTree:
 
     # What other engines' kernels want
 
-    @cached_property
-    def depths(self) -> Tensor:
-        """[B, N] int64, of the root and of padding 0."""
-        nodes, own = self._upwards()
-        depths = torch.zeros_like(nodes)
-        for _ in range(self.max_depth):
-            depths += nodes > 0
-            nodes = own.gather(1, nodes)
-        return depths.masked_fill(~self.valid, 0)
-
-    def mask(self) -> Tensor:
-        """[B, N, N] bool: [i, j] when j is i or an ancestor of i. Padding sees itself alone."""
-        return ancestors(self._upwards()[1], self.max_depth)
-
-    def links(self) -> tuple[Tensor, Tensor]:
-        """Each node's first child and its next sibling, [B, N] int64, -1 where there is none. No link leads to
-        padding."""
-        num_rows, width = self.tokens.shape
-        nowhere = ~self.valid
-        nowhere[:, 0] = True
-        by_parent = self.parents.masked_fill(nowhere, width).sort(dim=1, stable=True)
-        parents, order = by_parent.values, by_parent.indices
-        has_parent = parents < width
-        is_next = has_parent[:, 1:] & (parents[:, 1:] == parents[:, :-1])
-        siblings = torch.full_like(order, -1)
-        siblings.scatter_(1, order[:, :-1], order[:, 1:].where(is_next, -1))
-        is_first = has_parent & ~torch.nn.functional.pad(is_next, (1, 0))
-        children = order.new_full((num_rows, width + 1), -1)
-        children.scatter_(1, parents.where(is_first, width), order)
-        return children[:, :width].contiguous(), siblings
-
     def padded(self, width: int) -> DraftTree:
         """The trees with padding up to so many places a row."""
 
@@ -133,10 +103,9 @@ class DraftTree:
             self.max_depth, tokens, parents, probabilities, pad(self.sources, PADDING), pad(self.score_bucket)
         )
 
-    def _upwards(self) -> tuple[Tensor, Tensor]:
-        """All nodes, and their parents, both [B, N]; padding is its own parent."""
-        nodes = torch.arange(self.width, device=self.tokens.device).expand_as(self.parents)
-        return nodes, self.parents.where(self.valid, nodes)
+    def links(self) -> TreeLinks:
+        """Depths, children, siblings and the mask."""
+        return tree_links(self.parents.masked_fill(~self.valid, -1))
 
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""
@@ -148,6 +117,25 @@ class DraftTree:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
         return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
+
+
+class TreeLinks(NamedTuple):
+    """What verify kernels want to know of B trees of N places, on the host."""
+
+    depths: Tensor  # [B, N] int64, of the root and of padding 0
+    children: Tensor  # [B, N] int64, each node's first child, -1 if it has none
+    siblings: Tensor  # [B, N] int64, its next sibling, -1 if it has none; no link leads to padding
+    mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees itself alone
+
+
+def tree_links(parents: Tensor) -> TreeLinks:
+    """parents [B, N]: that of padding is -1, and a node stands after its parent."""
+    parents = plain(parents)
+    depths, children, siblings = columns = torch.empty(3, *parents.shape, dtype=torch.int64)
+    mask = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
+    outputs = (column.data_ptr() for column in (*columns, mask))
+    native().graft_tree_links(*parents.shape, parents.data_ptr(), *outputs)
+    return TreeLinks(depths, children, siblings, mask)
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from graft.integrations.sglang.settings import SGLangSettings
-from graft.integrations.sglang.trees import Drafted, levels_of, packed, unpacked
+from graft.integrations.sglang.trees import Drafted, levels_of, packed
 from graft.spec_decode.acceptance import Accepted, paths
 from graft.spec_decode.candidates import before_roots
 from graft.spec_decode.cost_model import StepCost
@@ -42,12 +43,16 @@ class _Known:
     """A request that was seen."""
 
     request: Request
-    text: Text
     seed: int
+    text: Text | None = None  # None: no tree was made for it yet
 
 
 class Texts:
-    """The texts of requests, by request id: made when one is first seen, finished when it has left."""
+    """The texts of requests, by request id: made when one is first seen, finished when it has left.
+
+    With overlapped scheduling a round begins before SGLang has taken in the results of the last: a request's own ids
+    lag behind, and what its text has got is told here (`Proposal.texts`, which `Rounds.learn` extends).
+    """
 
     def __init__(self, vocab_size: int, max_texts: int, finish: Callable[[Text], None]) -> None:
         self._vocab_size, self._max_texts, self._finish = vocab_size, max_texts, finish
@@ -56,44 +61,57 @@ class Texts:
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, requests: Sequence[Request]) -> list[Text]:
-        """The texts of a decode batch, complete. Requests that are not in it and have ended are finished."""
-        now = [self._update(request) for request in requests]
-        here = {request.rid for request in requests}
-        gone = [rid for rid in self._known if rid not in here]
-        num_too_many = len(self._known) - max(self._max_texts, len(here))
-        for number, rid in enumerate(gone):
-            known = self._known[rid]
-            if known.request.finished() or number < num_too_many:  # else it waits for memory, and may come back
-                self._extend(known)
-                self._finish(self._known.pop(rid).text)
-        return [known.text for known in now]
+    def of(self, requests: Sequence[Request], roots: Sequence[int], lengths: Sequence[int]) -> list[Text]:
+        """The texts of a decode batch, complete. Requests that are not in it and have ended are finished.
+
+        roots: the requests' last tokens. lengths: of the texts, the roots included.
+        """
+        return [self._text_of(*each) for each in zip(self._see(requests), roots, lengths, strict=True)]
 
     def seeds(self, requests: Sequence[Request]) -> list[int]:
         """The seeds of their draws: those that requests gave, else one drawn for each."""
-        return [self._known[request.rid].seed for request in requests]
+        return [known.seed for known in self._see(requests)]
 
-    def _update(self, request: Request) -> _Known:
-        known = self._known.pop(request.rid, None)
-        if known is not None and known.request is not request:  # another request with its id
-            self._finish(known.text)
-            known = None
-        if known is None:
-            given = request.sampling_params.sampling_seed
-            known = _Known(request, self._text(request), secrets.randbits(62) if given is None else int(given))
-        elif not self._extend(known):  # begun anew
-            known.text = self._text(request)
-        self._known[request.rid] = known
-        return known
+    def _see(self, requests: Sequence[Request]) -> list[_Known]:
+        now = []
+        for request in requests:
+            known = self._known.pop(request.rid, None)
+            if known is not None and known.request is not request:  # another request with its id
+                self._end(known)
+                known = None
+            if known is None:
+                given = request.sampling_params.sampling_seed
+                known = _Known(request, secrets.randbits(62) if given is None else int(given))
+            now.append(known)
+        here = {known.request.rid: known for known in now}
+        num_too_many = len(self._known) + len(here) - max(self._max_texts, len(here))
+        for number, (rid, known) in enumerate(list(self._known.items())):
+            if known.request.finished() or number < num_too_many:  # else it waits for memory, and may come back
+                del self._known[rid]
+                self._end(known)
+        self._known |= here
+        return now
 
-    def _extend(self, known: _Known) -> bool:
-        """Adds what the request has got since; False if that does not continue the text."""
+    def _text_of(self, known: _Known, root: int, length: int) -> Text:
         text, request = known.text, known.request
-        num_known = len(text.ids) - text.num_prompt_tokens
-        if text.num_prompt_tokens != len(request.origin_input_ids) or num_known > len(request.output_ids):
-            return False
-        text.ids += request.output_ids[num_known:]
-        return True
+        if text is None or text.num_prompt_tokens != len(request.origin_input_ids):
+            text = known.text = self._text(request)
+        elif not _ends_in(text, root, length):  # tokens that came without a tree, or it has begun anew
+            if len(text.ids) > length:
+                text = known.text = self._text(request)
+            self._extend(text, request)
+        if len(text.ids) == length - 1:
+            text.ids.append(root)
+        return text
+
+    def _extend(self, text: Text, request: Request) -> None:
+        """Adds what the request has got beyond the text."""
+        text.ids += request.output_ids[max(len(text.ids) - text.num_prompt_tokens, 0) :]
+
+    def _end(self, known: _Known) -> None:
+        if known.text is not None:
+            self._extend(known.text, known.request)
+            self._finish(known.text)
 
     def _text(self, request: Request) -> Text:
         prompt = request.origin_input_ids
@@ -102,12 +120,17 @@ class Texts:
         return Text([*known, *request.output_ids], num_prompt_tokens=len(prompt))
 
 
+def _ends_in(text: Text, root: int, length: int) -> bool:
+    return len(text.ids) == length and text.ids[-1] == root
+
+
 @dataclass(eq=False)
 class Proposal:
     """A round's tree, and what is needed to learn from it."""
 
     round: Round | None
     tree: DraftTree
+    texts: list[Text]
     before: tuple[list[int], list[int]]  # by row, the token before the root and the one before that
     salts: list[int]
 
@@ -116,13 +139,11 @@ class Rounds:
     """What is decided about rounds: on rank 0 alone, since all ranks must verify the same tree."""
 
     def __init__(self, vocab_size: int, topk: int, num_steps: int, num_places: int, settings: SGLangSettings) -> None:
-        """num_steps: levels that the head drafts in every round. num_places: D."""
+        """num_steps, num_places: the most levels that the head drafts and the most places that a row has."""
         self._vocab_size, self._topk, self._num_steps = vocab_size, topk, num_steps
-        self.num_places = num_places
+        self._budget = min(settings.budget or num_places - 1, num_places - 1)
         self._settings = settings
         self._has_warned = False
-        self._budget = min(settings.budget or num_places - 1, num_places - 1)
-        self._max_depth = min(settings.max_depth or self._budget, self._budget)
         self.reset()
 
     def reset(self) -> None:
@@ -132,22 +153,33 @@ class Rounds:
         self.grafter = Grafter(self._vocab_size, self._num_steps, policy, StepCost())
         self.texts = Texts(self._vocab_size, self._settings.max_texts, self.grafter.finish)
 
-    def propose(self, requests: Sequence[Request], roots: Tensor, drafted: Drafted) -> Proposal:
-        """The tree to verify. roots [B]: the requests' last tokens; all on the host."""
-        texts, grafter = self.texts.of(requests), self.grafter
-        if not self._has_warned and [text.ids[-1] for text in texts] != roots.tolist():
-            # What is verified is right all the same, but little of what is looked up will be.
-            _log.warning("requests do not end in the token that is decoded next: Graft retrieves badly")
-            self._has_warned = True
-        round = grafter.begin(roots, texts, [self._budget] * len(texts), self._max_depth)
+    def propose(
+        self, requests: Sequence[Request], roots: Tensor, lengths: Sequence[int], drafted: Drafted, num_places: int
+    ) -> Proposal:
+        """The tree to verify in `num_places` of every row. roots [B]: the requests' last tokens; lengths: of their
+        texts with these; all on the host."""
+        texts, grafter = self.texts.of(requests, roots.tolist(), lengths), self.grafter
+        self._check(texts, roots.tolist(), lengths)
+        budget = min(self._budget, num_places - 1)
+        max_depth = min(self._settings.max_depth or budget, budget)
+        round = grafter.begin(roots, texts, [budget] * len(texts), max_depth)
         if round is None:
             tree = DraftTree.roots(roots)
         else:
-            levels = ([level] for level in levels_of(drafted, self._topk))
-            grafter.draft(round, levels, self._topk, num_ahead=self._num_steps, is_decided=True)
+            levels = levels_of(drafted, self._topk)
+            passes, num = ([level] for level in levels), len(levels)
+            grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num)
             tree = grafter.graft(round)
         before, earlier = before_roots([text.ids for text in texts])
-        return Proposal(round, tree, (list(before), list(earlier)), [grafter.salt_of(text) for text in texts])
+        salts = [grafter.salt_of(text) for text in texts]
+        return Proposal(round, tree, texts, (list(before), list(earlier)), salts)
+
+    def _check(self, texts: Sequence[Text], roots: Sequence[int], lengths: Sequence[int]) -> None:
+        whole = all(_ends_in(*each) for each in zip(texts, roots, lengths, strict=True))
+        if not whole and not self._has_warned:
+            # What is verified is right all the same, but little of what is looked up will be.
+            _log.warning("requests do not end in the token that is decoded next: Graft retrieves badly")
+            self._has_warned = True
 
     def learn(self, proposal: Proposal, chosen: Tensor, successors: Tensor, logits: Tensor) -> Accepted:
         """Learns from a verified tree. chosen [B, D]: the target's token after every place; successors, logits
@@ -159,12 +191,63 @@ class Rounds:
         self.grafter.learn_top_k(TargetTopK(*columns, *highest, *proposal.before, proposal.salts))
         self.grafter.learn(proposal.round, tree, accepted, seconds=1.0)
         self.grafter.catch_up()  # now: the head is drafting meanwhile
+        for text, tokens in zip(proposal.texts, accepted.tokens, strict=True):
+            text.ids += tokens
         return accepted
 
 
-def agreed_tree(decide: Callable[[], tuple[DraftTree, int]] | None, broadcast: Callable[[Any], Any]) -> DraftTree:
-    """The tree that rank 0 decides on, of D places, the same on all ranks.
+def agreed_tree(decide: Callable[[], tuple[DraftTree, int]] | None, broadcast: Callable[[Any], Any]) -> Tensor:
+    """The tree that rank 0 decides on, `packed` in D places, the same on all ranks.
 
     decide: gives the tree and D; None on all other ranks. broadcast: gives rank 0's argument on every rank.
     """
-    return unpacked(broadcast(packed(*decide()) if decide is not None else None))
+    columns: Tensor = broadcast(packed(*decide()) if decide is not None else None)
+    return columns
+
+
+@dataclass
+class _Totals:
+    """Of rounds since the last line in the log; seconds."""
+
+    began: float
+    rounds: int = 0
+    rows: int = 0
+    tokens: int = 0
+    waited: float = 0.0
+    built: float = 0.0
+    learned: float = 0.0
+
+
+class RoundLog:
+    """A line in the log after so many rounds: tokens, and where their time went."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._now = _Totals(time.perf_counter())
+
+    def built(self, num_rows: int, waiting: float, started: float) -> None:
+        """A tree was sent; since `waiting` the head was waited for, since `started` the tree was built."""
+        if self._every is None:
+            return
+        now, totals = time.perf_counter(), self._now
+        totals.rounds, totals.rows = totals.rounds + 1, totals.rows + num_rows
+        totals.waited, totals.built = totals.waited + started - waiting, totals.built + now - started
+        if totals.rounds < self._every:
+            return
+        each = 1e3 / totals.rounds
+        _log.info(
+            "Graft: %d rounds of %.1f requests, %.2f tokens of each; a round %.2f ms: waited for drafts %.2f, "
+            "built trees %.2f, learned %.2f",
+            totals.rounds,
+            totals.rows / totals.rounds,
+            totals.tokens / totals.rows,
+            each * (now - totals.began),
+            each * totals.waited,
+            each * totals.built,
+            each * totals.learned,
+        )
+        self._now = _Totals(now)
+
+    def learned(self, num_tokens: int, started: float) -> None:
+        self._now.tokens += num_tokens
+        self._now.learned += time.perf_counter() - started

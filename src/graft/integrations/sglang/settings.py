@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.errors import GraftError
 from graft.integrations.environment import is_on, settings_of, variable
@@ -17,19 +17,23 @@ SWITCH = "GRAFT_SGLANG"
 _BUDGET = variable(SWITCH, "budget")
 VERSION = "0.5.15"  # of SGLang: hooks name its private functions
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
+_USUAL_TOKENS = 128  # that a step verifies in little more time than few: a GPU reads the weights meanwhile
+_LEAST_PLACES = 4  # of a usual tree: smaller ones bring less than drafting costs
 
 
 @dataclass(frozen=True)
 class SGLangSettings(Settings):
     """Settings of the plugin; `GRAFT_SGLANG_BUDGET=31` sets `budget`."""
 
+    places: str | None = None  # "2:48,16:8": up to 2 requests trees of 48 places, up to 16 and above of 8; None: usual
     budget: int | None = None  # nodes that a row verifies beside the root; None: --speculative-num-draft-tokens less 1
     max_depth: int | None = None  # of a tree; None: its nodes alone bound it
     max_texts: int = 4096  # requests that were seen and neither run nor finished, whose texts are kept
     isolated: bool = False  # requests learn nothing from each other
+    log: int | None = None  # a line in SGLang's log after so many rounds; None: none
 
     def __post_init__(self) -> None:
-        for name in ("budget", "max_depth", "max_texts"):
+        for name in ("budget", "max_depth", "max_texts", "log"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{variable(SWITCH, name)} must be at least 1, not {value}")
         if self.budget is not None:
@@ -65,10 +69,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         settings.budget is None or settings.budget < num_places,
         f"{_BUDGET} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
-    require(
-        server_args.disable_overlap_schedule,
-        "Graft needs the whole text before it drafts: add --disable-overlap-schedule",
-    )
+    tree_sizes(settings.places, num_places, server_args.speculative_num_steps)
     for name in ("speculative_adaptive", "speculative_use_rejection_sampling"):
         flag = "--" + name.replace("_", "-")
         require(not getattr(server_args, name, False), f"Graft replaces what {flag} does: leave it out")
@@ -79,6 +80,69 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         except (OSError, ValueError, AttributeError) as error:
             raise GraftError(f"cannot read {config}: {' '.join(str(error).split())}") from error
         check_head(architectures or ())
+
+
+class TreeSize(NamedTuple):
+    """The trees of a batch."""
+
+    max_requests: int | None  # of the batch; None: any number
+    places: int  # of each tree, the root among them; 1: no tree
+    steps: int  # levels that the head drafts
+
+
+def tree_sizes(places: str | None, num_places: int, num_steps: int, max_requests: int | None = None) -> list[TreeSize]:
+    """The trees by the number of requests that are decoded together, the fewest requests first.
+
+    places: as in `SGLangSettings`. num_places, num_steps: SGLang's own flags, the most of each. max_requests: the most
+    that are ever decoded together.
+    """
+    by_requests = _usual_places(num_places) if places is None else _read_places(places, num_places)
+    sizes = []
+    for most, own in by_requests:
+        # A tree of so many places that is twice as wide at every level has so many levels.
+        steps = num_steps if own == num_places else min(max(own - 1, 1).bit_length(), num_steps)
+        sizes.append(TreeSize(most, own, steps))
+        if max_requests is not None and most >= max_requests:
+            break
+    return [*sizes[:-1], sizes[-1]._replace(max_requests=None)]
+
+
+def captured_sizes(captured: Sequence[int], above: int, most: int | None) -> list[int]:
+    """The numbers of requests, of those that SGLang captures graphs for, that are needed for more than `above`
+    requests, up to `most`: batches are padded to the next larger one."""
+    needed = [size for size in captured if size > above and (most is None or size <= most)]
+    larger = [size for size in captured if most is not None and size > most]
+    if larger and most not in needed:
+        needed.append(min(larger))
+    return needed or [max(captured)]
+
+
+def _usual_places(num_places: int) -> list[tuple[int, int]]:
+    """As many as a step verifies in little more time than one token of each request; then none."""
+    found, own = [], num_places
+    while own >= _LEAST_PLACES:
+        found.append((max(_USUAL_TOKENS // own, 1), own))
+        own = 1 << ((own - 1).bit_length() - 1)  # the next smaller power of two
+    return [*found, (found[-1][0] + 1, 1)] if found else [(1, num_places)]
+
+
+def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
+    name = variable(SWITCH, "places")
+    try:
+        found = [(int(most), int(own)) for most, own in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        raise GraftError(f'{name} must be pairs of requests and places like "2:48,16:8", not {text!r}') from None
+    numbers = [most for most, _ in found]
+    require(
+        numbers[0] >= 1 and numbers == sorted(set(numbers)),
+        f"{name} must name growing numbers of requests, from 1, not {', '.join(map(str, numbers))}",
+    )
+    for _, own in found:
+        require(
+            1 <= own <= num_places,
+            f"{name} must have places between 1 and --speculative-num-draft-tokens ({num_places}), not {own}",
+        )
+    return found
 
 
 def check_head(architectures: Sequence[str]) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graft.model.sampler import gumbel_noise, truncated
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
-from graft.spec_decode.tree import DRAFTED, PADDING, ROOT, DraftTree
+from graft.spec_decode.tree import DraftTree, tree_links
 
 _NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
 
@@ -27,9 +28,6 @@ class Drafted(NamedTuple):
     tokens: Tensor  # [B, M] target ids
     scores: Tensor  # [B, M] the head's q multiplied along the path
     beams: Tensor  # [B, 1 + levels * K] -1 for the root, then the flat ids of the K expanded nodes of each level
-
-    def to_host(self) -> Drafted:
-        return Drafted(*(column.cpu() for column in self))
 
 
 class VerifyArrays(NamedTuple):
@@ -46,62 +44,51 @@ class VerifyArrays(NamedTuple):
 def levels_of(drafted: Drafted, topk: int) -> list[Level]:
     """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
     them."""
-    tokens, scores, beams = drafted
-    num_rows, total = tokens.shape
+    num_rows, total = drafted.tokens.shape
+    tokens, scores, beams = (column.contiguous().numpy().reshape(-1) for column in drafted)
+    by_row = scores.reshape(num_rows, total)
+    rows = np.arange(num_rows)[:, None]
+    firsts, first_beams = rows * total, rows * drafted.beams.shape[1]
     width = max(KEPT_OF_A_LEVEL, topk)
-    numbers = torch.zeros(num_rows, total, dtype=torch.int64)  # of flat ids in the levels; 0: left out
+    numbers = np.zeros(num_rows * total, dtype=np.int64)  # of flat ids in the levels; 0: left out
     levels: list[Level] = []
     start, count, next_number = 0, topk, 1
     while start < total:
-        order = scores[:, start : start + count].sort(dim=1, descending=True, stable=True).indices[:, :width]
-        flat = order + start
-        paths = scores.gather(1, flat)
+        order = np.argsort(-by_row[:, start : start + count], axis=1, kind="stable")[:, :width] + start
+        flat = order + firsts
+        paths = scores.take(flat)
         if start == 0:
-            parents, above = torch.zeros_like(flat), torch.ones_like(paths)
+            parents, above = np.zeros_like(flat), np.ones_like(paths)
             has_parent = paths > 0
         else:
-            upper = beams.gather(1, flat // topk)
-            parents, above = numbers.gather(1, upper), scores.gather(1, upper)
+            upper = beams.take(order // topk + first_beams) + firsts
+            parents, above = numbers.take(upper), scores.take(upper)
             # Of equal scores SGLang may have expanded one that is left out here.
             has_parent = (parents > 0) & (above > 0)
-        probabilities = (paths / above).clamp(max=1.0).where(has_parent, 0.0)
-        levels.append(Level(tokens.gather(1, flat), parents, probabilities, paths))
-        numbers.scatter_(1, flat, torch.arange(next_number, next_number + flat.shape[1]).expand_as(flat))
+        probabilities = np.where(has_parent, np.minimum(paths / np.where(above > 0, above, 1), 1), 0)
+        columns = (tokens.take(flat), parents, probabilities, paths)
+        levels.append(Level(*(torch.from_numpy(column) for column in columns)))
+        numbers[flat] = np.arange(next_number, next_number + flat.shape[1])
         start, count, next_number = start + count, topk * topk, next_number + flat.shape[1]
     return levels
 
 
 def packed(tree: DraftTree, num_places: int) -> Tensor:
-    """Trees as one tensor [2, B, D] of tokens and parents, to be sent to other ranks; the parent of padding is -1."""
+    """Trees as tokens and parents [2, B, D], the same for all ranks; the parent of padding is -1."""
     wide = tree.padded(num_places)
     return torch.stack([wide.tokens, wide.parents.masked_fill(~wide.valid, -1)])
 
 
-def unpacked(columns: Tensor) -> DraftTree:
-    """The trees of D places that `packed` gave; what they were proposed for is lost."""
-    tokens, parents = columns
-    depths = []
-    for row in parents.tolist():
-        of_row = [0] * len(row)
-        for node, parent in enumerate(row[1:], start=1):
-            of_row[node] = of_row[parent] + 1 if parent >= 0 else 0
-        depths.append(max(of_row))
-    sources = torch.full_like(parents, DRAFTED).masked_fill(parents < 0, PADDING)
-    sources[:, 0] = ROOT
-    unknown = torch.zeros_like(tokens)
-    return DraftTree(max(depths), tokens, parents.clamp(min=0), unknown.float(), sources, unknown)
-
-
-def verify_arrays(tree: DraftTree, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
+def verify_arrays(columns: Tensor, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
     """The verify's inputs, where `seq_lens` [B] is; nothing waits for that device.
 
-    tree: of D places, on the host. seq_lens: tokens in the KV cache, without the root. mask_buffer: where the mask is
-    to be written, if the attention backend has such a place and the mask fits; then seq_lens_sum may be unknown, 0.
+    columns: `packed` trees. seq_lens: tokens in the KV cache, without the root; seq_lens_sum: all of them, or more.
+    mask_buffer: where the mask is to be written, if the attention backend has such a place and the mask fits.
     """
-    device, (num_rows, num_places) = seq_lens.device, tree.tokens.shape
-    host = torch.stack([tree.tokens, tree.depths, *tree.links()])
-    tokens, depths, children, siblings = _to_device(host, device)
-    seen = _to_device(tree.mask(), device)
+    device, (_, num_rows, num_places) = seq_lens.device, columns.shape
+    links = tree_links(columns[1])
+    tokens, depths, children, siblings = _to_device(torch.stack([columns[0], *links[:3]]), device)
+    seen = _to_device(links.mask, device)
     lengths = seq_lens.to(torch.int64)
     places = torch.arange(num_places, device=device)
     positions = lengths[:, None] + depths

@@ -3,12 +3,17 @@
 SGLang's own code drafts, verifies and moves the KV cache. Four of its functions ask here first (`HOOKS`), and do what
 they always did unless one of our workers has called them: the drafted levels are kept whole, the tree is Graft's, and
 the target's tokens are chosen by keyed noise and handed to the kernel that walks the tree.
+
+SGLang may overlap its scheduling with the GPU's work: while a verify runs it takes in the results of the one before.
+Of a round only this is in the way of the GPU, between the last draft pass and the verify: to read what was drafted, to
+build the tree, and to send it back.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +26,16 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attenti
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
-from graft.integrations.sglang.rounds import Proposal, Rounds, agreed_tree
-from graft.integrations.sglang.settings import SGLangSettings, check_head, check_server, from_environment
+from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds, agreed_tree
+from graft.integrations.sglang.settings import (
+    SGLangSettings,
+    TreeSize,
+    captured_sizes,
+    check_head,
+    check_server,
+    from_environment,
+    tree_sizes,
+)
 from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, target_tokens, verify_arrays
 from graft.model.verified import likeliest
 from graft.spec_decode.tree import DraftTree
@@ -43,6 +56,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._vocab_size = self.target_worker.model_config.vocab_size
         sizes = (self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
         self._rounds = Rounds(self._vocab_size, *sizes, _settings()) if self._group.rank_in_group == 0 else None
+        self._log = RoundLog(_settings().log)
         self._batch: Any = None  # SGLang's ScheduleBatch, while it is drafted for
         self._proposal: Proposal | None = None  # the last, on rank 0
         self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
@@ -63,22 +77,33 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with _set(_drafting, self):
             return super().draft_forward(forward_batch)
 
-    def build(
-        self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, seq_lens_sum: int, mask: Tensor | None
-    ) -> VerifyArrays:
+    def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
         """Rank 0's tree as the verify's inputs."""
-        if self._batch.seq_lens_cpu is not None:
-            # SGLang gives 0 where it has a buffer for the mask; a batch beyond those captured may not fit there.
-            seq_lens_sum = int(self._batch.seq_lens_cpu.sum())
+        self._catch_up()  # while the head is drafting
+        waiting = time.perf_counter()
+        lengths = self._batch.seq_lens_cpu
+        known = [] if lengths is not None else [seq_lens]
+        decided_by = [roots, *drafted] if self._rounds is not None else []
+        arrived = _all_to_host([*known, *decided_by])
+        if lengths is None:
+            lengths = arrived.pop(0)
+        started = time.perf_counter()
 
         def decide() -> tuple[DraftTree, int]:
             assert self._rounds is not None
-            self._catch_up()
-            self._proposal = self._rounds.propose(self._batch.reqs, roots.cpu().long(), drafted.to_host())
-            return self._proposal.tree, self.speculative_num_draft_tokens
+            last_tokens, *levels = arrived
+            whole = [length + 1 for length in lengths.tolist()]
+            num_places = self.speculative_num_draft_tokens
+            self._proposal = self._rounds.propose(
+                self._batch.reqs, last_tokens.long(), whole, Drafted(*levels), num_places
+            )
+            return self._proposal.tree, num_places
 
-        tree = agreed_tree(decide if self._rounds is not None else None, self._group.broadcast_object)
-        return verify_arrays(tree, seq_lens, seq_lens_sum, mask)
+        columns = agreed_tree(decide if self._rounds is not None else None, self._broadcast)
+        # SGLang gives 0 tokens where it has a buffer for the mask; a batch beyond those captured may not fit there.
+        arrays = verify_arrays(columns, seq_lens, int(lengths.sum()), mask)
+        self._log.built(len(self._batch.reqs), waiting, started)
+        return arrays
 
     def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor) -> Tensor:
         """Rank 0's choice of the target's token after every place, [B, D] on the device.
@@ -109,7 +134,9 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         def learn() -> None:
             if arrived is not None:
                 arrived.synchronize()
-            rounds.learn(proposal, *on_host)
+            started = time.perf_counter()
+            accepted = rounds.learn(proposal, *on_host)
+            self._log.learned(sum(map(len, accepted.tokens)), started)
 
         self._unlearned = learn
 
@@ -117,11 +144,24 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def decides(self) -> bool:
         return self._rounds is not None
 
+    @property
+    def learns(self) -> bool:
+        """Whether the tree that is being verified is to be remembered here."""
+        return self._proposal is not None
+
+    def leave_out(self) -> None:
+        """A round without a tree comes: nothing is learned from it."""
+        self._proposal = None
+
     def reset(self) -> None:
         """Forgets all texts and all that was learned of them."""
         self._unlearned = self._proposal = None
         if self._rounds is not None:
             self._rounds.reset()
+
+    def _broadcast(self, value: Any) -> Any:
+        """Rank 0's value on all ranks."""
+        return self._group.broadcast_object(value) if self._group.world_size > 1 else value
 
     def _catch_up(self) -> None:
         learn, self._unlearned = self._unlearned, None
@@ -141,17 +181,88 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
 
 class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
-    """SGLang's EAGLE worker over a `GraftDraftWorker`, which has the name by which its constructor finds one."""
+    """SGLang's EAGLE worker over a `GraftDraftWorker`, which has the name by which its constructor finds one.
+
+    Trees are smaller where more requests are decoded together. SGLang captures graphs and makes attention backends for
+    one size, and can make further ones (its adaptive mode, which it has for chains): one is in use at a time.
+    """
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
-        check_server(server_args, _settings())
+        settings = _settings()
+        check_server(server_args, settings)
         super().__init__(server_args, *args, **kwargs)
+        self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
+        self._sizes = tree_sizes(settings.places, *self._first[1:], server_args.max_running_requests)
+        self._states: dict[tuple[int, int], Any] = {}  # by places and steps
+        self._now: Any = None
         # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
-        self.speculative_num_steps = self.speculative_num_draft_tokens - 1
+        self.speculative_num_steps = self._first.places - 1
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        draft, target = self.draft_worker, self.target_worker.model_runner
+        self._now = self._states[self._first[1:]] = eagle_worker_v2.SpecRuntimeState(
+            speculative_num_steps=self._first.steps,
+            speculative_num_draft_tokens=self._first.places,
+            draft_attn_backend=draft.draft_attn_backend,
+            cuda_graph_runner=draft.cuda_graph_runner,
+            target_attn_backend=target.attn_backend,
+            target_graph_runner=target.decode_cuda_graph_runner,
+            draft_extend_attn_backend=draft.draft_extend_attn_backend,
+            cuda_graph_runner_for_draft_extend=draft.cuda_graph_runner_for_draft_extend,
+        )
+        above = 0  # requests for which smaller batches have another size
+        for size in self._sizes:
+            if size[1:] not in self._states:
+                self._states[size[1:]] = self._make_state(size, above)
+            above = size.max_requests or above
+
+    def activate_step_by_batch(self, batch_size: int) -> None:
+        """Before a round of so many requests: their size of trees."""
+        size = next(each for each in self._sizes if each.max_requests is None or batch_size <= each.max_requests)
+        state = self._states.get(size[1:])
+        if state is None or state is self._now:  # none: SGLang has not captured anything yet
+            return
+        self._now, draft, target = state, self.draft_worker, self.target_worker.model_runner
+        for worker in (self, draft):
+            worker.speculative_num_draft_tokens = size.places
+        self.speculative_num_steps, draft.speculative_num_steps = size.places - 1, size.steps
+        draft.draft_attn_backend = draft.draft_runner.draft_attn_backend = state.draft_attn_backend
+        draft.cuda_graph_runner = state.cuda_graph_runner
+        draft.draft_extend_attn_backend = state.draft_extend_attn_backend
+        draft.cuda_graph_runner_for_draft_extend = state.cuda_graph_runner_for_draft_extend
+        if state.draft_extend_attn_backend is not None:
+            draft.draft_runner.attn_backend = state.draft_extend_attn_backend
+        target.attn_backend = state.target_attn_backend
+        target.decode_cuda_graph_runner = state.target_graph_runner
+        # The server's flags stay: memory is reserved by them, for the largest trees.
 
     def clear_cache_pool(self) -> None:
         super().clear_cache_pool()
         self.draft_worker.reset()
+
+    def _build_trivial_verify_input(self, batch: Any) -> Any:
+        """The verify of roots alone, which SGLang makes where no place is left for drafts."""
+        verify_input = super()._build_trivial_verify_input(batch)
+        self.draft_worker.leave_out()
+        verify_input.graft_worker = self.draft_worker
+        return verify_input
+
+    def _make_state(self, size: TreeSize, above: int) -> Any:
+        """Backends and graphs for batches of more than `above` requests, up to the size's."""
+        draft, graphs = self.draft_worker, self.server_args.cuda_graph_config.decode
+        captured = graphs.bs
+        with (
+            draft.draft_tp_context(draft.draft_runner.tp_group),
+            eagle_worker_v2.speculative_moe_backend_context(),
+            eagle_worker_v2.speculative_moe_a2a_backend_context(),
+        ):
+            if captured:
+                graphs.bs = captured_sizes(captured, above, size.max_requests)
+            try:
+                return self.build_adaptive_runtime_state(size.steps, size.places, cuda_graph_bs=graphs.bs)
+            finally:
+                graphs.bs = captured
 
 
 # Hooks of SGLang's functions, each called with the function itself and its arguments
@@ -187,7 +298,7 @@ def _build_tree(
         buffers = (tree_mask_mode, tree_mask_buf, position_buf)
         return original(bonus_tokens, parent_list, top_scores_index, draft_tokens, *sizes, *buffers)
     drafted = Drafted(draft_tokens, top_scores_index, parent_list)
-    arrays = worker.build(bonus_tokens, drafted, seq_lens, seq_lens_sum, tree_mask_buf)
+    arrays = worker.build(bonus_tokens, drafted, seq_lens, tree_mask_buf)
     if position_buf is not None:
         position_buf[: len(arrays.positions)] = arrays.positions
         arrays = arrays._replace(positions=position_buf)
@@ -201,7 +312,7 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
     logits = logits_output.next_token_logits
-    highest = likeliest(logits) if worker.decides else None  # as the target gave them: penalties come in place
+    highest = likeliest(logits) if worker.learns else None  # as the target gave them: penalties come in place
     info, chosen = batch.sampling_info, []
 
     def choose() -> Tensor:
@@ -268,6 +379,14 @@ def _settings() -> SGLangSettings:
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy that may still be on its way."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+
+def _all_to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that have arrived, which is waited for once."""
+    copies = [_to_host(tensor) for tensor in tensors]
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 @contextmanager
