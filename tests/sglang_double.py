@@ -254,7 +254,8 @@ class EAGLEWorkerV2:
             verify_input = self._build_trivial_verify_input(batch)
         else:
             verify_input = self.draft_worker.draft(batch)
-        logits = read_trees(verify_input, batch)
+        prepared = eagle_prepare_for_verify(verify_input, None, batch, self.target_worker)
+        logits = read_trees(verify_input, batch, *prepared)
         output = SimpleNamespace(next_token_logits=logits)
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
@@ -276,10 +277,15 @@ class EAGLEWorkerV2:
         )
 
 
-def read_trees(verify_input, batch):
+def eagle_prepare_for_verify(verify_input, req_to_token_pool, batch, target_worker):
+    """What the forward pass reads, later."""
+    return verify_input.draft_token, verify_input.positions
+
+
+def read_trees(verify_input, batch, tokens, positions):
     """The target's logits after every place, which sees what the mask shows it at the positions given."""
     width, start, logits = verify_input.draft_token_num, 0, []
-    tokens, positions = verify_input.draft_token.view(-1, width), verify_input.positions.view(-1, width)
+    tokens, positions = tokens.view(-1, width), positions.view(-1, width)
     for row, request in enumerate(batch.reqs):
         cached = [*request.origin_input_ids, *request.ids[:-1]]
         length = len(cached)

@@ -948,6 +948,55 @@ int graft_count_sources(
     return OK;
 }
 
+/* Drafted nodes of engines that number them flat, as levels: the first has `topk` nodes, every further one topk * topk,
+   of which its best `width` are kept, the likeliest first, of equals the first.
+
+   tokens, scores: [num_rows][total], scores being q multiplied along the path. beams: [num_rows][num_beams], whose
+   entry f / topk is the parent of a node f beyond the first level. Results: level after level, each [num_rows][kept];
+   parents are numbers among the kept nodes of a row from 1, 0 is the root; a node whose parent was left out has
+   probability 0. */
+int graft_flat_levels(
+    int64_t num_rows, int64_t total, int64_t topk, int64_t width, const int64_t *tokens, const float *scores,
+    const int64_t *beams, int64_t num_beams, int64_t *out_tokens, int64_t *out_parents, float *out_probabilities,
+    float *out_paths) {
+    int64_t *numbers = malloc((size_t)total * sizeof(int64_t));
+    if (numbers == NULL) return NO_MEMORY;
+    int failed = OK;
+    for (int64_t r = 0; r < num_rows && !failed; r++, tokens += total, scores += total, beams += num_beams) {
+        memset(numbers, 0, (size_t)total * sizeof(int64_t)); /* 0: left out */
+        int64_t start = 0, count = topk, next = 1, before = 0;
+        while (start < total && !failed) {
+            if (start + count > total) { failed = OUT_OF_RANGE; break; }
+            int64_t kept = count < width ? count : width, at = num_rows * before + r * kept;
+            for (int64_t k = 0; k < kept && !failed; k++, at++) {
+                int64_t best = -1;
+                for (int64_t f = start; f < start + count; f++)
+                    if (!numbers[f] && (best < 0 || scores[f] > scores[best])) best = f;
+                int64_t parent = 0;
+                float above = 1.0f;
+                int has_parent = scores[best] > 0;
+                if (start) {
+                    int64_t beam = best / topk, upper = beam < num_beams ? beams[beam] : -1;
+                    if (upper < 0 || upper >= start) { failed = OUT_OF_RANGE; break; }
+                    parent = numbers[upper];
+                    above = scores[upper];
+                    has_parent = parent > 0 && above > 0;
+                }
+                float probability = has_parent ? scores[best] / above : 0.0f;
+                out_tokens[at] = tokens[best];
+                out_parents[at] = parent;
+                out_probabilities[at] = probability < 1.0f ? probability : 1.0f;
+                out_paths[at] = scores[best];
+                numbers[best] = next + k;
+            }
+            next += kept, before += kept, start += count;
+            count = topk * topk;
+        }
+    }
+    free(numbers);
+    return failed;
+}
+
 /* What the kernels of other engines want of trees [num_rows][width], the parent of padding being -1: depths; first
    children and next siblings, -1 where there is none; which places a place sees, itself and its ancestors (padding:
    itself alone). mask: [num_rows][width][width] */

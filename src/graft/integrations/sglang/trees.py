@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from graft.model.sampler import gumbel_noise, truncated
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
+from graft.spec_decode.native import native, plain
 from graft.spec_decode.tree import DraftTree, tree_links
 
 _NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
@@ -31,7 +31,7 @@ class Drafted(NamedTuple):
 
 
 class VerifyArrays(NamedTuple):
-    """The fields of SGLang's `EagleVerifyInput` for B trees of D places."""
+    """The fields of SGLang's `EagleVerifyInput` for B trees of D places; of its names, in its order."""
 
     custom_mask: Tensor  # flat: of every row D times (prefix + D), whether the place sees it
     positions: Tensor  # [B * D]
@@ -44,39 +44,33 @@ class VerifyArrays(NamedTuple):
 def levels_of(drafted: Drafted, topk: int) -> list[Level]:
     """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
     them."""
-    num_rows, total = drafted.tokens.shape
-    tokens, scores, beams = (column.contiguous().numpy().reshape(-1) for column in drafted)
-    by_row = scores.reshape(num_rows, total)
-    rows = np.arange(num_rows)[:, None]
-    firsts, first_beams = rows * total, rows * drafted.beams.shape[1]
+    tokens, beams = plain(drafted.tokens), plain(drafted.beams)
+    scores = plain(drafted.scores, torch.float32)
+    num_rows, total = tokens.shape
+    # Of equal scores SGLang may have expanded one that is left out here: what is below it then has probability 0.
     width = max(KEPT_OF_A_LEVEL, topk)
-    numbers = np.zeros(num_rows * total, dtype=np.int64)  # of flat ids in the levels; 0: left out
-    levels: list[Level] = []
-    start, count, next_number = 0, topk, 1
-    while start < total:
-        order = np.argsort(-by_row[:, start : start + count], axis=1, kind="stable")[:, :width] + start
-        flat = order + firsts
-        paths = scores.take(flat)
-        if start == 0:
-            parents, above = np.zeros_like(flat), np.ones_like(paths)
-            has_parent = paths > 0
-        else:
-            upper = beams.take(order // topk + first_beams) + firsts
-            parents, above = numbers.take(upper), scores.take(upper)
-            # Of equal scores SGLang may have expanded one that is left out here.
-            has_parent = (parents > 0) & (above > 0)
-        probabilities = np.where(has_parent, np.minimum(paths / np.where(above > 0, above, 1), 1), 0)
-        columns = (tokens.take(flat), parents, probabilities, paths)
-        levels.append(Level(*(torch.from_numpy(column) for column in columns)))
-        numbers[flat] = np.arange(next_number, next_number + flat.shape[1])
-        start, count, next_number = start + count, topk * topk, next_number + flat.shape[1]
-    return levels
+    widths = [topk, *[min(topk * topk, width)] * ((total - topk) // (topk * topk))]
+    numbers = torch.empty(2, num_rows * sum(widths), dtype=torch.int64)
+    values = torch.empty(2, num_rows * sum(widths))
+    columns = (*numbers, *values)
+    native().graft_flat_levels(
+        *(num_rows, total, topk, width, tokens.data_ptr(), scores.data_ptr(), beams.data_ptr(), beams.shape[1]),
+        *(column.data_ptr() for column in columns),
+    )
+    by_level = (column.split([num_rows * own for own in widths]) for column in columns)
+    return [
+        Level(*(part.view(num_rows, own) for part in level))
+        for own, level in zip(widths, zip(*by_level, strict=True), strict=True)
+    ]
 
 
 def packed(tree: DraftTree, num_places: int) -> Tensor:
     """Trees as tokens and parents [2, B, D], the same for all ranks; the parent of padding is -1."""
-    wide = tree.padded(num_places)
-    return torch.stack([wide.tokens, wide.parents.masked_fill(~wide.valid, -1)])
+    columns = torch.full((2, len(tree.tokens), num_places), -1, dtype=torch.int64)
+    columns[0, :, tree.width :] = 0
+    columns[0, :, : tree.width] = tree.tokens
+    columns[1, :, : tree.width] = tree.parents.masked_fill(~tree.valid, -1)
+    return columns
 
 
 def verify_arrays(columns: Tensor, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:

@@ -1,6 +1,6 @@
 """SGLang's EAGLE workers with Graft's tree between the head's drafts and the verify. Importing this needs SGLang.
 
-SGLang's own code drafts, verifies and moves the KV cache. Four of its functions ask here first (`HOOKS`), and do what
+SGLang's own code drafts, verifies and moves the KV cache. Five of its functions ask here first (`HOOKS`), and do what
 they always did unless one of our workers has called them: the drafted levels are kept whole, the tree is Graft's, and
 the target's tokens are chosen by keyed noise and handed to the kernel that walks the tree.
 
@@ -58,6 +58,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._rounds = Rounds(self._vocab_size, *sizes, _settings()) if self._group.rank_in_group == 0 else None
         self._log = RoundLog(_settings().log)
         self._batch: Any = None  # SGLang's ScheduleBatch, while it is drafted for
+        self._coming: _Coming | None = None  # what is being drafted
         self._proposal: Proposal | None = None  # the last, on rank 0
         self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
 
@@ -78,15 +79,34 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             return super().draft_forward(forward_batch)
 
     def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
-        """Rank 0's tree as the verify's inputs."""
+        """Rank 0's tree as the verify's inputs; where SGLang has a buffer for the mask, only a place for them, which
+        `fill` fills once SGLang has prepared the verify: that takes as long as the head's passes, and waits for none.
+        """
+        coming = self._coming = _Coming(self, roots, drafted, seq_lens, self._batch.seq_lens_cpu)
         self._catch_up()  # while the head is drafting
+        if mask is None or getattr(self.target_worker.model_runner, "model_is_mrope", False):
+            return self._arrays(self._batch.reqs, mask)
+        size = (len(seq_lens), self.speculative_num_draft_tokens)
+        nothing = torch.zeros(size, dtype=torch.int64, device=seq_lens.device)
+        coming.mask = mask
+        return VerifyArrays(mask, torch.zeros_like(nothing).flatten(), nothing, nothing, nothing, nothing.flatten())
+
+    def fill(self, verify_input: Any, requests: Any) -> None:
+        """The tree into the verify's inputs, where `build` has left them empty."""
+        if self._coming is None or self._coming.mask is None:
+            return
+        arrays = self._arrays(requests, self._coming.mask)
+        # These two are in the forward pass's input already; it reads the others here.
+        verify_input.draft_token.copy_(arrays.draft_token)
+        verify_input.positions[: len(arrays.positions)].copy_(arrays.positions)
+        for name in ("custom_mask", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
+            setattr(verify_input, name, getattr(arrays, name))
+
+    def _arrays(self, requests: Any, mask: Tensor | None) -> VerifyArrays:
+        coming, self._coming = self._coming, None
+        assert coming is not None
         waiting = time.perf_counter()
-        lengths = self._batch.seq_lens_cpu
-        known = [] if lengths is not None else [seq_lens]
-        decided_by = [roots, *drafted] if self._rounds is not None else []
-        arrived = _all_to_host([*known, *decided_by])
-        if lengths is None:
-            lengths = arrived.pop(0)
+        lengths, arrived = coming.wait()
         started = time.perf_counter()
 
         def decide() -> tuple[DraftTree, int]:
@@ -94,15 +114,13 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             last_tokens, *levels = arrived
             whole = [length + 1 for length in lengths.tolist()]
             num_places = self.speculative_num_draft_tokens
-            self._proposal = self._rounds.propose(
-                self._batch.reqs, last_tokens.long(), whole, Drafted(*levels), num_places
-            )
+            self._proposal = self._rounds.propose(requests, last_tokens.long(), whole, Drafted(*levels), num_places)
             return self._proposal.tree, num_places
 
         columns = agreed_tree(decide if self._rounds is not None else None, self._broadcast)
-        # SGLang gives 0 tokens where it has a buffer for the mask; a batch beyond those captured may not fit there.
-        arrays = verify_arrays(columns, seq_lens, int(lengths.sum()), mask)
-        self._log.built(len(self._batch.reqs), waiting, started)
+        # SGLang's own number of tokens is unknown where it has a buffer for the mask.
+        arrays = verify_arrays(columns, coming.seq_lens, int(lengths.sum()), mask)
+        self._log.built(len(requests), waiting, started)
         return arrays
 
     def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor) -> Tensor:
@@ -265,6 +283,36 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
                 graphs.bs = captured
 
 
+class _Coming:
+    """What a tree is built from, on its way to the host."""
+
+    def __init__(
+        self,
+        worker: GraftDraftWorker,
+        roots: Tensor,
+        drafted: Drafted,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor | None,
+    ) -> None:
+        self.seq_lens, self._lengths = seq_lens, seq_lens_cpu
+        self.mask: Tensor | None = None  # of a verify that is filled later
+        wanted = [seq_lens] if seq_lens_cpu is None else []
+        if worker.decides:
+            wanted += [roots, *drafted]
+        self._copies = [_to_host(tensor) for tensor in wanted]
+        self._arrived = torch.cuda.Event() if seq_lens.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> tuple[Tensor, list[Tensor]]:
+        """The rows' tokens in the KV cache; roots and drafts, where this rank decides."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if self._lengths is not None:
+            return self._lengths, self._copies
+        return self._copies[0], self._copies[1:]
+
+
 # Hooks of SGLang's functions, each called with the function itself and its arguments
 
 
@@ -303,6 +351,15 @@ def _build_tree(
         position_buf[: len(arrays.positions)] = arrays.positions
         arrays = arrays._replace(positions=position_buf)
     return tuple(arrays)
+
+
+def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any) -> Any:
+    """`eagle_prepare_for_verify`: the tree comes after it."""
+    result = original(verify_input, req_to_token_pool, batch, target_worker)
+    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
+    if worker is not None:
+        worker.fill(verify_input, batch.reqs)
+    return result
 
 
 def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
@@ -344,6 +401,7 @@ def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
 HOOKS = {
     "eagle_utils.organize_draft_results": _keep_levels,
     "eagle_utils.build_tree_kernel_efficient": _build_tree,
+    "eagle_utils.eagle_prepare_for_verify": _prepare,
     "eagle_utils.eagle_sample": _sample,
     "eagle_utils.verify_tree_greedy_func": _walk,
 }
@@ -379,14 +437,6 @@ def _settings() -> SGLangSettings:
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy that may still be on its way."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-
-
-def _all_to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies that have arrived, which is waited for once."""
-    copies = [_to_host(tensor) for tensor in tensors]
-    if tensors and tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
 
 
 @contextmanager
