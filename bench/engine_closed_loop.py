@@ -118,18 +118,19 @@ class SGLang:
         finally:
             self._engine.shutdown()
 
-    async def ask(self, prompt: list[int], number: int, **more: Any) -> Answer:
-        answer = await self.generate(prompt, number, **more)
+    async def ask(self, prompt: list[int], number: int) -> Answer:
+        answer = await self.generate(prompt, number)
         return list(answer["output_ids"]), answer["meta_info"].get("spec_verify_ct", 0)
 
-    async def generate(self, prompt: list[int], number: int, return_logprob: bool = False, **more: Any) -> Any:
+    async def generate(self, prompt: list[int], number: int, num_likeliest: int = 0, **more: Any) -> Any:
+        """SGLang's answer. num_likeliest: so many tokens with their log-probabilities at every place."""
         options = self._options
         settings = dict(
             temperature=options.temperature, max_new_tokens=options.max_new_tokens, stop_token_ids=[options.stop_id]
         )
         if options.seed is not None:
             settings["sampling_seed"] = options.seed + number
-        extra: dict[str, Any] = dict(return_logprob=True, top_logprobs_num=200) if return_logprob else {}
+        extra: dict[str, Any] = dict(return_logprob=True, top_logprobs_num=num_likeliest) if num_likeliest else {}
         return await self._engine.async_generate(input_ids=prompt, sampling_params=settings | more, **extra)
 
     def name(self) -> str:

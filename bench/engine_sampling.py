@@ -4,8 +4,8 @@
         --ids DIR/ids.json --method graft --steps 3 --topk 4 --places 16 --seed 1
 
 A request's first token is the prefill's, so the token after it is judged: the one that the verify draws. A prompt is
-taken whose first token is almost certain and whose second is not; what is expected comes from a prefill of prompt and
-first token, with log-probabilities.
+taken whose first token is almost certain and whose second is not. What is expected are the probabilities that the
+verify itself gave at each draw, as SGLang returns them: those of a prefill are others in bf16.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import engine_closed_loop as closed_loop
 import torch
 
 CONCURRENCY = 64
 NUM_DRAWS = 8000
+NUM_TRIED = 64  # prompts of which one is taken
+NUM_LIKELIEST = 50
 
 
 def main() -> None:
@@ -34,42 +38,44 @@ def main() -> None:
 
 
 async def draw_and_compare(options: argparse.Namespace, engine: closed_loop.SGLang) -> None:
-    async def likeliest(ids: list[int]) -> list[tuple[int, float]]:
-        answer = await engine.generate(ids, 0, return_logprob=True, temperature=0.0, max_new_tokens=1)
-        return [(token, math.exp(value)) for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]]
+    def likeliest(answer: Any, place: int) -> dict[int, float]:
+        return {token: math.exp(value) for value, token, _ in answer["meta_info"]["output_top_logprobs"][place]}
 
     best, chosen = -1.0, None
-    for prompt in json.loads(Path(options.ids).read_text()):
-        first, chance = (await likeliest(prompt))[0]
-        if chance > 0.9:
-            after = await likeliest([*prompt, first])
-            entropy = -sum(p * math.log(p) for _, p in after if p > 0)
-            if chance * entropy > best:
-                best, chosen = chance * entropy, (prompt, first, after, chance)
+    for prompt in json.loads(Path(options.ids).read_text())[:NUM_TRIED]:
+        answer = await engine.generate(prompt, 0, NUM_LIKELIEST, temperature=0.0)
+        (first, chance), after = max(likeliest(answer, 0).items(), key=lambda each: each[1]), likeliest(answer, 1)
+        entropy = -sum(p * math.log(p) for p in after.values() if p > 0)
+        if chance > 0.9 and chance * entropy > best:
+            best, chosen = chance * entropy, (prompt, first, chance)
     if chosen is None:
         raise SystemExit("no prompt has an almost certain first token")
-    prompt, first, after, chance = chosen
-    print(f"first token {first} has {chance:.3f}, the second's likeliest {[(t, round(p, 3)) for t, p in after[:5]]}")
+    prompt, first, chance = chosen
+    print(f"first token {first} has {chance:.3f}", flush=True)
     room, begun = asyncio.Semaphore(CONCURRENCY), time.perf_counter()
 
-    async def draw(number: int) -> list[int]:
+    async def draw(number: int) -> tuple[list[int], dict[int, float]]:
         async with room:
-            return (await engine.ask(prompt, number, ignore_eos=True, stop_token_ids=None))[0]
+            answer = await engine.generate(prompt, number, NUM_LIKELIEST, ignore_eos=True, stop_token_ids=None)
+            return list(answer["output_ids"]), likeliest(answer, 1)
 
     drawn = await asyncio.gather(*(draw(number) for number in range(NUM_DRAWS)))
-    seconds = [ids[1] for ids in drawn if ids[0] == first and len(ids) > 1]
-    bins = [(token, p) for token, p in after if p * len(seconds) >= 5]
-    seen = [seconds.count(token) for token, _ in bins]
-    expected = [p * len(seconds) for _, p in bins]
-    rest = len(seconds) - sum(expected)
+    of_second = [(ids[1], probabilities) for ids, probabilities in drawn if ids[0] == first]
+    expected_of: Counter[int] = Counter()
+    for _, probabilities in of_second:
+        expected_of.update(probabilities)
+    seen_of = Counter(token for token, _ in of_second)
+    bins = [token for token, count in expected_of.most_common() if count >= 5]
+    seen, expected = [seen_of[token] for token in bins], [expected_of[token] for token in bins]
+    rest = len(of_second) - sum(expected)
     if rest >= 5:
-        seen.append(len(seconds) - sum(seen))
+        seen.append(len(of_second) - sum(seen))
         expected.append(rest)
     chi = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
     freedom = torch.tensor((len(expected) - 1) / 2).double()
     p_value = float(torch.special.gammaincc(freedom, torch.tensor(chi / 2).double()))
     print(
-        f"chi-square {chi:.1f} with {len(expected) - 1} degrees of freedom over {len(seconds)} draws of {len(drawn)} "
+        f"chi-square {chi:.1f} with {len(expected) - 1} degrees of freedom over {len(of_second)} draws of {len(drawn)} "
         f"({options.method}, seeds {'fresh' if options.seed is None else 'given'}): p = {p_value:.3f}; "
         f"{time.perf_counter() - begun:.0f} s; seen {seen[:8]}, expected {[round(e) for e in expected[:8]]}",
         flush=True,

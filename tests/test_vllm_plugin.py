@@ -231,6 +231,41 @@ def test_a_pass_is_timed_in_rounds_without_drafting(monkeypatch):
     assert chains.grafter.budget.pass_cost == pytest.approx(1 / 2) != before
 
 
+def test_first_passes_that_took_long_are_forgotten(monkeypatch):
+    """A head of which nothing can be copied, right at every pass: all passes pay, but the first ones are compiled."""
+    clock = SimpleNamespace(now=0.0, num_passes=0)
+
+    def tick():
+        clock.now += 0.001
+        return clock.now
+
+    monkeypatch.setattr("graft.integrations.vllm.chains.time.perf_counter", tick)
+    chains = Chains(VOCAB, 4, ChainSettings(), True)
+    rng = random.Random(3)
+    answer = [rng.randrange(VOCAB) for _ in range(2000)]
+
+    def head(path):
+        clock.now += 5.0 if clock.num_passes < 4 else 0.0005
+        clock.num_passes += 1
+        return answer[len(path)], 0.95
+
+    passes, text = [], Text(answer[:4], 4)
+    for _ in range(300):
+        clock.now += 0.02  # a step of the target
+        round, path = chains.begin([text], [4]), list(text.ids)
+        while True:
+            drafted = head(path)
+            path.append(drafted[0])
+            if not chains.drafted(round, [drafted[0]], [drafted[1]]):
+                break
+        chain = chains.end(round)[0]
+        num_right = next((n for n, token in enumerate(chain) if token != answer[len(text.ids) + n]), len(chain))
+        text.ids += answer[len(text.ids) : len(text.ids) + num_right + 1]
+        passes.append(round.round.passes[0])
+    assert passes[5:15] == [1] * 10, "dear at first"
+    assert passes[-50:].count(4) > 40
+
+
 def test_tables_learn_what_followed_in_accepted_text():
     learned = NgramTables(VOCAB)
     learned.learn(successors_in([([1, 2, 3, 4, 5, 6, 7], 4), ([20, 21], 1)], [0, 0]))

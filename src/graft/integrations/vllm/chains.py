@@ -27,6 +27,8 @@ from graft.spec_decode.proposers import TargetTopK
 from graft.spec_decode.tree import DRAFTED, PADDING, ROOT, DraftTree
 
 _BLEND = 0.05  # weight of a new time in a running mean
+_BLEND_DOWN = 0.5  # and of a shorter one: what takes too long once is compiled, or busy
+_TRIED_EVERY = 16  # rounds after which a second pass is timed again, though it seems too dear
 _WORTH_AGAINST_DRAFTS = 0.3  # of what is retrieved against the drafter, over what is retrieved where it says nothing
 _WORTH_OF_TABLES = {"trigram": 0.7, "bigram": 0.6, "adjacency": 0.5}  # that hold one successor, over those of a top-k
 _USUAL_PASS_COST = 0.08  # of a draft pass, in steps without drafting, before one was timed
@@ -168,6 +170,7 @@ class Chains:
         self.counts = Counts()
         self._last: ChainRound | None = None
         self._seconds = [0.0, 0.0]  # of a draft pass behind the first, and of all else in a round; running means
+        self._untimed = _TRIED_EVERY  # rounds since a pass behind the first was last timed
 
     def begin(self, texts: Sequence[Text], limits: Sequence[int]) -> ChainRound:
         """A round for texts whose last tokens are known but not yet read. limits: by text, the most tokens that its
@@ -195,7 +198,11 @@ class Chains:
         chains.reach = round.candidates.add_level(level, chances, DRAFTED, number + 1, chains.first, going, 1)
         round.passes = [number + 1] * num_rows
         chains.pass_times.append(time.perf_counter())
-        return number + 1 < self.num_passes and self.grafter.goes_on(number + 1, chains.reach, going)[0]
+        if number + 1 >= self.num_passes:
+            return False
+        # What was once too dear is tried again: the first passes of a process may take long.
+        is_tried = number == 0 and self.settings.pass_cost is None and self._untimed >= _TRIED_EVERY
+        return is_tried or self.grafter.goes_on(number + 1, chains.reach, going)[0]
 
     def end(self, chains: ChainRound) -> list[list[int]]:
         """The chain of each row, perhaps empty."""
@@ -234,15 +241,22 @@ class Chains:
 
     def _learn_times(self, last: ChainRound, now: float) -> None:
         """Measures what a draft pass costs in rounds without drafting, unless the user has said so."""
-        if self.settings.pass_cost is not None or len(last.pass_times) < 2:
+        if self.settings.pass_cost is not None:
             return
+        if len(last.pass_times) < 2:
+            self._untimed += 1
+            return
+        self._untimed = 0
         drafting = last.pass_times[-1] - last.pass_times[0]  # the first pass is not to be decided on
         seen = [drafting / (len(last.pass_times) - 1), now - last.began - drafting]
         if not self._seconds[1]:
             self._seconds = seen
         # A pause between requests is no step.
         seen = [min(new, 4 * mean) for new, mean in zip(seen, self._seconds, strict=True)]
-        self._seconds = [mean + _BLEND * (new - mean) for new, mean in zip(seen, self._seconds, strict=True)]
+        self._seconds = [
+            mean + (_BLEND if new > mean else _BLEND_DOWN) * (new - mean)
+            for new, mean in zip(seen, self._seconds, strict=True)
+        ]
         self.grafter.budget.pass_cost = self._seconds[0] / self._seconds[1]
 
 
