@@ -24,6 +24,7 @@ NAMES = (
     "sglang.srt.server_args",
     "sglang.srt.distributed",
     "sglang.srt.layers",
+    "sglang.srt.layers.attention.triton_ops.extend_attention",
     "sglang.srt.layers.dp_attention",
     "sglang.srt.layers.sampler",
     "sglang.srt.speculative",
@@ -386,6 +387,18 @@ def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, n
     ordered[(torch.arange(VOCAB) >= top_ks[:, None]) | (before > top_ps[:, None])] = 0.0
     places = sampling_from_probs_torch(ordered, seeds, positions).long()
     return tokens.gather(1, places[:, None]).flatten().int()
+
+
+# Attention of several tokens of a request
+
+
+def extend_attention_fwd(*args):
+    return _get_block_sizes_for_extend_attention(128, 128)
+
+
+def _get_block_sizes_for_extend_attention(query_size, value_size):
+    """Widths, rows, columns and warps on a Hopper GPU."""
+    return query_size, 0, value_size, 128, 64, 8
 
 
 # Requests

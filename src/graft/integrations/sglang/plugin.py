@@ -30,7 +30,7 @@ def _register(settings: SGLangSettings) -> None:
     check_version(sglang.__version__)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from graft.integrations.sglang import worker
+    from graft.integrations.sglang import attention, worker
 
     def check(_: None, server_args: Any) -> None:
         check_server(server_args, settings)
@@ -38,5 +38,5 @@ def _register(settings: SGLangSettings) -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", check, HookType.AFTER)
     HookRegistry.register(f"{_WORKERS}.EAGLEWorkerV2", worker.GraftWorker, HookType.REPLACE)
     HookRegistry.register(f"{_WORKERS}.EagleDraftWorker", worker.GraftDraftWorker, HookType.REPLACE)
-    for name, hook in worker.HOOKS.items():
-        HookRegistry.register(f"sglang.srt.speculative.{name}", hook, HookType.AROUND)
+    for name, hook in (worker.HOOKS | attention.HOOKS).items():
+        HookRegistry.register(name, hook, HookType.AROUND)

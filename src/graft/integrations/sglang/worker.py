@@ -40,6 +40,7 @@ from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, tar
 from graft.model.verified import likeliest
 from graft.spec_decode.tree import DraftTree
 
+_FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 _drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
@@ -173,7 +174,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def reset(self) -> None:
         """Forgets all texts and all that was learned of them."""
-        self._unlearned = self._proposal = None
+        self._unlearned = self._proposal = self._coming = None
         if self._rounds is not None:
             self._rounds.reset()
 
@@ -399,11 +400,11 @@ def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 HOOKS = {
-    "eagle_utils.organize_draft_results": _keep_levels,
-    "eagle_utils.build_tree_kernel_efficient": _build_tree,
-    "eagle_utils.eagle_prepare_for_verify": _prepare,
-    "eagle_utils.eagle_sample": _sample,
-    "eagle_utils.verify_tree_greedy_func": _walk,
+    f"{_FUNCTIONS}.organize_draft_results": _keep_levels,
+    f"{_FUNCTIONS}.build_tree_kernel_efficient": _build_tree,
+    f"{_FUNCTIONS}.eagle_prepare_for_verify": _prepare,
+    f"{_FUNCTIONS}.eagle_sample": _sample,
+    f"{_FUNCTIONS}.verify_tree_greedy_func": _walk,
 }
 
 
