@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from graft.errors import GraftError
-from graft.threads import sleep_when_waiting
 
 if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Stream
@@ -33,8 +32,6 @@ __all__ = [
     "decode",
     "load",
 ]
-
-sleep_when_waiting()
 
 # torch and transformers take seconds to import: they wait until something needs them.
 _HOMES = {
