@@ -97,6 +97,7 @@ class SGLang:
             disable_prefill_cuda_graph=True,
             log_level=options.log,
             random_seed=0,
+            sleep_on_idle=True,  # engines of a group do not disturb each other
         )
         if options.no_graphs:
             flags |= dict(disable_decode_cuda_graph=True)
@@ -242,7 +243,8 @@ def departures(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 async def wait_for_turn(group: list[str] | None) -> None:
-    """Until all engines of the group have started (or ended) and all earlier ones are done."""
+    """Until all engines of the group have started (or ended) and all earlier ones are done, which whoever starts them
+    tells by files: I.ready and I.done, where the Ith has ended."""
     if group is None:
         return
     folder, place, number = Path(group[0]), int(group[1]), int(group[2])
@@ -258,6 +260,8 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     prompts = json.loads(Path(options.ids).read_text())
     others = json.loads(Path(options.warmup).read_text()) if options.warmup else []
     every = [int(part) for part in options.concurrency.split(",")]
+    if len(others) < max(sizes):
+        raise SystemExit(f"{max(sizes)} prompts are needed to warm up, not {len(others)}: --warmup")
     if len(prompts) < len(every) * options.limit:
         raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {len(every) * options.limit} are needed")
     results: list[dict[str, Any]] = []
@@ -282,8 +286,10 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         seconds, answers = await turn(asked, size)
         chains, drafted, accepted = (now - then for now, then in zip(engine.counters(), before, strict=True))
         texts, steps = [ids for ids, _ in answers], sum(steps for _, steps in answers)
-        # The prefill gives the first token of each text.
-        a_step = 1 + accepted / chains if chains else (sum(map(len, texts)) - len(texts)) / steps if steps else 1.0
+        # The prefill gives the first token of each text, and every step one that was not drafted.
+        num_decoded = sum(map(len, texts)) - len(texts)
+        steps = steps or num_decoded - accepted
+        a_step = num_decoded / steps if steps else 1.0
         words = f", {drafted / chains:.2f} drafts each" if chains else ""
         rate = sum(map(len, texts)) / seconds
         print(

@@ -22,7 +22,7 @@ from typing import Any
 import engine_closed_loop as closed_loop
 import torch
 
-CONCURRENCY = 64
+CONCURRENCY = 8  # few enough for trees of full size
 NUM_DRAWS = 8000
 NUM_TRIED = 64  # prompts of which one is taken
 NUM_LIKELIEST = 50

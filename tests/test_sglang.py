@@ -22,6 +22,7 @@ from graft.integrations.sglang.settings import (
     check_server,
     check_version,
     from_environment,
+    sizes_for,
     tree_sizes,
 )
 from graft.integrations.sglang.trees import (
@@ -234,6 +235,20 @@ def test_texts_are_complete_where_the_requests_own_ids_lag_behind():
     assert texts.of([one], [8], [8]) == [text] and text.ids == [1, 2, 3, 4, 5, 6, 7, 8]
     text.ids += [9]
     assert texts.of([one], [9], [9]) == [text] and text.ids[-2:] == [8, 9]
+    one.output_ids.append(8)  # the last verify was dropped: another token in its place
+    assert texts.of([one], [7], [9])[0].ids == [1, 2, 3, 4, 5, 6, 7, 8, 7]
+
+
+def test_a_round_behind_the_end_of_a_text_is_forgotten():
+    finished = []
+    texts = Texts(100, 8, lambda text: finished.append(list(text.ids)))
+    one = request("a", [1, 2], [3])
+    (text,) = texts_of(texts, one)
+    text.ids += [4, 5, 6]
+    one.output_ids.append(4)
+    ended(one)
+    texts_of(texts, request("b", [9], [9]))
+    assert finished == [[1, 2, 3, 4]]
 
 
 def test_a_request_that_began_anew_and_one_with_a_known_id_get_new_texts():
@@ -310,6 +325,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
     [
         ("48", "must be pairs of requests and places like \"2:48,16:8\", not '48'"),
         ("2:8,2:4", "must name growing numbers of requests, from 1, not 2, 2"),
+        ("2:4,4:8", "must name fewer places for more requests, not 4, 8"),
         ("0:8", "must name growing numbers of requests, from 1, not 0"),
         ("1:13", "must have places between 1 and --speculative-num-draft-tokens (12), not 13"),
     ],
@@ -548,7 +564,9 @@ def test_sglang_itself_goes_on_where_no_worker_of_ours_calls(sglang):
 @pytest.mark.parametrize(("most_tokens", "rows"), [(1, 16), (16, 16), (17, 32), (48, 64), (65, 128), (4000, 128)])
 def test_attention_computes_no_more_rows_than_there_are_tokens(sglang, most_tokens, rows):
     warps = 4 if rows < 128 else 8
-    assert sglang.extend_attention_fwd(*[None] * 12, most_tokens, 1.0, 1.0) == (128, 0, 128, rows, 64, warps)
+    places = [*[None] * 9, "mask", None, None, most_tokens, 1.0, 1.0]
+    assert sglang.extend_attention_fwd(*places) == (128, 0, 128, rows, 64, warps)
+    assert sglang.extend_attention_fwd(*[None] * 12, most_tokens, 1.0, 1.0) == (128, 0, 128, 128, 64, 8), "a prompt"
     assert sglang._get_block_sizes_for_extend_attention(128, 128) == (128, 0, 128, 128, 64, 8)
 
 
@@ -558,6 +576,14 @@ def test_flags_are_checked_by_the_launcher_and_the_head_once_it_is_loaded(sglang
         sglang.server_args(speculative_adaptive=True).check_server_args()
     with pytest.raises(GraftError, match="LlamaForCausalLMEagle3"):
         sglang.EAGLEWorkerV2(sglang.server_args(), sglang.target_worker("LlamaForCausalLM"))
+
+
+def test_ranks_that_choose_apart_have_one_size_of_trees():
+    flags = sglang_double.server_args(enable_dp_attention=True)
+    assert [tuple(size) for size in sizes_for(flags, SGLangSettings())] == [(None, 12, 3)]
+    assert [tuple(size) for size in sizes_for(flags, SGLangSettings(places="4:5"))] == [(None, 5, 3)]
+    with pytest.raises(GraftError, match="GRAFT_SGLANG_PLACES must name one size of trees with --enable-dp-attention"):
+        check_server(flags, SGLangSettings(places="1:12,4:5"))
 
 
 def test_sizes_of_trees_follow_the_flags_or_the_variable():

@@ -985,7 +985,7 @@ int graft_flat_levels(
                 float probability = has_parent ? scores[best] / above : 0.0f;
                 out_tokens[at] = tokens[best];
                 out_parents[at] = parent;
-                out_probabilities[at] = probability < 1.0f ? probability : 1.0f;
+                out_probabilities[at] = probability > 1.0f ? 1.0f : probability;
                 out_paths[at] = scores[best];
                 numbers[best] = next + k;
             }

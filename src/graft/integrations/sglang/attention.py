@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 _MODULE = "sglang.srt.layers.attention.triton_ops.extend_attention"
-_MOST_TOKENS = 12  # the place of the most tokens of a request among the arguments of SGLang's function
+_MASK, _MOST_TOKENS = 9, 12  # places of the mask and of the most tokens of a request among its function's arguments
 _LEAST_ROWS = 16  # of a matrix product in Triton
 _WARPS = 4  # of a program with few rows
 
@@ -19,8 +19,8 @@ _most_tokens: ContextVar[int | None] = ContextVar("graft_most_tokens", default=N
 
 
 def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`extend_attention_fwd`, which asks for block sizes."""
-    token = _most_tokens.set(int(args[_MOST_TOKENS] if len(args) > _MOST_TOKENS else kwargs["max_len_extend"]))
+    """`extend_attention_fwd`, which asks for block sizes. Prompts, which have no mask, are computed as ever."""
+    token = _most_tokens.set(int(args[_MOST_TOKENS]) if args[_MASK] is not None else None)
     try:
         return original(*args, **kwargs)
     finally:

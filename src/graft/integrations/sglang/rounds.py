@@ -97,7 +97,7 @@ class Texts:
         if text is None or text.num_prompt_tokens != len(request.origin_input_ids):
             text = known.text = self._text(request)
         elif not _ends_in(text, root, length):  # tokens that came without a tree, or it has begun anew
-            if len(text.ids) > length:
+            if len(text.ids) >= length:
                 text = known.text = self._text(request)
             self._extend(text, request)
         if len(text.ids) == length - 1:
@@ -111,6 +111,8 @@ class Texts:
     def _end(self, known: _Known) -> None:
         if known.text is not None:
             self._extend(known.text, known.request)
+            # With overlapped scheduling a round is made behind the end.
+            del known.text.ids[known.text.num_prompt_tokens + len(known.request.output_ids) :]
             self._finish(known.text)
 
     def _text(self, request: Request) -> Text:

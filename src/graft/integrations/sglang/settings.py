@@ -18,6 +18,7 @@ _BUDGET = variable(SWITCH, "budget")
 VERSION = "0.5.15"  # of SGLang: hooks name its private functions
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 _USUAL_TOKENS = 128  # that a step verifies in little more time than few: a GPU reads the weights meanwhile
+_ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # flags of SGLang
 _LEAST_PLACES = 4  # of a usual tree: smaller ones bring less than drafting costs
 
 
@@ -69,7 +70,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
         settings.budget is None or settings.budget < num_places,
         f"{_BUDGET} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
-    tree_sizes(settings.places, num_places, server_args.speculative_num_steps)
+    sizes_for(server_args, settings)
     for name in ("speculative_adaptive", "speculative_use_rejection_sampling"):
         flag = "--" + name.replace("_", "-")
         require(not getattr(server_args, name, False), f"Graft replaces what {flag} does: leave it out")
@@ -88,6 +89,18 @@ class TreeSize(NamedTuple):
     max_requests: int | None  # of the batch; None: any number
     places: int  # of each tree, the root among them; 1: no tree
     steps: int  # levels that the head drafts
+
+
+def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
+    """The sizes of a server's trees: one alone where its ranks, or halves of a batch, would each choose their own."""
+    most = (server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
+    one = [name for name in _ONE_SIZE if getattr(server_args, name, False)]
+    if one and settings.places is None:
+        return [TreeSize(None, *most)]
+    sizes = tree_sizes(settings.places, *most, server_args.max_running_requests)
+    flags = ", ".join("--" + name.replace("_", "-") for name in one)
+    require(not one or len(sizes) == 1, f"{variable(SWITCH, 'places')} must name one size of trees with {flags}")
+    return sizes
 
 
 def tree_sizes(places: str | None, num_places: int, num_steps: int, max_requests: int | None = None) -> list[TreeSize]:
@@ -132,12 +145,16 @@ def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
         found = [(int(most), int(own)) for most, own in (part.split(":") for part in text.split(","))]
     except ValueError:
         raise GraftError(f'{name} must be pairs of requests and places like "2:48,16:8", not {text!r}') from None
-    numbers = [most for most, _ in found]
+    numbers, all_places = zip(*found, strict=True)
     require(
-        numbers[0] >= 1 and numbers == sorted(set(numbers)),
+        numbers[0] >= 1 and list(numbers) == sorted(set(numbers)),
         f"{name} must name growing numbers of requests, from 1, not {', '.join(map(str, numbers))}",
     )
-    for _, own in found:
+    require(
+        list(all_places) == sorted(set(all_places), reverse=True),
+        f"{name} must name fewer places for more requests, not {', '.join(map(str, all_places))}",
+    )
+    for own in all_places:
         require(
             1 <= own <= num_places,
             f"{name} must have places between 1 and --speculative-num-draft-tokens ({num_places}), not {own}",

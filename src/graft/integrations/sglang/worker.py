@@ -34,7 +34,7 @@ from graft.integrations.sglang.settings import (
     check_head,
     check_server,
     from_environment,
-    tree_sizes,
+    sizes_for,
 )
 from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, target_tokens, verify_arrays
 from graft.model.verified import likeliest
@@ -85,7 +85,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         """
         coming = self._coming = _Coming(self, roots, drafted, seq_lens, self._batch.seq_lens_cpu)
         self._catch_up()  # while the head is drafting
-        if mask is None or getattr(self.target_worker.model_runner, "model_is_mrope", False):
+        is_prepared_elsewhere = getattr(self, "plan_stream", None) is not None  # on a stream that knows nothing of this
+        if mask is None or is_prepared_elsewhere or getattr(self.target_worker.model_runner, "model_is_mrope", False):
             return self._arrays(self._batch.reqs, mask)
         size = (len(seq_lens), self.speculative_num_draft_tokens)
         nothing = torch.zeros(size, dtype=torch.int64, device=seq_lens.device)
@@ -211,7 +212,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         check_server(server_args, settings)
         super().__init__(server_args, *args, **kwargs)
         self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
-        self._sizes = tree_sizes(settings.places, *self._first[1:], server_args.max_running_requests)
+        self._sizes = sizes_for(server_args, settings)
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
         # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
