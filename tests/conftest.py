@@ -7,12 +7,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import hypothesis
 import pytest
 import torch
 
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+# An example takes as long as the machine lets it: no test fails by the clock.
+hypothesis.settings.register_profile("graft", deadline=None)
+hypothesis.settings.load_profile("graft")
 
 
 @pytest.fixture(autouse=True)
