@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from graft import Engine, GraftError, load
 from graft.detokenizer import TextStream
+from graft.engine import Stream
 from graft.model.sampler import SamplingSettings
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -383,4 +385,23 @@ def test_asynchronous_calls_give_the_same_text(byte_model):
 
     whole, text, part = asyncio.run(all_of_them())
     assert whole.text == text == expected and expected.startswith(part) and part
+    asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
     assert not engine.target.pool.is_in_use, "what was broken off has given its pages back"
+
+
+def test_a_stream_whose_event_loop_ends_is_cancelled_in_the_engines_thread(byte_model, monkeypatch):
+    engine = Engine(byte_model, byte_tokenizer())
+    is_free = threading.Event()
+    cancelled_in = []
+    monkeypatch.setattr(Stream, "cancel", lambda stream: cancelled_in.append(threading.current_thread().name))
+
+    async def left_at_the_first_piece():
+        async for _ in engine.stream_async("grafting", max_new_tokens=20):
+            engine._thread.submit(is_free.wait, 60)  # the engine's thread is busy until the loop has ended
+            break
+        await asyncio.sleep(0.1)  # the stream's end has begun, and waits for that thread
+
+    asyncio.run(left_at_the_first_piece())
+    is_free.set()
+    asyncio.run(engine.generate_async("a call that waits its turn", max_new_tokens=1))
+    assert len(cancelled_in) == 1 and cancelled_in[0].startswith("graft-engine")

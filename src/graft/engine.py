@@ -174,7 +174,8 @@ class Engine:
             while (piece := await loop.run_in_executor(self._thread, next, stream, None)) is not None:
                 yield piece
         finally:
-            await loop.run_in_executor(self._thread, stream.cancel)
+            # Shielded: an event loop that ends cancels what it waits for, and the pages would stay in use.
+            await asyncio.shield(asyncio.wrap_future(self._thread.submit(stream.cancel)))
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
