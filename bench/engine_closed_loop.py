@@ -27,6 +27,8 @@ from typing import Any
 
 Answer = tuple[list[int], int]  # token ids, and in how many steps after the prefill (0: the engine does not say)
 
+_TRACED = 30  # steps
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,6 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--log", default="error")
     parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs have written by --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
+    parser.add_argument(
+        "--trace", help="SGLang: a folder for its profiler's trace of some steps at each number, timed apart"
+    )
     parser.add_argument("--group", nargs=3, metavar=("FOLDER", "I", "N"), help="the Ith of N engines started at once")
     options = parser.parse_args()
     variable = f"GRAFT_{options.engine.upper()}"
@@ -139,6 +144,13 @@ class SGLang:
         if options.method == "off":
             return "off"
         return f"{options.method} steps {options.steps} topk {options.topk} places {options.places}"
+
+    async def trace(self, folder: str, size: int) -> None:
+        """Lets its profiler record the steps to come."""
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        wanted = dict(output_dir=folder, num_steps=_TRACED, activities=["CPU", "GPU"], profile_prefix=f"at-{size}")
+        await self._engine.tokenizer_manager.start_profile(ProfileReq(**wanted, with_stack=False, record_shapes=False))
 
     def counters(self) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
@@ -301,6 +313,11 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
                 if other["concurrency"] == size:
                     print(f"  against {path.stem}: {departures(texts, other['answers'])}", flush=True)
+        if options.trace and isinstance(engine, SGLang):
+            under_way = asyncio.create_task(turn(others[-max(size, 8) :], size))
+            await asyncio.sleep(0.5)  # prompts are read first
+            await engine.trace(options.trace, size)
+            await under_way
         if options.out:
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
 
