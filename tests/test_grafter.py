@@ -58,11 +58,12 @@ def path_of(parents, node):
 @given(trees())
 @settings(max_examples=60, deadline=None)
 def test_mask_depths_and_links_are_those_of_the_tree(tree):
-    depths, children, siblings, mask = tree.links()
+    (tokens, depths, children, siblings), mask = tree.links()
     for row, (parents, valid) in enumerate(zip(tree.parents.tolist(), tree.valid.tolist(), strict=True)):
         nodes = [node for node in range(tree.width) if valid[node]]
         for node in range(tree.width):
             path = path_of(parents, node) if valid[node] else [node]
+            assert tokens[row, node] == (tree.tokens[row, node] if valid[node] else 0)
             assert mask[row, node].nonzero().flatten().tolist() == sorted(path)
             assert depths[row, node] == (len(path) - 1 if valid[node] else 0)
             own = [child for child in nodes if child and parents[child] == node] if valid[node] else []
@@ -76,15 +77,15 @@ def test_mask_depths_and_links_are_those_of_the_tree(tree):
 @given(trees(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_greedy_tree_kernel_that_follows_the_links_accepts_what_we_accept(tree, data):
-    wide = tree.padded(tree.width + 3)
-    assert wide.width == tree.width + 3 and wide.num_nodes == tree.num_nodes
-    chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(wide.width)] for _ in tree.tokens])
-    (_, children, siblings, _), expected = wide.links(), paths(wide, chosen)
+    (tokens, _, children, siblings), mask = tree.links(tree.width + 3)
+    assert mask[:, tree.width :].nonzero()[:, 1:].tolist() == [[n, tree.width + n] for n in range(3)] * len(tree.tokens)
+    chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(tree.width + 3)] for _ in tree.tokens])
+    expected = paths(tree, chosen[:, : tree.width])
     for row in range(len(tree.tokens)):
         node, accepted = 0, []
         while True:  # as verify kernels of engines do: down to the first child with the token, else to its sibling
             child = int(children[row, node])
-            while child >= 0 and wide.tokens[row, child] != chosen[row, node]:
+            while child >= 0 and tokens[row, child] != chosen[row, node]:
                 child = int(siblings[row, child])
             if child < 0:
                 break

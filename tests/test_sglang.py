@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import sglang_double
 from graft.errors import GraftError
 from graft.integrations.sglang import plugin
-from graft.integrations.sglang.rounds import Texts
+from graft.integrations.sglang.rounds import Rounds, Texts
 from graft.integrations.sglang.settings import (
     SGLangSettings,
     captured_sizes,
@@ -29,13 +29,12 @@ from graft.integrations.sglang.trees import (
     Drafted,
     Sampling,
     levels_of,
-    packed,
     target_tokens,
     verify_arrays,
 )
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
-from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Text
+from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
 from test_grafter import path_of, trees
 
 VOCAB = sglang_double.VOCAB
@@ -118,12 +117,13 @@ def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree
     width = tree.width + more
     num_rows = len(tree.tokens)
     lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
-    wide = packed(tree, width)
+    wide = tree.links(width)
     size = width * (sum(lengths) + num_rows * width)
     room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
     buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None
     arrays = verify_arrays(wide, torch.tensor(lengths, dtype=torch.int32), sum(lengths), buffer)
-    assert arrays.draft_token.view(num_rows, width)[:, : tree.width].equal(tree.tokens)
+    tokens = arrays.draft_token.view(num_rows, width)[:, : tree.width]
+    assert tokens.equal(tree.tokens.where(tree.valid, 0))
     fits = room is not None and room >= size
     assert arrays.custom_mask is buffer if fits else len(arrays.custom_mask) == size
     start = 0
@@ -249,6 +249,34 @@ def test_a_round_behind_the_end_of_a_text_is_forgotten():
     ended(one)
     texts_of(texts, request("b", [9], [9]))
     assert finished == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("change", ["none", "a row more", "other texts", "another root", "other places"])
+def test_a_round_begun_while_the_head_drafts_is_used_where_it_is_still_right(change, monkeypatch):
+    trees, num_begun, begin = [], [], Grafter.begin
+    monkeypatch.setattr(Grafter, "begin", lambda *args: num_begun.append(1) or begin(*args))
+    for is_begun in (False, True):
+        rounds = Rounds(1000, 3, 2, 12, SGLangSettings())
+        batch = [request("a", [1, 2, 3, 4, 1, 2], [3]), request("b", [7, 8, 7, 8], [7])]
+        texts_of(rounds.texts, *batch)
+        if is_begun:
+            rounds.begin(batch, 12)
+        num_begun.clear()
+        roots, num_places = [3, 7], 12
+        if change == "a row more":
+            batch, roots = [*batch, request("c", [5, 6, 5], [6])], [3, 7, 6]
+        elif change == "other texts":
+            batch, roots = batch[::-1], [7, 3]
+        elif change == "another root":
+            batch[0].output_ids[-1] = roots[0] = 4
+        elif change == "other places":
+            num_places = 9
+        lengths = [len(each.origin_input_ids) + 1 for each in batch]
+        drafted, _ = drafted_by(3, 2, len(batch), seed=0)
+        trees.append(rounds.propose(batch, torch.tensor(roots), lengths, drafted, num_places).tree)
+    assert trees[0].tokens.equal(trees[1].tokens) and trees[0].parents.equal(trees[1].parents)
+    assert (trees[0].sources > 1).any(), "something was copied"
+    assert len(num_begun) == (0 if change == "none" else 1)
 
 
 def test_a_request_that_began_anew_and_one_with_a_known_id_get_new_texts():

@@ -997,29 +997,35 @@ int graft_flat_levels(
     return failed;
 }
 
-/* What the kernels of other engines want of trees [num_rows][width], the parent of padding being -1: depths; first
-   children and next siblings, -1 where there is none; which places a place sees, itself and its ancestors (padding:
-   itself alone). mask: [num_rows][width][width] */
+/* What the kernels of other engines want of trees [num_rows][width], a root being its own parent and padding's source
+   being -1, in num_places >= width places of each row, padding last. numbers: [4][num_rows][num_places] tokens (padding:
+   0); depths; first children and next siblings, -1 where there is none. mask: [num_rows][num_places][num_places] which
+   places a place sees, itself and its ancestors (padding: itself alone). */
 int graft_tree_links(
-    int64_t num_rows, int64_t width, const int64_t *parents, int64_t *depths, int64_t *children, int64_t *siblings,
-    uint8_t *mask) {
+    int64_t num_rows, int64_t width, int64_t num_places, const int64_t *tokens, const int64_t *parents,
+    const int64_t *sources, int64_t *numbers, uint8_t *mask) {
+    int64_t size = num_rows * num_places;
     for (int64_t r = 0; r < num_rows; r++) {
-        for (int64_t i = 0; i < width; i++) {
-            uint8_t *seen = mask + i * width;
-            int64_t parent = i ? parents[i] : -1;
+        int64_t *depths = numbers + size, *children = depths + size, *siblings = children + size;
+        for (int64_t i = 0; i < num_places; i++) {
+            uint8_t *seen = mask + i * num_places;
+            int is_node = i < width && sources[i] >= 0;
+            int64_t parent = is_node && i ? parents[i] : -1;
             if (parent >= i) return OUT_OF_RANGE;
+            numbers[i] = is_node ? tokens[i] : 0;
             children[i] = siblings[i] = -1;
             depths[i] = parent < 0 ? 0 : depths[parent] + 1;
-            if (parent < 0) memset(seen, 0, (size_t)width);
-            else memcpy(seen, mask + parent * width, (size_t)width);
+            if (parent < 0) memset(seen, 0, (size_t)num_places);
+            else memcpy(seen, mask + parent * num_places, (size_t)num_places);
             seen[i] = 1;
         }
         for (int64_t i = width - 1; i > 0; i--)
-            if (parents[i] >= 0) {
+            if (sources[i] >= 0) {
                 siblings[i] = children[parents[i]];
                 children[parents[i]] = i;
             }
-        parents += width, depths += width, children += width, siblings += width, mask += width * width;
+        tokens += width, parents += width, sources += width;
+        numbers += num_places, mask += num_places * num_places;
     }
     return OK;
 }

@@ -118,7 +118,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
     "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "graft_flat_levels": [*[c_int64] * 4, *[c_void_p] * 3, c_int64, *[c_void_p] * 4],
-    "graft_tree_links": [c_int64, c_int64, *[c_void_p] * 5],
+    "graft_tree_links": [*[c_int64] * 3, *[c_void_p] * 5],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
     "graft_fill": [*[c_void_p] * 3, c_float, *[c_int64] * 2],
     "graft_extend_leaves": [*[c_void_p] * 2, *[c_int64] * 2, c_float, *[c_int64] * 2],

@@ -92,20 +92,14 @@ class DraftTree:
 
     # What other engines' kernels want
 
-    def padded(self, width: int) -> DraftTree:
-        """The trees with padding up to so many places a row."""
-
-        def pad(column: Tensor, value: int = 0) -> Tensor:
-            return torch.nn.functional.pad(column, (0, width - self.width), value=value)
-
-        tokens, parents, probabilities = pad(self.tokens), pad(self.parents), pad(self.probabilities)
-        return DraftTree(
-            self.max_depth, tokens, parents, probabilities, pad(self.sources, PADDING), pad(self.score_bucket)
-        )
-
-    def links(self) -> TreeLinks:
-        """Depths, children, siblings and the mask."""
-        return tree_links(self.parents.masked_fill(~self.valid, -1))
+    def links(self, num_places: int | None = None, into: TreeLinks | None = None) -> TreeLinks:
+        """What verify kernels want to know of the trees, in `num_places` of each row, padding last; as many as there
+        are if None. into: memory of that shape to be used again."""
+        links = into or TreeLinks.empty(len(self.tokens), self.width if num_places is None else num_places)
+        columns = [plain(column) for column in (self.tokens, self.parents, self.sources)]
+        addresses = (column.data_ptr() for column in (*columns, *links))
+        native().graft_tree_links(*columns[0].shape, links.mask.shape[1], *addresses)
+        return links
 
     def trimmed(self) -> DraftTree:
         """Without the places at the end that hold no node in any row."""
@@ -122,20 +116,16 @@ class DraftTree:
 class TreeLinks(NamedTuple):
     """What verify kernels want to know of B trees of N places, on the host."""
 
-    depths: Tensor  # [B, N] int64, of the root and of padding 0
-    children: Tensor  # [B, N] int64, each node's first child, -1 if it has none
-    siblings: Tensor  # [B, N] int64, its next sibling, -1 if it has none; no link leads to padding
+    numbers: Tensor  # [4, B, N] int64: tokens, of padding 0; depths, of the root and of padding 0; each node's first
+    # child, and its next sibling, -1 where there is none. No link leads to padding.
     mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees itself alone
 
-
-def tree_links(parents: Tensor) -> TreeLinks:
-    """parents [B, N]: that of padding is -1, and a node stands after its parent."""
-    parents = plain(parents)
-    depths, children, siblings = columns = torch.empty(3, *parents.shape, dtype=torch.int64)
-    mask = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
-    outputs = (column.data_ptr() for column in (*columns, mask))
-    native().graft_tree_links(*parents.shape, parents.data_ptr(), *outputs)
-    return TreeLinks(depths, children, siblings, mask)
+    @classmethod
+    def empty(cls, num_rows: int, num_places: int, is_pinned: bool = False) -> TreeLinks:
+        return cls(
+            torch.empty(4, num_rows, num_places, dtype=torch.int64, pin_memory=is_pinned),
+            torch.empty(num_rows, num_places, num_places, dtype=torch.bool, pin_memory=is_pinned),
+        )
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:

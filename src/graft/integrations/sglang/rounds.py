@@ -10,19 +10,20 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from graft.integrations.sglang.settings import SGLangSettings
-from graft.integrations.sglang.trees import Drafted, levels_of, packed
+from graft.integrations.sglang.trees import Drafted, levels_of
 from graft.spec_decode.acceptance import Accepted, paths
 from graft.spec_decode.candidates import before_roots
 from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import DraftTree
+from graft.spec_decode.tree import DraftTree, TreeLinks
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ class Texts:
         roots: the requests' last tokens. lengths: of the texts, the roots included.
         """
         return [self._text_of(*each) for each in zip(self._see(requests), roots, lengths, strict=True)]
+
+    def so_far(self, requests: Sequence[Request]) -> list[Text] | None:
+        """Their texts as they are known here; None where one is not."""
+        known = [self._known.get(request.rid) for request in requests]
+        texts = [each.text for each in known if each is not None and each.text is not None]
+        return texts if len(texts) == len(known) else None
 
     def seeds(self, requests: Sequence[Request]) -> list[int]:
         """The seeds of their draws: those that requests gave, else one drawn for each."""
@@ -126,6 +133,15 @@ def _ends_in(text: Text, root: int, length: int) -> bool:
     return len(text.ids) == length and text.ids[-1] == root
 
 
+class _Begun(NamedTuple):
+    """A round that was begun before its drafts came."""
+
+    texts: list[Text]
+    lengths: list[int]
+    num_places: int
+    round: Round | None
+
+
 @dataclass(eq=False)
 class Proposal:
     """A round's tree, and what is needed to learn from it."""
@@ -154,6 +170,21 @@ class Rounds:
         policy = PolicySettings(budget=self._budget, pass_cost=0.0, isolated=self._settings.isolated)
         self.grafter = Grafter(self._vocab_size, self._num_steps, policy, StepCost())
         self.texts = Texts(self._vocab_size, self._settings.max_texts, self.grafter.finish)
+        self._begun: _Begun | None = None
+
+    def begin(self, requests: Sequence[Request], num_places: int) -> None:
+        """Copies earlier text for the coming round while the head drafts for it, if the texts are known already, as
+        they are where the last round was learned from."""
+        texts = self.texts.so_far(requests)
+        if texts is not None:
+            roots = torch.tensor([text.ids[-1] for text in texts])
+            lengths = [len(text.ids) for text in texts]
+            self._begun = _Begun(texts, lengths, num_places, self._round(roots, texts, num_places))
+
+    def _round(self, roots: Tensor, texts: list[Text], num_places: int) -> Round | None:
+        budget = min(self._budget, num_places - 1)
+        max_depth = min(self._settings.max_depth or budget, budget)
+        return self.grafter.begin(roots, texts, [budget] * len(texts), max_depth)
 
     def propose(
         self, requests: Sequence[Request], roots: Tensor, lengths: Sequence[int], drafted: Drafted, num_places: int
@@ -162,9 +193,11 @@ class Rounds:
         texts with these; all on the host."""
         texts, grafter = self.texts.of(requests, roots.tolist(), lengths), self.grafter
         self._check(texts, roots.tolist(), lengths)
-        budget = min(self._budget, num_places - 1)
-        max_depth = min(self._settings.max_depth or budget, budget)
-        round = grafter.begin(roots, texts, [budget] * len(texts), max_depth)
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[:3] == (texts, [len(text.ids) for text in texts], num_places):
+            round = begun.round
+        else:  # requests have come or gone, or a text was not what it was thought to be
+            round = self._round(roots, texts, num_places)
         if round is None:
             tree = DraftTree.roots(roots)
         else:
@@ -198,13 +231,13 @@ class Rounds:
         return accepted
 
 
-def agreed_tree(decide: Callable[[], tuple[DraftTree, int]] | None, broadcast: Callable[[Any], Any]) -> Tensor:
-    """The tree that rank 0 decides on, `packed` in D places, the same on all ranks.
+def agreed_links(decide: Callable[[], TreeLinks] | None, broadcast: Callable[[Any], Any]) -> TreeLinks:
+    """The links of the tree that rank 0 decides on, the same on all ranks.
 
-    decide: gives the tree and D; None on all other ranks. broadcast: gives rank 0's argument on every rank.
+    decide: None on all other ranks. broadcast: gives rank 0's argument on every rank.
     """
-    columns: Tensor = broadcast(packed(*decide()) if decide is not None else None)
-    return columns
+    links: TreeLinks = broadcast(decide() if decide is not None else None)
+    return links
 
 
 @dataclass

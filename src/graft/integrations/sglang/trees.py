@@ -5,6 +5,7 @@ Nothing here imports SGLang or needs a GPU. D is --speculative-num-draft-tokens:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from graft.model.sampler import gumbel_noise, truncated
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.native import native, plain
-from graft.spec_decode.tree import DraftTree, tree_links
+from graft.spec_decode.tree import TreeLinks
 
 _NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
 
@@ -43,45 +44,47 @@ class VerifyArrays(NamedTuple):
 
 def levels_of(drafted: Drafted, topk: int) -> list[Level]:
     """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
-    them."""
+    them. They are written over by the next call for as many rows."""
     tokens, beams = plain(drafted.tokens), plain(drafted.beams)
     scores = plain(drafted.scores, torch.float32)
     num_rows, total = tokens.shape
     # Of equal scores SGLang may have expanded one that is left out here: what is below it then has probability 0.
     width = max(KEPT_OF_A_LEVEL, topk)
-    widths = [topk, *[min(topk * topk, width)] * ((total - topk) // (topk * topk))]
-    numbers = torch.empty(2, num_rows * sum(widths), dtype=torch.int64)
-    values = torch.empty(2, num_rows * sum(widths))
-    columns = (*numbers, *values)
+    widths = (topk, *[min(topk * topk, width)] * ((total - topk) // (topk * topk)))
+    columns, levels = _level_memory(num_rows, widths)
     native().graft_flat_levels(
         *(num_rows, total, topk, width, tokens.data_ptr(), scores.data_ptr(), beams.data_ptr(), beams.shape[1]),
         *(column.data_ptr() for column in columns),
     )
-    by_level = (column.split([num_rows * own for own in widths]) for column in columns)
-    return [
-        Level(*(part.view(num_rows, own) for part in level))
-        for own, level in zip(widths, zip(*by_level, strict=True), strict=True)
-    ]
+    return levels
 
 
-def packed(tree: DraftTree, num_places: int) -> Tensor:
-    """Trees as tokens and parents [2, B, D], the same for all ranks; the parent of padding is -1."""
-    columns = torch.full((2, len(tree.tokens), num_places), -1, dtype=torch.int64)
-    columns[0, :, tree.width :] = 0
-    columns[0, :, : tree.width] = tree.tokens
-    columns[1, :, : tree.width] = tree.parents.masked_fill(~tree.valid, -1)
-    return columns
+@lru_cache(maxsize=256)  # numbers of rows
+def _level_memory(num_rows: int, widths: tuple[int, ...]) -> tuple[list[Tensor], list[Level]]:
+    """Memory for levels of these widths, used by round after round: tokens, parents, q and paths, level after level;
+    and the levels, which are views of it."""
+    size = num_rows * sum(widths)
+    columns = [*torch.empty(2, size, dtype=torch.int64), *torch.empty(2, size)]
+    by_level = (column.split([num_rows * width for width in widths]) for column in columns)
+    parts = zip(widths, zip(*by_level, strict=True), strict=True)
+    return columns, [Level(*(part.view(num_rows, width) for part in level)) for width, level in parts]
 
 
-def verify_arrays(columns: Tensor, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
+@lru_cache(maxsize=256)  # numbers of rows
+def link_memory(num_rows: int, num_places: int, is_pinned: bool) -> TreeLinks:
+    """Memory for a round's links. The next round writes over it: what this one has sent to a device has arrived by
+    then, since that round's drafts come behind it."""
+    return TreeLinks.empty(num_rows, num_places, is_pinned)
+
+
+def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_buffer: Tensor | None) -> VerifyArrays:
     """The verify's inputs, where `seq_lens` [B] is; nothing waits for that device.
 
-    columns: `packed` trees. seq_lens: tokens in the KV cache, without the root; seq_lens_sum: all of them, or more.
+    links: of D places a row. seq_lens: tokens in the KV cache, without the root; seq_lens_sum: all of them, or more.
     mask_buffer: where the mask is to be written, if the attention backend has such a place and the mask fits.
     """
-    device, (_, num_rows, num_places) = seq_lens.device, columns.shape
-    links = tree_links(columns[1])
-    tokens, depths, children, siblings = _to_device(torch.stack([columns[0], *links[:3]]), device)
+    device, (num_rows, num_places, _) = seq_lens.device, links.mask.shape
+    tokens, depths, children, siblings = _to_device(links.numbers, device)
     seen = _to_device(links.mask, device)
     lengths = seq_lens.to(torch.int64)
     places = torch.arange(num_places, device=device)
@@ -139,6 +142,7 @@ def target_tokens(logits: Tensor, positions: Tensor, sampling: Sampling | None) 
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy there. On the host itself one too: the memory may be used again."""
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # else the transfer waits for the device
-    return tensor.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()  # else the transfer waits for the device; nothing is done where it is pinned
+    return tensor.to(device, non_blocking=True, copy=True)

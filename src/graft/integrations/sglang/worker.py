@@ -26,7 +26,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attenti
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
-from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds, agreed_tree
+from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds, agreed_links
 from graft.integrations.sglang.settings import (
     SGLangSettings,
     TreeSize,
@@ -36,9 +36,16 @@ from graft.integrations.sglang.settings import (
     from_environment,
     sizes_for,
 )
-from graft.integrations.sglang.trees import Drafted, Sampling, VerifyArrays, target_tokens, verify_arrays
+from graft.integrations.sglang.trees import (
+    Drafted,
+    Sampling,
+    VerifyArrays,
+    link_memory,
+    target_tokens,
+    verify_arrays,
+)
 from graft.model.verified import likeliest
-from graft.spec_decode.tree import DraftTree
+from graft.spec_decode.tree import TreeLinks
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
@@ -85,6 +92,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         """
         coming = self._coming = _Coming(self, roots, drafted, seq_lens, self._batch.seq_lens_cpu)
         self._catch_up()  # while the head is drafting
+        if self._rounds is not None:
+            self._rounds.begin(self._batch.reqs, self.speculative_num_draft_tokens)
         is_prepared_elsewhere = getattr(self, "plan_stream", None) is not None  # on a stream that knows nothing of this
         if mask is None or is_prepared_elsewhere or getattr(self.target_worker.model_runner, "model_is_mrope", False):
             return self._arrays(self._batch.reqs, mask)
@@ -111,17 +120,18 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         lengths, arrived = coming.wait()
         started = time.perf_counter()
 
-        def decide() -> tuple[DraftTree, int]:
+        def decide() -> TreeLinks:
             assert self._rounds is not None
             last_tokens, *levels = arrived
             whole = [length + 1 for length in lengths.tolist()]
             num_places = self.speculative_num_draft_tokens
             self._proposal = self._rounds.propose(requests, last_tokens.long(), whole, Drafted(*levels), num_places)
-            return self._proposal.tree, num_places
+            tree, is_pinned = self._proposal.tree, coming.seq_lens.is_cuda
+            return tree.links(num_places, link_memory(len(requests), num_places, is_pinned))
 
-        columns = agreed_tree(decide if self._rounds is not None else None, self._broadcast)
+        links = agreed_links(decide if self._rounds is not None else None, self._broadcast)
         # SGLang's own number of tokens is unknown where it has a buffer for the mask.
-        arrays = verify_arrays(columns, coming.seq_lens, int(lengths.sum()), mask)
+        arrays = verify_arrays(links, coming.seq_lens, int(lengths.sum()), mask)
         self._log.built(len(requests), waiting, started)
         return arrays
 
