@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,9 +18,18 @@ import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
+# httpx reads all certificates of the world for every request, though servers here are local: of this folder, none.
+os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
+
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)
 hypothesis.settings.load_profile("graft")
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays: garbage is looked for among what tests make, not in all of it every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
