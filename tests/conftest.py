@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
-import os
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,8 +18,8 @@ import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
-# httpx reads all certificates of the world for every request, though servers here are local: of this folder, none.
-os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
+# httpx reads the certificates of all authorities for every request, which takes longer than most answers.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)
