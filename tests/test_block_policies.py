@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -193,15 +194,22 @@ def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come
     assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
 
 
+@cache
+def plain_answers(model, **options):
+    """The same for all drafters."""
+    answers = Engine(model, policy="off").generate_batch([PROMPT, [5], LONG], max_new_tokens=12, **options)
+    return [answer.ids for answer in answers]
+
+
 @pytest.mark.parametrize("policy", ["block", "block-paper"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
     engine, prompts = make_engine(model, policy, make_drafter(model, kind)), [PROMPT, [5], LONG]
     for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
-        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=12, **options)
+        plain = plain_answers(model, **options)
         drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
-        assert [g.ids for g in drafted] == [g.ids for g in plain]
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0].ids
+        assert [g.ids for g in drafted] == plain
+        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
         proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
         assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
 

@@ -371,18 +371,19 @@ def first_of(parts):
     return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, parts))]
 
 
-@pytest.mark.parametrize("part", first_of(6))
+@pytest.mark.parametrize("part", first_of(12))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=6, every=64)
+    fail_everywhere(shared, CallTracer, part, of=12, every=64)
 
 
-@pytest.mark.parametrize("part", first_of(2))
+@pytest.mark.parametrize("part", first_of(4))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=2, every=72)
+    fail_everywhere(shared, AllocationTracer, part, of=4, every=72)
 
 
-def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared):
-    fail_everywhere(shared, Tracer, counts=lambda number: {1, number})
+@pytest.mark.parametrize("time", ["first", pytest.param("last", marks=pytest.mark.slow)])
+def test_a_listener_that_fails_harms_nobody_but_its_own_request(shared, time):
+    fail_everywhere(shared, Tracer, counts=lambda number: {1 if time == "first" else number})
 
 
 @pytest.fixture
