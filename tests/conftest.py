@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import ssl
 import sys
@@ -14,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+import garbage
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -27,9 +27,7 @@ hypothesis.settings.load_profile("graft")
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made stays: garbage is looked for among what tests make, not in all of it every time."""
-    gc.collect()
-    gc.freeze()
+    garbage.begin()
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combin
 
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
 
+
 def in_both(sizes: list, quick: list) -> list:
     """Of each size single precision, of these halves as well; the other halves are for the slow suite."""
     halves = [(size, dtype) for size in sizes for dtype in DTYPES[1:]]

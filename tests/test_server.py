@@ -76,7 +76,8 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def alone():
-    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024), byte_tokenizer(), policy="off")
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
+    return Engine(model, byte_tokenizer(), policy="off")
 
 
 def post(url, path="/v1/completions", **body):
