@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import islice
 
 import pytest
@@ -18,7 +17,16 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.stats import Clock
-from test_block_drafter import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, prefilled
+from test_block_drafter import (
+    HEADS,
+    LONG,
+    PROMPT,
+    hidden_without_cache,
+    make_engine,
+    make_head,
+    plain_answers,
+    prefilled,
+)
 from test_drafter import make_head as make_eagle3_head
 from test_drafter import plain_draft
 from test_learning import judged
@@ -192,13 +200,6 @@ def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come
     plain = Engine(model, policy="off").generate(PROMPT, max_new_tokens=2).ids
     answer = engine.generate(PROMPT, max_new_tokens=2)
     assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
-
-
-@cache
-def plain_answers(model, **options):
-    """The same for all drafters."""
-    answers = Engine(model, policy="off").generate_batch([PROMPT, [5], LONG], max_new_tokens=12, **options)
-    return [answer.ids for answer in answers]
 
 
 @pytest.mark.parametrize("policy", ["block", "block-paper"])

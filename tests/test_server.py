@@ -374,7 +374,7 @@ def test_a_server_that_stops_lets_requests_end():
     [
         ("shared", [True, True, True]),
         ("auto", [True, True, False]),
-        ("key", [True, True, False]),
+        pytest.param("key", [True, True, False], marks=pytest.mark.slow),  # what auto means for several keys
         ("isolated", [True, False, False]),
         ("off", [True, False, False]),
     ],
@@ -427,7 +427,7 @@ def says_the_secret(paths):
     return any(part in path for path in paths for part in ("4929", "1234", "8765"))
 
 
-@pytest.mark.parametrize("learning", ["auto", "shared", "key", "isolated", "off"])
+@pytest.mark.parametrize("learning", ["auto", "shared", pytest.param("key", marks=pytest.mark.slow), "isolated", "off"])
 def test_no_round_shows_what_another_key_has_said(learning):
     """Nor, where texts learn from all, what a table or a finished text proposed and the model did not say."""
     with running(learning=learning, api_keys=("alice", "bob")) as url:
