@@ -214,11 +214,9 @@ def test_policy_that_does_not_draft_is_spared_the_features_of_a_drafter():
     assert PolicyMethod("dense", model, drafter)._engine.drafter is drafter
 
 
-QUICK_PEERS = [("hf", each) for each in sorted(ARCHITECTURES)]
-QUICK_PEERS += [(name, each) for name in ("hf-lookup", "hf-assisted") for each in ("gpt_neox", "llama", "qwen2_window")]
-OTHER_PEERS = sorted(
-    {(name, each) for name in ("hf-lookup", "hf-assisted") for each in ARCHITECTURES} - set(QUICK_PEERS)
-)
+PEERS = ("hf", "hf-lookup", "hf-assisted")
+QUICK_PEERS = [(name, each) for name in PEERS for each in ("gpt_neox", "llama", "qwen2_window")]
+OTHER_PEERS = sorted({(name, each) for name in PEERS for each in ARCHITECTURES} - set(QUICK_PEERS))
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,16 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    ("engines", "most"),
+    [
+        (StaticTarget, 1),
+        (SmallTarget, 16),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((StaticTarget, 3), (StaticTarget, 16))),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((SmallTarget, 1), (SmallTarget, 3))),
+    ],
+    indirect=["engines"],
+)
 def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
     ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
 
@@ -705,6 +714,7 @@ def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_each_lev
     assert made == ["ahead", "root", "expand"]
 
 
+@pytest.mark.parametrize("engines", [pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget], indirect=True)
 def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(engines, monkeypatch, model):
     """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
     on for all of them."""

@@ -371,14 +371,14 @@ def first_of(parts):
     return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, parts))]
 
 
-@pytest.mark.parametrize("part", first_of(12))
+@pytest.mark.parametrize("part", first_of(20))
 def test_a_function_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, CallTracer, part, of=12, every=64)
+    fail_everywhere(shared, CallTracer, part, of=20, every=64)
 
 
-@pytest.mark.parametrize("part", first_of(4))
+@pytest.mark.parametrize("part", first_of(6))
 def test_an_allocation_that_fails_harms_nobody_but_its_own_request_or_round(shared, part):
-    fail_everywhere(shared, AllocationTracer, part, of=4, every=72)
+    fail_everywhere(shared, AllocationTracer, part, of=6, every=72)
 
 
 @pytest.mark.parametrize("time", ["first", pytest.param("last", marks=pytest.mark.slow)])

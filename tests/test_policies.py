@@ -17,8 +17,8 @@ from test_drafter import make_head
 from tiny import tiny_model
 
 PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [11]]
-GREEDY = {"max_new_tokens": 24}
-SAMPLED = {"max_new_tokens": 20, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
+GREEDY = {"max_new_tokens": 16}
+SAMPLED = {"max_new_tokens": 14, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
 
 
 def engine_for(name, budget=20, isolated=False, **tree):

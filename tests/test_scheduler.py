@@ -311,7 +311,7 @@ def failing(times, error, function):
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
-LONG = {"max_new_tokens": 100, "ignore_eos": True}
+LONG = {"max_new_tokens": 50, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("part", [(PagePool, "open_like"), (Sampler, "joining"), (EagerState, "joining")])
@@ -435,7 +435,7 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
         run_round(batch, clock, reading, meanwhile)
 
     monkeypatch.setattr(scheduler.engine, "run_round", note)
-    options = options | {"max_new_tokens": 40, "ignore_eos": True}
+    options = options | {"max_new_tokens": 28, "ignore_eos": True}
     running = [Asked(scheduler, f"abab {number}", seed=number, **options) for number in range(2)]
     for request in running:
         request.next()
@@ -522,7 +522,7 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
     policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
     kept = 0 if kind == "random trees" else None
     scheduler, backs = unsettled(schedule, monkeypatch, drafter, policy, prefix_cache_tokens=kept)
-    options = {"max_new_tokens": 40, "ignore_eos": True, **options}
+    options = {"max_new_tokens": 30, "ignore_eos": True, **options}
     with scheduler._changed:
         asked = [Asked(scheduler, f"text {number} " * 9, **options) for number in range(3)]
     for number, request in enumerate(asked):
