@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +13,21 @@ import hypothesis
 import pytest
 import torch
 
+import garbage
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
+# httpx reads the certificates of all authorities for every request, which takes longer than most answers.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)
 hypothesis.settings.load_profile("graft")
+
+
+def pytest_collection_finish() -> None:
+    garbage.begin()
 
 
 @pytest.fixture(autouse=True)

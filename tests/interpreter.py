@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from operator import index
 from typing import Any
 
 import torch
@@ -41,8 +42,48 @@ def use_interpreter() -> None:
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch, patch_once
     interpreter._get_np_dtype = find_dtype_once
+    _make_types_once()
     # Every sum and product of integers is made in 64 bits as well, and the comparison thrown away unless debugging.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def _make_types_once() -> None:
+    """Of every result Triton makes the type anew, with its name, and broadcasts what has the same shape: most of the
+    time that a kernel of small tiles takes. Types and shapes are never changed, so those of one shape are shared."""
+    from triton.language import core, semantic
+
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, tuple([index(size) for size in shape]))
+        made = blocks.get(key)
+        if made is None:
+            make_block(self, element_ty, shape)
+            self.sizes = key[1]
+            blocks[key] = vars(self).copy()
+        else:
+            vars(self).update(made)
+            self.element_ty = element_ty
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = type.sizes if type.is_block() else ()
+        made = tensors.get(sizes)
+        if made is None:
+            make_tensor(self, handle, type)
+            tensors[sizes] = (self.numel, self.shape)
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.numel, self.shape = made
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        is_same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.sizes == rhs.type.sizes
+        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 if not torch.cuda.is_available():

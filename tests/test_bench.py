@@ -39,6 +39,12 @@ SIXTEEN = SamplingSettings(max_new_tokens=16, seed=0)
 PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-source", "time-by-phase")
 
 
+# test_policies.py asks the same of the policies by themselves.
+OWN = sorted(("graft", *ABLATIONS)) + [
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(POLICIES) - {"graft"})
+]
+
+
 class Learner(Method):
     """Learns the prompts it is asked; an answer tells how many it knew before."""
 
@@ -176,7 +182,7 @@ def test_method_with_thresholds_that_never_change_learns_nothing():
     assert [c.state for c in compared] == ["none", "cold", "persistent"]
 
 
-@pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
+@pytest.mark.parametrize("name", OWN)
 def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str):
     """What a policy says it has learned must be all it has learned."""
     model = tiny_model()
@@ -194,7 +200,7 @@ def test_cold_policy_proposes_the_same_after_other_prompts_as_when_new(name: str
 # Methods and peers
 
 
-@pytest.mark.parametrize("name", sorted((*POLICIES, *ABLATIONS)))
+@pytest.mark.parametrize("name", OWN)
 def test_every_policy_answers_as_plain_decoding_does(name: str):
     model = tiny_model()
     (method,) = make_methods([name], model, Eagle3Drafter(make_head(model), SMALL_TREE), budget=12)
@@ -208,8 +214,14 @@ def test_policy_that_does_not_draft_is_spared_the_features_of_a_drafter():
     assert PolicyMethod("dense", model, drafter)._engine.drafter is drafter
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("name", ["hf", "hf-lookup", "hf-assisted"])
+PEERS = ("hf", "hf-lookup", "hf-assisted")
+QUICK_PEERS = [(name, each) for name in PEERS for each in ("gpt_neox", "llama", "qwen2_window")]
+OTHER_PEERS = sorted({(name, each) for name in PEERS for each in ARCHITECTURES} - set(QUICK_PEERS))
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [*QUICK_PEERS, *(pytest.param(*peer, marks=pytest.mark.slow) for peer in OTHER_PEERS)]
+)
 def test_peer_gives_the_text_of_transformers_and_is_counted_like_ours(name: str, architecture: str):
     model = tiny_model(architecture)
     found = make_peer(name, model, assistant=tiny_model(architecture, seed=1)).answer([PROMPT], SIXTEEN)[0]

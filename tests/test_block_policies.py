@@ -17,7 +17,16 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.stats import Clock
-from test_block_drafter import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, prefilled
+from test_block_drafter import (
+    HEADS,
+    LONG,
+    PROMPT,
+    hidden_without_cache,
+    make_engine,
+    make_head,
+    plain_answers,
+    prefilled,
+)
 from test_drafter import make_head as make_eagle3_head
 from test_drafter import plain_draft
 from test_learning import judged
@@ -193,15 +202,22 @@ def test_prefix_and_tail_are_together_no_longer_than_the_budget_or_what_may_come
     assert answer.ids == plain and answer.stats.nodes <= answer.stats.rounds
 
 
-@pytest.mark.parametrize("policy", ["block", "block-paper"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        *((kind, "block") for kind in ("marginal", "markov")),
+        *((kind, "block-paper") for kind in ("conditional", "recurrent")),
+        *(pytest.param(kind, "block", marks=pytest.mark.slow) for kind in ("conditional", "recurrent")),
+        *(pytest.param(kind, "block-paper", marks=pytest.mark.slow) for kind in ("marginal", "markov")),
+    ],
+)
 def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy):
     engine, prompts = make_engine(model, policy, make_drafter(model, kind)), [PROMPT, [5], LONG]
     for options in ({}, {"temperature": 1.2, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.2}):
-        plain = Engine(model, policy="off").generate_batch(prompts, max_new_tokens=12, **options)
+        plain = plain_answers(model, **options)
         drafted = engine.generate_batch(prompts, max_new_tokens=12, **options)
-        assert [g.ids for g in drafted] == [g.ids for g in plain]
-        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0].ids
+        assert [g.ids for g in drafted] == plain
+        assert engine.generate(PROMPT, max_new_tokens=12, **options).ids == plain[0]
         proposed = set().union(*(g.stats.proposed_by_source for g in drafted))
         assert proposed == ({"drafted"} if policy == "block" else {"drafted", "adjacency"})
 
@@ -211,7 +227,7 @@ def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, 
     drafter, seen = make_drafter(model, kind), []
     monkeypatch.setattr(methods, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
     (method,) = make_methods(["block-paper"], model, drafter)
-    settings = SamplingSettings(max_new_tokens=20)
+    settings = SamplingSettings(max_new_tokens=12)
     state = method.warm_up([[PROMPT], [LONG]], settings)
     assert state[CHAIN_THRESHOLDS].tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
     method.restore(state)

@@ -199,7 +199,7 @@ def test_a_block_in_a_packed_row_computes_what_drafting_computes(model, head):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # on a GPU it is compiled
-@pytest.mark.parametrize("windows", [None, 7])
+@pytest.mark.parametrize("windows", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_flexattention_and_the_dense_mask_agree(model, head, windows):
     head.requires_grad_(False)  # FlexAttention computes no gradients on a CPU
     config = head.config

@@ -453,7 +453,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
         )
-        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22))
+        runs.append(engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=16))
     for captured_run, ordinary in zip(*runs, strict=True):
         assert captured_run.ids == ordinary.ids and captured_run.stats.accepted == ordinary.stats.accepted
 
@@ -464,12 +464,21 @@ def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch
     for kind in (SmallDrafter, Eagle3Drafter):
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=make_policy("dense", TargetRunner(model), drafter, 9), drafter=drafter)
-        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22)
+        made = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=16)
         runs.append([(generation.ids, generation.stats.accepted) for generation in made])
     assert runs[0] == runs[1] and sum(accepted for _, accepted in runs[0]) > 0
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    ("engines", "most"),
+    [
+        (StaticTarget, 1),
+        (SmallTarget, 16),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((StaticTarget, 3), (StaticTarget, 16))),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((SmallTarget, 1), (SmallTarget, 3))),
+    ],
+    indirect=["engines"],
+)
 def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(most, engines, monkeypatch, model):
     ahead, was_drafted_ahead = [], CapturedDrafter._was_drafted_ahead
 
@@ -488,7 +497,7 @@ def test_a_device_takes_in_rounds_by_itself_and_drafts_what_the_host_would_have(
         policy = make_policy("dense", TargetRunner(model), drafter, 9)
         engine = Engine(model, policy=policy, drafter=drafter)
         for options in ({}, {"temperature": 0.7, "seed": 3}):
-            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=22, **options)
+            generations = engine.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=16, **options)
             runs.append([(generation.ids, generation.stats.accepted) for generation in generations])
     assert runs[:2] == runs[2:]
     assert (True, True) in ahead and ((True, False) in ahead) == (most == 1)
@@ -705,6 +714,7 @@ def test_a_round_of_drafts_ahead_is_a_graph_for_the_entries_and_one_for_each_lev
     assert made == ["ahead", "root", "expand"]
 
 
+@pytest.mark.parametrize("engines", [pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget], indirect=True)
 def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahead(engines, monkeypatch, model):
     """Of a batch, only the rows with a penalty, a cut or a grammar are walked choice by choice; and drafting ahead goes
     on for all of them."""
@@ -717,7 +727,7 @@ def test_a_row_that_needs_its_history_does_not_keep_others_from_being_chosen_ahe
         {"min_tokens": 9},
         {},
     ]
-    settings = [SamplingSettings(max_new_tokens=24, seed=row, **options) for row, options in enumerate(own)]
+    settings = [SamplingSettings(max_new_tokens=16, seed=row, **options) for row, options in enumerate(own)]
     prompts = [PROMPT[row:] for row in range(len(own))]
 
     def sequences_of(engine):

@@ -102,7 +102,7 @@ def test_bf16_stays_finite_and_as_close_to_exact_as_the_model_itself(model):
     "changes",
     [
         {},
-        {"norm_before_fc": True, "norm_output": True},
+        pytest.param({"norm_before_fc": True, "norm_output": True}, marks=pytest.mark.slow),
         {"fc_norm": True, "norm_before_residual": True, "own_embedding": True, "sliding_window": 5},
     ],
 )

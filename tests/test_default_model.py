@@ -13,8 +13,14 @@ QUESTION = [{"role": "user", "content": "Repeat exactly, twice: the cat sat on t
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return load(DEFAULT_MODEL, policy="off", dtype="fp32", device="cpu")
+def loaded():
+    """With the head and the policy that come with the model."""
+    return load(DEFAULT_MODEL, dtype="fp32", device="cpu", budget=7)
+
+
+@pytest.fixture(scope="module")
+def plain(loaded):
+    return Engine(loaded.target.model, loaded.tokenizer, policy="off")
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +48,12 @@ def test_sampled_text_is_that_of_plain_decoding_with_the_same_seed(plain, engine
         assert engine.generate(QUESTION, **options).ids == expected, name
 
 
-def test_requests_decoded_together_get_what_each_gets_alone(plain):
+def test_requests_decoded_together_get_what_each_gets_alone(plain, loaded):
     prompts = ["Name three colours.", "Count to five.", "What is rain?"]
     questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
     options = [{"max_new_tokens": 8, "temperature": 0.9 * (i % 2), "seed": i} for i in range(3)]
     expected = [plain.generate(q, **o).text for q, o in zip(questions, options, strict=True)]
-    scheduler = Scheduler(load(DEFAULT_MODEL, dtype="fp32", device="cpu", budget=7))
+    scheduler = Scheduler(loaded)  # whose thread alone runs the model now
     together = [Asked(scheduler, q, **o) for q, o in zip(questions, options, strict=True)]
     assert [request.wait() for request in together] == [[text] for text in expected]
     scheduler.close()

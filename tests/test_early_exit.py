@@ -63,8 +63,14 @@ def draft(drafter, batch, num_passes=4):
     return list(islice(drafter.levels(batch.draft, batch.roots()), num_passes))
 
 
-@pytest.mark.parametrize("policy", ["dense", "graft"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_window", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *((name, "dense") for name in ("llama", "qwen2_window", "gemma3_text", "gpt_neox")),
+        ("gemma3_text", "graft"),
+        *(pytest.param(name, "graft", marks=pytest.mark.slow) for name in ("llama", "qwen2_window", "gpt_neox")),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(name, policy):
     model = tiny_model(name)
     drafter = EarlyExitDrafter(model, 2, TREE)

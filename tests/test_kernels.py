@@ -1,6 +1,7 @@
 """The Triton kernels, on a GPU or in Triton's interpreter: attention against a plain softmax, and bit for bit
 between a tree and plain decoding; the commit, the walk and the head's beams against plain PyTorch."""
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,14 @@ SMALL = Tiles(rows=16, keys=16, short_split=32, border=64, long_split=48, combin
 
 
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="calls in a kernel are counted in the interpreter")
+
+
+def in_both(sizes: list, quick: list) -> list:
+    """Of each size single precision, of these halves as well; the other halves are for the slow suite."""
+    halves = [(size, dtype) for size in sizes for dtype in DTYPES[1:]]
+    marked = [pytest.param(*half, marks=[] if half[0] in quick else [pytest.mark.slow]) for half in halves]
+    return [*((size, torch.float32) for size in sizes), *marked]
+
 
 NOBODY = -(2**20)  # in place of numbers that may not be read
 
@@ -225,8 +234,10 @@ def check(
 
 
 # No text at all, then lengths around the borders of blocks (16), of short splits (32) and of long ones (64, 112).
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", [[0, 1], [15, 16, 17], [30, 32], [63, 61, 65], [111, 150]], ids=str)
+LENGTHS = [[0, 1], [15, 16, 17], [30, 32], [63, 61, 65], [111, 150]]
+
+
+@pytest.mark.parametrize(("lengths", "dtype"), in_both(LENGTHS, quick=[[63, 61, 65]]), ids=str)
 def test_a_node_sees_its_text_alone_and_gets_what_plain_decoding_gives_it(lengths, dtype):
     check(Problem.random(lengths, dtype=dtype))
 
@@ -459,8 +470,7 @@ def test_blocks_that_cross_pages_are_refused():
         Tiles(keys=128)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "dtype"), in_both([64, 80, 96, 128, 256], quick=[80, 128]), ids=str)
 def test_head_dims(head_dim, dtype):
     check(Problem.random([21, 40], width=2, head_dim=head_dim, dtype=dtype))
 
@@ -470,8 +480,16 @@ def test_query_heads_share_keys_in_groups_of_any_size(kv_heads, group):
     check(Problem.random([50], width=2, kv_heads=kv_heads, group=group))
 
 
-@pytest.mark.parametrize("window", [1, 16, 30, 100, 200])
-@pytest.mark.parametrize("lengths", [[0, 33], [100, 130]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        *(([0, 33], window) for window in (1, 16)),
+        *(([100, 130], window) for window in (30, 100, 200)),
+        *(pytest.param([0, 33], window, marks=pytest.mark.slow) for window in (30, 100, 200)),
+        *(pytest.param([100, 130], window, marks=pytest.mark.slow) for window in (1, 16)),
+    ],
+    ids=str,
+)
 def test_keys_outside_the_window_are_not_seen(lengths, window):
     check(Problem.random(lengths, width=4), window)
 
@@ -727,12 +745,18 @@ def test_what_the_other_tokens_are_changes_nothing():
         assert torch.equal(products.multiply(others, weight)[kept], expected[kept])
 
 
-@pytest.mark.parametrize("outputs", [64, 128, 256])
-@pytest.mark.parametrize("tokens", [16, 64, 128])
-@pytest.mark.parametrize("inputs", [64, 128])
+# Every two sizes that a tile may have stand together in one of these.
+QUICK_TILES = [(64, 16, 128), (64, 64, 64), (128, 16, 64), (128, 128, 128), (256, 64, 128), (256, 128, 64)]
+OTHER_TILES = sorted(set(itertools.product((64, 128, 256), (16, 64, 128), (64, 128))) - set(QUICK_TILES))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tokens", "inputs"),
+    [*QUICK_TILES, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in OTHER_TILES)],
+)
 def test_tiles_change_no_bit(outputs, tokens, inputs):
     torch.manual_seed(0)
-    weight, bias, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 384), (512,), (150, 384)))
+    weight, bias, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 256), (512,), (150, 256)))
     products = Products(x.device)
     # The interpreter leaves the order within a block to NumPy; instructions have their own, in blocks of any size.
     block = inputs if DEVICE == "cpu" else 64
@@ -781,11 +805,11 @@ def test_products_are_our_own_where_they_are_as_fast(monkeypatch):
     made = []
     monkeypatch.setattr(Products, "multiply", lambda self, x, weight, bias: made.append((len(x), len(weight))))
     multiply, always = Products(torch.device("cpu")), Products(torch.device("cpu"), always=True)
-    large, small = torch.zeros(2048, 2048, dtype=torch.float16), torch.zeros(64, 2048, dtype=torch.float16)
+    large, small = (torch.zeros(number, 2048, dtype=torch.float16, device="meta") for number in (2048, 64))
     for products in (multiply, always):
         for number in (2048, 2049):
             for weight in (large, small):
-                products(torch.zeros(number, 2048, dtype=torch.float16), weight)
+                products(torch.zeros(number, 2048, dtype=torch.float16, device="meta"), weight)
     assert made == [(2048, 2048), (2048, 2048), (2048, 64), (2049, 2048), (2049, 64)]
 
 

@@ -525,7 +525,14 @@ COMPILERS = {
 }
 
 
-@pytest.mark.parametrize("flags", ["-O0", "-O2 -ffp-contract=off", "-O3 -march=native -ffp-contract=fast"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("-O0", marks=pytest.mark.slow),
+        "-O2 -ffp-contract=off",
+        "-O3 -march=native -ffp-contract=fast",
+    ],
+)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path, compiler, flags):
     """However hard it tries: a machine that joins a product and a sum in one step is no different."""

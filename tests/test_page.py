@@ -149,8 +149,16 @@ def test_the_pages_files_are_all_that_is_served_whatever_the_query_asks_for(url)
 # On a phone
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        (PHONE, "dark"),
+        (DESKTOP, "light"),
+        pytest.param(PHONE, "light", marks=pytest.mark.slow),
+        pytest.param(DESKTOP, "dark", marks=pytest.mark.slow),
+    ],
+    ids=["phone-dark", "desktop-light", "phone-light", "desktop-dark"],
+)
 def test_it_fits_and_can_be_read(open_page, size, scheme):
     page = open_page(viewport=size, color_scheme=scheme)
     page.check("#race")

@@ -17,8 +17,8 @@ from test_drafter import make_head
 from tiny import tiny_model
 
 PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [11]]
-GREEDY = {"max_new_tokens": 24}
-SAMPLED = {"max_new_tokens": 20, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
+GREEDY = {"max_new_tokens": 16}
+SAMPLED = {"max_new_tokens": 14, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
 
 
 def engine_for(name, budget=20, isolated=False, **tree):
@@ -46,16 +46,16 @@ def test_policy_gives_the_text_of_plain_decoding(name, options):
     plain = plain_answers(**options)
     engine = engine_for(name)
     assert [g.ids for g in engine.generate_batch(PROMPTS, **options)] == plain
-    assert [engine.generate(prompt, **options).ids for prompt in PROMPTS] == plain  # with what it has learned by now
+    assert engine.generate(PROMPTS[0], **options).ids == plain[0]  # with what it has learned by now
 
 
 @pytest.mark.parametrize("budget", [1, MAX_BUDGET])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_gives_the_text_of_plain_decoding_at_the_limits(name, budget):
     """The least and the largest budget; answers of one token, of two (trees one deep) and of a few more."""
-    for count in (1, 2, 12):
+    engine = engine_for(name, budget, topk=1, depth=1)
+    for count in (1, 2, 10):
         plain = plain_answers(max_new_tokens=count)
-        engine = engine_for(name, budget, topk=1, depth=1)
         for _ in range(2):
             answers = engine.generate_batch(PROMPTS, max_new_tokens=count)
             assert [answer.ids for answer in answers] == plain
@@ -106,10 +106,10 @@ def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_restored_from_nothing_is_as_new(name):
-    new, used = engine_for(name), engine_for(name)
-    used.generate(PROMPTS[1], **GREEDY)
+    new, used, options = engine_for(name), engine_for(name), {"max_new_tokens": 14}
+    used.generate(PROMPTS[0], **options)
     used.policy.restore({})
-    answers = [engine.generate(PROMPTS[0], **GREEDY) for engine in (new, used)]
+    answers = [engine.generate(PROMPTS[0], **options) for engine in (new, used)]
     assert answers[0].stats.accepted_by_source == answers[1].stats.accepted_by_source
     assert answers[0].stats.rounds == answers[1].stats.rounds
 
@@ -178,7 +178,9 @@ def test_state_holds_tensors_only():
     assert all(isinstance(value, torch.Tensor) for value in engine.policy.state().values())
 
 
-@pytest.mark.parametrize("name", ["recycle", "paper", "root", "tail"])
+@pytest.mark.parametrize(
+    "name", ["recycle", "paper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("root", "tail"))]
+)
 def test_isolated_rows_of_a_batch_do_what_each_would_alone(name, monkeypatch):
     monkeypatch.setattr(Batch, "max_depth", 9)
     alone = [engine_for(name, isolated=True).generate(prompt, **GREEDY).stats for prompt in PROMPTS]

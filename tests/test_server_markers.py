@@ -1,6 +1,8 @@
 """Markers of calls and reasoning that are tokens of their own: special ones leave no text but where they are read."""
 
 import json
+from contextlib import ExitStack
+from functools import cache
 
 import httpx
 import openai
@@ -32,8 +34,21 @@ def marked_tokenizer(is_special=True):
 def marked_engine(template=SHORT, is_special=True):
     tokenizer = marked_tokenizer(is_special)
     tokenizer.chat_template = template
-    model = tiny_model(vocab_size=BYTE_VOCAB + len(MARKERS), max_position_embeddings=4096)
+    model = tiny_model(vocab_size=BYTE_VOCAB + len(MARKERS), max_position_embeddings=4096, num_hidden_layers=1)
     return Engine(model, tokenizer, budget=12)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """An engine of some kind and the address of its server, which tests share."""
+    with ExitStack() as stack:
+
+        @cache
+        def serve(make=marked_engine, *given, **settings):
+            engine = make(*given)
+            return engine, stack.enter_context(running(engine, **settings))
+
+        yield serve
 
 
 @pytest.fixture
@@ -89,22 +104,20 @@ def whole_and_streamed(url, **body):
         ("llama3", WITH_TOOLS, ("I look.", "<|python_tag|>", CALL)),
     ],
 )
-def test_calls_are_found_by_markers_that_are_special_tokens(says, name, template, parts):
-    engine = marked_engine(template)
+def test_calls_are_found_by_markers_that_are_special_tokens(says, served, name, template, parts):
+    engine, url = served(marked_engine, template, tool_parser=name)
     says(engine, *parts)
-    with running(engine, tool_parser=name) as url:
-        first, told, usage = whole_and_streamed(url, tools=TOOLS, tool_choice="auto")
+    first, told, usage = whole_and_streamed(url, tools=TOOLS, tool_choice="auto")
     assert first == told == {"content": "I look.", "reasoning_content": "", "calls": [["get_weather", ARGUMENTS]]}
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_reasoning_is_found_by_markers_and_its_tokens_are_counted(says, is_special):
-    engine = marked_engine(THINKS, is_special)
+def test_reasoning_is_found_by_markers_and_its_tokens_are_counted(says, served, is_special):
+    engine, url = served(marked_engine, THINKS, is_special)
     says(engine, "<think>", "hm, rome", "</think>", "\n", "<tool_call>", f"\n{CALL}\n", "</tool_call>")
-    with running(engine) as url:
-        first, told, usage = whole_and_streamed(url, tools=TOOLS)
-        response = post(url, "/v1/responses", input="x", tools=[{"type": "function", **TOOLS[0]["function"]}]).json()
+    first, told, usage = whole_and_streamed(url, tools=TOOLS)
+    response = post(url, "/v1/responses", input="x", tools=[{"type": "function", **TOOLS[0]["function"]}]).json()
     assert first == told == {"content": "", "reasoning_content": "hm, rome", "calls": [["get_weather", ARGUMENTS]]}
     # The two markers and eight letters.
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 10}
@@ -120,24 +133,22 @@ def test_reasoning_is_found_by_markers_and_its_tokens_are_counted(says, is_speci
         (marked_engine, ("no, ", "<think>", "hm", "</think>"), 50, 0),
     ],
 )
-def test_tokens_of_reasoning_are_counted(says, make, parts, max_tokens, count):
-    engine = make(THINKS)
+def test_tokens_of_reasoning_are_counted(says, served, make, parts, max_tokens, count):
+    engine, url = served(make, THINKS, *([True] if make is marked_engine else []))
     says(engine, *parts)
-    with running(engine) as url:
-        usage = whole_and_streamed(url, max_tokens=max_tokens)[2]
+    usage = whole_and_streamed(url, max_tokens=max_tokens)[2]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == count
 
 
-def test_markers_that_nobody_looks_for_leave_no_text(says):
-    engine = marked_engine(SHORT)
+def test_markers_that_nobody_looks_for_leave_no_text(says, served):
+    engine, url = served(marked_engine, SHORT)
     says(engine, "<think>", "a", "<tool_call>", CALL, "</tool_call>", "b")
-    with running(engine) as url:
-        first, told, _ = whole_and_streamed(url)
-        assert first == told == {"content": f"a{CALL}b", "reasoning_content": "", "calls": []}
-        unasked, _, _ = whole_and_streamed(url, tools=TOOLS, tool_choice="none")
-        assert unasked == first
-        ids = engine.tokenizer.convert_tokens_to_ids(["<tool_call>"])
-        answer = post(url, prompt="x", max_tokens=2, logit_bias={str(ids[0]): 100}).json()
+    first, told, _ = whole_and_streamed(url)
+    assert first == told == {"content": f"a{CALL}b", "reasoning_content": "", "calls": []}
+    unasked, _, _ = whole_and_streamed(url, tools=TOOLS, tool_choice="none")
+    assert unasked == first
+    ids = engine.tokenizer.convert_tokens_to_ids(["<tool_call>"])
+    answer = post(url, prompt="x", max_tokens=2, logit_bias={str(ids[0]): 100}).json()
     assert answer["choices"][0]["text"] == ""
 
 
@@ -146,25 +157,25 @@ def test_markers_that_nobody_looks_for_leave_no_text(says):
 
 @pytest.mark.parametrize(("name", "template"), [("hermes", SHORT), ("mistral", WITH_TOOLS)])
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_forced_calls_with_markers_that_are_special_tokens(name, template, choice):
-    with running(marked_engine(template), tool_parser=name) as url:
-        first, told, _ = whole_and_streamed(url, tools=TOOLS[:1], tool_choice=choice, seed=3, max_tokens=600)
+def test_forced_calls_with_markers_that_are_special_tokens(served, name, template, choice):
+    _, url = served(marked_engine, template, tool_parser=name)
+    first, told, _ = whole_and_streamed(url, tools=TOOLS[:1], tool_choice=choice, seed=3, max_tokens=600)
     assert first == told and first["content"] == "" and first["calls"]
     assert all(function == "get_weather" and fits(arguments) for function, arguments in first["calls"])
 
 
-def test_a_response_with_special_markers_goes_back_as_it_came():
-    with running(marked_engine()) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        tools = [{"type": "function", **TOOLS[0]["function"]}]
-        options = {"model": "tiny", "input": "x", "tools": tools, "tool_choice": "required", "temperature": 0}
-        options["max_output_tokens"] = 600
-        response = client.responses.create(**options)
-        assert {item.type for item in response.output} == {"function_call"}
-        *_, last = client.responses.create(stream=True, **options)
-        assert [item.arguments for item in last.response.output] == [item.arguments for item in response.output]
-        back = [{"role": "user", "content": "x"}, *(item.model_dump() for item in response.output)]
-        assert client.responses.create(model="tiny", input=back, max_output_tokens=1).id
+def test_a_response_with_special_markers_goes_back_as_it_came(served):
+    _, url = served(marked_engine, SHORT)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    options = {"model": "tiny", "input": "x", "tools": tools, "tool_choice": "required", "temperature": 0}
+    options["max_output_tokens"] = 600
+    response = client.responses.create(**options)
+    assert {item.type for item in response.output} == {"function_call"}
+    *_, last = client.responses.create(stream=True, **options)
+    assert [item.arguments for item in last.response.output] == [item.arguments for item in response.output]
+    back = [{"role": "user", "content": "x"}, *(item.model_dump() for item in response.output)]
+    assert client.responses.create(model="tiny", input=back, max_output_tokens=1).id
 
 
 # The text

@@ -66,7 +66,8 @@ def engine_with(template=None):
     tokenizer = byte_tokenizer()
     if template is not None:
         tokenizer.chat_template = template
-    return Engine(tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=4096), tokenizer, budget=12)
+    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=4096, num_hidden_layers=1)
+    return Engine(model, tokenizer, budget=12)
 
 
 @pytest.fixture(scope="module")
