@@ -1,6 +1,7 @@
 """The door for other engines: texts, drafts and the target's likeliest tokens in; trees, masks and links out; and none
 of it needs transformers or our engine."""
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from graft.spec_decode.cost_model import StepCost, usual_shape
 from graft.spec_decode.grafter import Grafter, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import PADDING, DraftTree
+from graft.spec_decode.tree import PADDING, DraftTree, TreeLinks
 
 VOCAB = 50
 DOOR = ("grafter", "acceptance", "candidates", "calibration", "budget", "tree", "proposers")
@@ -77,7 +78,7 @@ def test_mask_depths_and_links_are_those_of_the_tree(tree):
 @given(trees(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_greedy_tree_kernel_that_follows_the_links_accepts_what_we_accept(tree, data):
-    (tokens, _, children, siblings), mask = tree.links(tree.width + 3)
+    (tokens, _, children, siblings), mask = tree.links(TreeLinks.empty(len(tree.tokens), tree.width + 3))
     assert mask[:, tree.width :].nonzero()[:, 1:].tolist() == [[n, tree.width + n] for n in range(3)] * len(tree.tokens)
     chosen = torch.tensor([[data.draw(st.integers(0, 3)) for _ in range(tree.width + 3)] for _ in tree.tokens])
     expected = paths(tree, chosen[:, : tree.width])
@@ -92,6 +93,14 @@ def test_a_greedy_tree_kernel_that_follows_the_links_accepts_what_we_accept(tree
             accepted.append(child)
             node = child
         assert accepted == expected.nodes[row]
+
+
+def test_links_of_places_that_are_not_there_are_refused():
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(IndexError, match="out of range"):
+        tree.links(TreeLinks.empty(1, 2))
+    with pytest.raises(IndexError, match="out of range"):
+        dataclasses.replace(tree, parents=torch.tensor([[0, -1, 1]])).links()
 
 
 def target(text, period):

@@ -35,6 +35,7 @@ from graft.integrations.sglang.trees import (
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
+from graft.spec_decode.tree import TreeLinks
 from test_grafter import path_of, trees
 
 VOCAB = sglang_double.VOCAB
@@ -117,7 +118,7 @@ def test_verify_arrays_show_each_place_its_path_and_lead_the_kernel_down_it(tree
     width = tree.width + more
     num_rows = len(tree.tokens)
     lengths = [data.draw(st.integers(0, 5)) for _ in range(num_rows)]
-    wide = tree.links(width)
+    wide = tree.links(TreeLinks.empty(num_rows, width))
     size = width * (sum(lengths) + num_rows * width)
     room = data.draw(st.sampled_from([None, size + 7, size, size - 1]))
     buffer = torch.zeros(room, dtype=torch.uint8) if room is not None else None

@@ -1005,13 +1005,14 @@ int graft_tree_links(
     int64_t num_rows, int64_t width, int64_t num_places, const int64_t *tokens, const int64_t *parents,
     const int64_t *sources, int64_t *numbers, uint8_t *mask) {
     int64_t size = num_rows * num_places;
+    if (num_places < width) return OUT_OF_RANGE;
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t *depths = numbers + size, *children = depths + size, *siblings = children + size;
         for (int64_t i = 0; i < num_places; i++) {
             uint8_t *seen = mask + i * num_places;
             int is_node = i < width && sources[i] >= 0;
             int64_t parent = is_node && i ? parents[i] : -1;
-            if (parent >= i) return OUT_OF_RANGE;
+            if (parent >= i || (is_node && i && parent < 0)) return OUT_OF_RANGE;
             numbers[i] = is_node ? tokens[i] : 0;
             children[i] = siblings[i] = -1;
             depths[i] = parent < 0 ? 0 : depths[parent] + 1;

@@ -92,10 +92,10 @@ class DraftTree:
 
     # What other engines' kernels want
 
-    def links(self, num_places: int | None = None, into: TreeLinks | None = None) -> TreeLinks:
-        """What verify kernels want to know of the trees, in `num_places` of each row, padding last; as many as there
-        are if None. into: memory of that shape to be used again."""
-        links = into or TreeLinks.empty(len(self.tokens), self.width if num_places is None else num_places)
+    def links(self, into: TreeLinks | None = None) -> TreeLinks:
+        """What verify kernels want to know of the trees. into: memory for it, in which a row may have more places: they
+        become padding."""
+        links = into or TreeLinks.empty(*self.tokens.shape)
         columns = [plain(column) for column in (self.tokens, self.parents, self.sources)]
         addresses = (column.data_ptr() for column in (*columns, *links))
         native().graft_tree_links(*columns[0].shape, links.mask.shape[1], *addresses)

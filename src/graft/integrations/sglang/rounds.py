@@ -23,7 +23,7 @@ from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import DraftTree, TreeLinks
+from graft.spec_decode.tree import DraftTree
 
 _log = logging.getLogger(__name__)
 
@@ -229,15 +229,6 @@ class Rounds:
         for text, tokens in zip(proposal.texts, accepted.tokens, strict=True):
             text.ids += tokens
         return accepted
-
-
-def agreed_links(decide: Callable[[], TreeLinks] | None, broadcast: Callable[[Any], Any]) -> TreeLinks:
-    """The links of the tree that rank 0 decides on, the same on all ranks.
-
-    decide: None on all other ranks. broadcast: gives rank 0's argument on every rank.
-    """
-    links: TreeLinks = broadcast(decide() if decide is not None else None)
-    return links
 
 
 @dataclass

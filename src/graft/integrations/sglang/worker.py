@@ -26,7 +26,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attenti
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
-from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds, agreed_links
+from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds
 from graft.integrations.sglang.settings import (
     SGLangSettings,
     TreeSize,
@@ -45,7 +45,6 @@ from graft.integrations.sglang.trees import (
     verify_arrays,
 )
 from graft.model.verified import likeliest
-from graft.spec_decode.tree import TreeLinks
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
@@ -120,16 +119,14 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         lengths, arrived = coming.wait()
         started = time.perf_counter()
 
-        def decide() -> TreeLinks:
-            assert self._rounds is not None
+        links = None
+        if self._rounds is not None:
             last_tokens, *levels = arrived
             whole = [length + 1 for length in lengths.tolist()]
             num_places = self.speculative_num_draft_tokens
             self._proposal = self._rounds.propose(requests, last_tokens.long(), whole, Drafted(*levels), num_places)
-            tree, is_pinned = self._proposal.tree, coming.seq_lens.is_cuda
-            return tree.links(num_places, link_memory(len(requests), num_places, is_pinned))
-
-        links = agreed_links(decide if self._rounds is not None else None, self._broadcast)
+            links = self._proposal.tree.links(link_memory(len(requests), num_places, coming.seq_lens.is_cuda))
+        links = self._broadcast(links)
         # SGLang's own number of tokens is unknown where it has a buffer for the mask.
         arrays = verify_arrays(links, coming.seq_lens, int(lengths.sum()), mask)
         self._log.built(len(requests), waiting, started)
