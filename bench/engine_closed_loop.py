@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="only these of them")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--seed", type=int, help="requests draw by this seed plus their number")
     parser.add_argument("--stop-id", type=int, default=2)
     parser.add_argument("--limit", type=int, default=64, help="prompts of each number of requests")
@@ -67,6 +68,8 @@ def arguments() -> argparse.Namespace:
     variable = f"GRAFT_{options.engine.upper()}"
     if (os.environ.get(variable, "") == "1") != (options.method == "graft"):
         parser.error(f"{variable}=1 belongs to --method graft, and to no other")
+    if options.trace and options.engine != "sglang":
+        parser.error("--trace is for SGLang")
     if options.memory is None:
         options.memory = 0.85 if options.engine == "sglang" else 0.25
     return options
@@ -86,7 +89,7 @@ class SGLang:
         sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 96, 128) if size <= most]
         flags: dict[str, Any] = dict(
             model_path=options.model,
-            dtype="bfloat16",
+            dtype=options.dtype,
             context_length=options.context,
             max_running_requests=most,
             mem_fraction_static=options.memory,
@@ -168,7 +171,7 @@ class VLLM:
         speculation = dict(method=method, model=options.head, num_speculative_tokens=options.steps)
         self._flags: dict[str, Any] = dict(
             model=options.model,
-            dtype="bfloat16",
+            dtype=options.dtype,
             max_model_len=options.context,
             max_num_seqs=most,
             gpu_memory_utilization=options.memory,

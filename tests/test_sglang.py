@@ -169,21 +169,22 @@ def test_tokens_are_those_of_our_own_sampler_whatever_stands_beside_them(limits)
     )
     depths = torch.tensor([0, 1, 1, 2])
     positions = torch.tensor([len(context) - 1 for context in contexts])[:, None] + depths
-    found = target_tokens(logits.flatten(0, 1), positions.flatten(), sampling).view(2, 4)
+    best = logits.argmax(-1).flatten()
+    found = target_tokens(logits.flatten(0, 1), best, positions.flatten(), sampling).view(2, 4)
     for place, depth in enumerate(depths.tolist()):
         sampler = Sampler(wanted, [[*context, *[0] * depth] for context in contexts], [], VOCAB, torch.device("cpu"))
         assert found[:, place].tolist() == sampler.choose(logits[:, place], [True, True]).tolist()
-    assert target_tokens(logits.flatten(0, 1), positions.flatten(), None).equal(logits.argmax(-1).flatten())
 
 
 def test_noise_made_in_parts_is_the_same(monkeypatch):
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(1))
     columns = (torch.full((3,), 0.7), torch.full((3,), 1 << 30), torch.ones(3), torch.zeros(3))
     sampling, positions = Sampling(torch.tensor([1, 2, 3]), *columns, False), torch.arange(12)
-    whole = target_tokens(logits, positions, sampling)
+    best = logits.argmax(-1)
+    whole = target_tokens(logits, best, positions, sampling)
     monkeypatch.setattr("graft.integrations.sglang.trees._NOISE_AT_ONCE", 5 * VOCAB)
-    assert target_tokens(logits, positions, sampling).equal(whole)
-    assert not whole.equal(logits.argmax(-1))
+    assert target_tokens(logits, best, positions, sampling).equal(whole)
+    assert not whole.equal(best)
 
 
 # Texts of requests

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.model.sampler import gumbel_noise, truncated
+from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.native import native, plain
@@ -102,6 +103,17 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
     return VerifyArrays(mask, positions.flatten(), retrieve_index, children, siblings, tokens.flatten())
 
 
+def likeliest_successors(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's likeliest tokens [B * D, k] int32 after every node, best first, and their logits in float32."""
+    if logits.is_cuda:
+        from graft.model.kernels.topk import highest  # needs Triton
+
+        tokens, values, _ = highest(logits, min(NUM_SUCCESSORS, logits.shape[1]))
+        return tokens, values
+    tokens, values = likeliest(logits)
+    return tokens.int(), values.float()
+
+
 class Sampling(NamedTuple):
     """How each of B rows chooses its tokens, all [B]. SGLang writes greedy as top-k 1 at temperature 1."""
 
@@ -113,15 +125,13 @@ class Sampling(NamedTuple):
     is_truncated: bool  # whether top-k above 1, top-p or min-p excludes tokens in any row
 
 
-def target_tokens(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:
-    """The target's own token [B, D] after every node: what is accepted is compared with it.
+def target_tokens(logits: Tensor, best: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    """The target's own token [B * D] after every node: what is accepted is compared with it.
 
-    logits [B * D, V]; positions [B * D] of the nodes. The noise is keyed by the row's seed and the position of the
-    token to choose alone, so what the tree holds never changes a choice. sampling: None if all rows are greedy.
+    logits [B * D, V]; best [B * D]: the likeliest tokens, which greedy rows choose; positions [B * D] of the nodes. The
+    noise is keyed by the row's seed and the position of the token to choose alone, so what the tree holds never changes
+    a choice.
     """
-    best = logits.argmax(dim=-1)
-    if sampling is None:
-        return best
     num_places = len(logits) // len(sampling.seeds)
     seeds, temperatures, top_k, top_p, min_p = (column.repeat_interleave(num_places) for column in sampling[:5])
     keys = positions + 1

@@ -40,17 +40,17 @@ from graft.integrations.sglang.trees import (
     Drafted,
     Sampling,
     VerifyArrays,
+    likeliest_successors,
     link_memory,
     target_tokens,
     verify_arrays,
 )
-from graft.model.verified import likeliest
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 _drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
-_choosing: ContextVar[Callable[[], Tensor] | None] = ContextVar("graft_choosing", default=None)
+_choosing: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("graft_choosing", default=None)
 
 
 class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
@@ -132,18 +132,18 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._log.built(len(requests), waiting, started)
         return arrays
 
-    def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor) -> Tensor:
+    def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor:
         """Rank 0's choice of the target's token after every place, [B, D] on the device.
 
-        info: SGLang's `SamplingBatchInfo`. logits: with penalties.
+        info: SGLang's `SamplingBatchInfo`. logits: with penalties; best [B, D]: the likeliest tokens by them.
         """
-        shape = (len(requests), self.speculative_num_draft_tokens)
-        if self._rounds is None:
-            chosen = torch.empty(shape, dtype=torch.int64, device=logits.device)
-        elif info.sampling_seed is not None and not info.is_all_greedy and not info.need_min_p_sampling:
-            chosen = _tokens_without_speculation(logits, positions, info, shape[1]).view(shape)
+        if info.is_all_greedy or self._rounds is None:  # other ranks get rank 0's choice
+            chosen = best
+        elif info.sampling_seed is not None and not info.need_min_p_sampling:
+            chosen = _tokens_without_speculation(logits, positions, info, best.shape[1]).view(best.shape)
         else:
-            chosen = target_tokens(logits, positions, self._sampling(requests, info)).view(shape)
+            sampling = self._sampling(requests, info)
+            chosen = target_tokens(logits, best.flatten(), positions, sampling).view(best.shape)
         if self._group.world_size > 1:
             self._group.broadcast(chosen, src=0)
         return chosen
@@ -195,11 +195,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         if learn is not None:
             learn()
 
-    def _sampling(self, requests: Any, info: Any) -> Sampling | None:
-        """How the rows choose; None if all are greedy."""
+    def _sampling(self, requests: Any, info: Any) -> Sampling:
         assert self._rounds is not None
-        if info.is_all_greedy:
-            return None
         random = [request.sampling_params for request in requests if request.sampling_params.top_k > 1]
         is_truncated = any(each.top_k < self._vocab_size or each.top_p < 1 or each.min_p > 0 for each in random)
         device = info.temperatures.device
@@ -378,11 +375,11 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
     logits = logits_output.next_token_logits
-    highest = likeliest(logits) if worker.learns else None  # as the target gave them: penalties come in place
+    highest = likeliest_successors(logits) if worker.learns else None  # as the target gave them: penalties come in place
     info, chosen = batch.sampling_info, []
 
-    def choose() -> Tensor:
-        chosen.append(worker.choose(batch.reqs, info, verify_input.positions[: len(logits)], logits))
+    def choose(best: Tensor) -> Tensor:
+        chosen.append(worker.choose(batch.reqs, info, verify_input.positions[: len(logits)], logits, best))
         return chosen[0]
 
     batch.sampling_info = copy.copy(info)
@@ -395,15 +392,15 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     if highest is not None:
         successors, values = highest
         shape = (*chosen[0].shape, -1)
-        worker.remember(chosen[0], successors.int().view(shape), values.float().view(shape))
+        worker.remember(chosen[0], successors.view(shape), values.view(shape))
     return result
 
 
 def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`verify_tree_greedy_func`: with the tokens that were chosen, where SGLang gives the likeliest."""
+    """`verify_tree_greedy_func`: with the tokens that are chosen, where SGLang gives the likeliest."""
     choose = _choosing.get()
     if choose is not None:
-        kwargs["target_predict"] = choose()
+        kwargs["target_predict"] = choose(kwargs["target_predict"])
     return original(*args, **kwargs)
 
 
