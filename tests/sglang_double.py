@@ -6,6 +6,7 @@ own arrays (tokens, positions, mask), so that a wrong one of them gives another 
 """
 
 import importlib.util
+import os
 import sys
 from array import array
 from contextlib import nullcontext
@@ -262,7 +263,13 @@ class EAGLEWorkerV2:
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
         for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
             request.ids.extend(predict[path[:length]].tolist())
+        if self.speculative_num_steps == 0 and os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND") == "1":
+            self._stub_skipped_draft_extend(batch, output)
         return verify_input
+
+    def _stub_skipped_draft_extend(self, batch, batch_output):
+        for request in batch.reqs:
+            request.is_read_by_head = False
 
     def _build_trivial_verify_input(self, batch):
         num_rows, nothing = len(batch.reqs), torch.full((len(batch.reqs), 1), -1)
@@ -411,6 +418,7 @@ class Request:
         self.sampling_params = SimpleNamespace(**usual | params)
         self.ids = [prompt[0]]  # all that the model has given; the first token is the prefill's
         self.output_ids = array("q")  # what the scheduler knows of it
+        self.is_read_by_head = True
 
     def process(self, num_known):
         """The scheduler takes in results until it knows so many tokens."""

@@ -35,7 +35,7 @@ from graft.integrations.sglang.trees import (
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
-from graft.spec_decode.tree import TreeLinks
+from graft.spec_decode.tree import DRAFTED, TreeLinks
 from test_grafter import path_of, trees
 
 VOCAB = sglang_double.VOCAB
@@ -406,6 +406,8 @@ def sglang(monkeypatch):
     """The stand-in, with the plugin's hooks applied as SGLang does."""
     double = sglang_double.install(monkeypatch)
     monkeypatch.setenv("GRAFT_SGLANG", "1")
+    monkeypatch.setenv(plugin.SKIP, "")  # so that what the plugin sets is taken back
+    monkeypatch.delenv(plugin.SKIP)
     plugin.register()
     double.HookRegistry.apply_hooks()
     return double
@@ -513,6 +515,26 @@ def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypa
         assert each.output_ids[:length].tolist() == plain(each)[:length], each.rid
     used = worker.draft_worker.draft_runner, worker.target_worker.model_runner
     assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
+
+
+def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:12,3:1")
+    drafted = {}  # by request: of every tree, whether it was read by the head, and whether it has drafted nodes
+    propose = Rounds.propose
+
+    def recorded(self, requests, *args):
+        proposal = propose(self, requests, *args)
+        for request, sources in zip(requests, proposal.tree.sources, strict=True):
+            drafted.setdefault(request.rid, []).append((request.is_read_by_head, bool((sources == DRAFTED).any())))
+        return proposal
+
+    monkeypatch.setattr(Rounds, "propose", recorded)
+    requests = [sglang.Request(name, PROMPT[: 8 - number], length=60) for number, name in enumerate("abc")]
+    requests[2].sampling_params.length = 20
+    decode(sglang, requests, rounds_each_joins=2, max_running_requests=8)
+    assert {True, False} == {was_read for was_read, _ in drafted["a"]}, "before and after three ran together"
+    assert all(was_read == is_drafted for each in drafted.values() for was_read, is_drafted in each)
+    assert all(each.output_ids[: each.sampling_params.length].tolist() == plain(each) for each in requests)
 
 
 def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):

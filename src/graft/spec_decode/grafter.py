@@ -198,23 +198,26 @@ class Grafter:
         num_ahead: int = 0,
         is_decided: bool = False,
         max_passes: int = sys.maxsize,
+        rows: Sequence[bool] | None = None,
     ) -> None:
         """Adds drafted levels to the candidates: those of passes made ahead, and of further ones for as long as another
         pass is worth its time.
 
         passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_ahead: passes that
         are being made already; the step waits for them, whether or not they are used. is_decided: it was asked before
-        they were begun whether they pay. max_passes: how many there are, where not all that the drafter can make.
+        they were begun whether they pay. max_passes: how many there are, where not all that the drafter can make. rows:
+        which are drafted for, where not all.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
+        caps = round.caps if rows is None else [cap if own else 0 for cap, own in zip(round.caps, rows, strict=True)]
         first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
         start, ahead_until = time.perf_counter(), None
         for number in range(min(max_passes, self.budget.max_passes)):
             if number == num_ahead:
                 ahead_until = time.perf_counter()
-            going = [count == number and cap > 0 for count, cap in zip(round.passes, round.caps, strict=True)]
+            going = [count == number and cap > 0 for count, cap in zip(round.passes, caps, strict=True)]
             if number >= num_ahead or (number == 0 and not is_decided):
                 going = self.goes_on(number, reach, going)
             if depth >= round.max_depth or not any(going):

@@ -46,6 +46,7 @@ class _Known:
     request: Request
     seed: int
     text: Text | None = None  # None: no tree was made for it yet
+    has_head: bool = True  # whether the head has read all of it, and so drafts for it
 
 
 class Texts:
@@ -78,6 +79,15 @@ class Texts:
     def seeds(self, requests: Sequence[Request]) -> list[int]:
         """The seeds of their draws: those that requests gave, else one drawn for each."""
         return [known.seed for known in self._see(requests)]
+
+    def lose_head(self, requests: Sequence[Request]) -> None:
+        """The head has not read these requests' last tokens, and drafts no more for them."""
+        for known in self._see(requests):
+            known.has_head = False
+
+    def have_heads(self, requests: Sequence[Request]) -> list[bool]:
+        """Which of these requests, all seen before, the head drafts for."""
+        return [self._known[request.rid].has_head for request in requests]
 
     def _see(self, requests: Sequence[Request]) -> list[_Known]:
         now = []
@@ -203,7 +213,8 @@ class Rounds:
         else:
             levels = levels_of(drafted, self._topk)
             passes, num = ([level] for level in levels), len(levels)
-            grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num)
+            rows = self.texts.have_heads(requests)
+            grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)
             tree = grafter.graft(round)
         before, earlier = before_roots([text.ids for text in texts])
         salts = [grafter.salt_of(text) for text in texts]

@@ -180,6 +180,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         """A round without a tree comes: nothing is learned from it."""
         self._proposal = None
 
+    def lose_head(self, requests: Any) -> None:
+        """The head has not read what this round has decoded."""
+        if self._rounds is not None:
+            self._rounds.texts.lose_head(requests)
+
     def reset(self) -> None:
         """Forgets all texts and all that was learned of them."""
         self._unlearned = self._proposal = self._coming = None
@@ -271,6 +276,12 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self.draft_worker.leave_out()
         verify_input.graft_worker = self.draft_worker
         return verify_input
+
+    def _stub_skipped_draft_extend(self, batch: Any, batch_output: Any) -> None:
+        """After a round without trees: the head reads nothing of it, which would cost as much as a tenth of the round.
+        What is decoded later of these requests is retrieved alone."""
+        super()._stub_skipped_draft_extend(batch, batch_output)
+        self.draft_worker.lose_head(batch.reqs)
 
     def _make_state(self, size: TreeSize, above: int) -> Any:
         """Backends and graphs for batches of more than `above` requests, up to the size's."""
@@ -375,7 +386,8 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
     logits = logits_output.next_token_logits
-    highest = likeliest_successors(logits) if worker.learns else None  # as the target gave them: penalties come in place
+    # As the target gave them: penalties come in place.
+    highest = likeliest_successors(logits) if worker.learns else None
     info, chosen = batch.sampling_info, []
 
     def choose(best: Tensor) -> Tensor:
