@@ -157,6 +157,10 @@ def head_probabilities(context):
     return (target_logits(context) + 0.7 * torch.randn(VOCAB, generator=generator)).softmax(0)
 
 
+def fast_topk(values, topk, dim):
+    return values.topk(topk, dim=dim)
+
+
 # EAGLE workers
 
 
@@ -186,6 +190,9 @@ class EagleDraftWorker:
             spec_steps=self.speculative_num_steps,
             draft_token_num=self.speculative_num_draft_tokens,
         )
+
+    def _draft_extend_for_decode(self, batch, batch_result):
+        pass
 
     def draft_forward(self, batch):
         """Level by level: every pass expands the K best nodes of the last level, each into K."""
@@ -265,6 +272,8 @@ class EAGLEWorkerV2:
             request.ids.extend(predict[path[:length]].tolist())
         if self.speculative_num_steps == 0 and os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND") == "1":
             self._stub_skipped_draft_extend(batch, output)
+        else:
+            self.draft_worker._draft_extend_for_decode(batch, output)
         return verify_input
 
     def _stub_skipped_draft_extend(self, batch, batch_output):
@@ -399,13 +408,8 @@ def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, n
 # Attention of several tokens of a request
 
 
-def extend_attention_fwd(*args):
-    return _get_block_sizes_for_extend_attention(128, 128)
-
-
-def _get_block_sizes_for_extend_attention(query_size, value_size):
-    """Widths, rows, columns and warps on a Hopper GPU."""
-    return query_size, 0, value_size, 128, 64, 8
+def extend_attention_fwd(*args, **kwargs):
+    return "SGLang's own"
 
 
 # Requests

@@ -613,15 +613,6 @@ def test_sglang_itself_goes_on_where_no_worker_of_ours_calls(sglang):
         sglang.build_tree_kernel_efficient(*[torch.zeros(1)] * 4, torch.ones(1), 1, 2, 3, 4)
 
 
-@pytest.mark.parametrize(("most_tokens", "rows"), [(1, 16), (16, 16), (17, 32), (48, 64), (65, 128), (4000, 128)])
-def test_attention_computes_no_more_rows_than_there_are_tokens(sglang, most_tokens, rows):
-    warps = 4 if rows < 128 else 8
-    places = [*[None] * 9, "mask", None, None, most_tokens, 1.0, 1.0]
-    assert sglang.extend_attention_fwd(*places) == (128, 0, 128, rows, 64, warps)
-    assert sglang.extend_attention_fwd(*[None] * 12, most_tokens, 1.0, 1.0) == (128, 0, 128, 128, 64, 8), "a prompt"
-    assert sglang._get_block_sizes_for_extend_attention(128, 128) == (128, 0, 128, 128, 64, 8)
-
-
 def test_flags_are_checked_by_the_launcher_and_the_head_once_it_is_loaded(sglang):
     sglang.server_args().check_server_args()
     with pytest.raises(GraftError, match="--speculative-adaptive"):

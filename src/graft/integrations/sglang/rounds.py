@@ -235,8 +235,7 @@ class Rounds:
         columns = (tree.tokens, tree.parents, tree.sources)
         highest = (successors[:, :width].contiguous(), logits[:, :width].contiguous())
         self.grafter.learn_top_k(TargetTopK(*columns, *highest, *proposal.before, proposal.salts))
-        self.grafter.learn(proposal.round, tree, accepted, seconds=1.0)
-        self.grafter.catch_up()  # now: the head is drafting meanwhile
+        self.grafter.learn(proposal.round, tree, accepted, seconds=1.0)  # the rest is learned by `grafter.catch_up`
         for text, tokens in zip(proposal.texts, accepted.tokens, strict=True):
             text.ids += tokens
         return accepted

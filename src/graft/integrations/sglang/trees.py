@@ -99,8 +99,35 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
     starts = num_places * (wide.cumsum(0) - wide)
     index = starts[:, None, None] + places[:, None] * wide[:, None, None] + lengths[:, None, None] + places
     mask[index.flatten()] = seen.flatten().to(mask.dtype)
-    retrieve_index = torch.arange(num_rows * num_places, device=device).view(num_rows, num_places)
-    return VerifyArrays(mask, positions.flatten(), retrieve_index, children, siblings, tokens.flatten())
+    index = place_numbers(num_rows, num_places, device)
+    return VerifyArrays(mask, positions.flatten(), index, children, siblings, tokens.flatten())
+
+
+def fill_verify(
+    links: TreeLinks, seq_lens: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Writes trees of D places to the verify's own inputs, and gives their links: each place's first child and next
+    sibling, [B, D]. Nothing waits for the device.
+
+    tokens [B * D], positions [B * D or more], mask: as in `VerifyArrays`; of the mask, what every place sees is there
+    already.
+    """
+    if not seq_lens.is_cuda:
+        arrays = verify_arrays(links, seq_lens, int(seq_lens.sum()), mask)
+        tokens.copy_(arrays.draft_token)
+        positions[: len(arrays.positions)] = arrays.positions
+        return arrays.retrieve_next_token, arrays.retrieve_next_sibling
+    from graft.integrations.sglang.kernels import place_trees  # needs Triton
+
+    numbers, seen = (_to_device(part, seq_lens.device) for part in links)
+    place_trees(numbers, seen, seq_lens, tokens, positions, mask)
+    return numbers[2], numbers[3]
+
+
+@lru_cache(maxsize=256)  # numbers of rows
+def place_numbers(num_rows: int, num_places: int, device: torch.device) -> Tensor:
+    """[B, D] where each place is among all."""
+    return torch.arange(num_rows * num_places, device=device).view(num_rows, num_places)
 
 
 def likeliest_successors(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,11 +40,14 @@ from graft.integrations.sglang.trees import (
     Drafted,
     Sampling,
     VerifyArrays,
+    fill_verify,
     likeliest_successors,
     link_memory,
+    place_numbers,
     target_tokens,
     verify_arrays,
 )
+from graft.spec_decode.tree import TreeLinks
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
@@ -85,6 +88,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with _set(_drafting, self):
             return super().draft_forward(forward_batch)
 
+    def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
+        """The head reads what was accepted, and gives the first level of the next round."""
+        with _set(_drafting, self):
+            super()._draft_extend_for_decode(batch, batch_result)
+
     def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
         """Rank 0's tree as the verify's inputs; where SGLang has a buffer for the mask, only a place for them, which
         `fill` fills once SGLang has prepared the verify: that takes as long as the head's passes, and waits for none.
@@ -95,24 +103,35 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             self._rounds.begin(self._batch.reqs, self.speculative_num_draft_tokens)
         is_prepared_elsewhere = getattr(self, "plan_stream", None) is not None  # on a stream that knows nothing of this
         if mask is None or is_prepared_elsewhere or getattr(self.target_worker.model_runner, "model_is_mrope", False):
-            return self._arrays(self._batch.reqs, mask)
+            return self._arrays(self._batch.reqs, seq_lens, mask)
         size = (len(seq_lens), self.speculative_num_draft_tokens)
-        nothing = torch.zeros(size, dtype=torch.int64, device=seq_lens.device)
-        coming.mask = mask
-        return VerifyArrays(mask, torch.zeros_like(nothing).flatten(), nothing, nothing, nothing, nothing.flatten())
+        coming.mask = mask.fill_(True)  # all of it: a padded batch reads beyond our rows
+        tokens, positions = torch.zeros(2, size[0] * size[1], dtype=torch.int64, device=seq_lens.device)
+        index = place_numbers(*size, seq_lens.device)
+        return VerifyArrays(mask, positions, index, index, index, tokens)
 
     def fill(self, verify_input: Any, requests: Any) -> None:
         """The tree into the verify's inputs, where `build` has left them empty."""
-        if self._coming is None or self._coming.mask is None:
+        coming = self._coming
+        if coming is None or coming.mask is None:
             return
-        arrays = self._arrays(requests, self._coming.mask)
-        # These two are in the forward pass's input already; it reads the others here.
-        verify_input.draft_token.copy_(arrays.draft_token)
-        verify_input.positions[: len(arrays.positions)].copy_(arrays.positions)
-        for name in ("custom_mask", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
-            setattr(verify_input, name, getattr(arrays, name))
+        links, num_tokens = self._links(requests)
+        num_rows, num_places, _ = links.mask.shape
+        size = num_places * (num_tokens + num_rows * num_places)
+        if len(coming.mask) < size:  # a batch larger than those that are captured
+            verify_input.custom_mask = torch.ones(size, dtype=torch.bool, device=coming.seq_lens.device)
+        # Tokens and positions are in the forward pass's input already; it reads the others here.
+        written = (verify_input.draft_token, verify_input.positions, verify_input.custom_mask)
+        found = fill_verify(links, coming.seq_lens, *written)
+        verify_input.retrieve_next_token, verify_input.retrieve_next_sibling = found
 
-    def _arrays(self, requests: Any, mask: Tensor | None) -> VerifyArrays:
+    def _arrays(self, requests: Any, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
+        links, num_tokens = self._links(requests)
+        # SGLang's own number of tokens is unknown where it has a buffer for the mask.
+        return verify_arrays(links, seq_lens, num_tokens, mask)
+
+    def _links(self, requests: Any) -> tuple[TreeLinks, int]:
+        """Rank 0's trees, once its drafts have come; and the tokens of all texts before them."""
         coming, self._coming = self._coming, None
         assert coming is not None
         waiting = time.perf_counter()
@@ -127,10 +146,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             self._proposal = self._rounds.propose(requests, last_tokens.long(), whole, Drafted(*levels), num_places)
             links = self._proposal.tree.links(link_memory(len(requests), num_places, coming.seq_lens.is_cuda))
         links = self._broadcast(links)
-        # SGLang's own number of tokens is unknown where it has a buffer for the mask.
-        arrays = verify_arrays(links, coming.seq_lens, int(lengths.sum()), mask)
         self._log.built(len(requests), waiting, started)
-        return arrays
+        return links, int(lengths.sum())
 
     def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor:
         """Rank 0's choice of the target's token after every place, [B, D] on the device.
@@ -166,6 +183,11 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             self._log.learned(sum(map(len, accepted.tokens)), started)
 
         self._unlearned = learn
+
+    def digest(self) -> None:
+        """Learns of the last round what need not be known before the next tree: now that tree is being verified."""
+        if self._rounds is not None:
+            self._rounds.grafter.catch_up()
 
     @property
     def decides(self) -> bool:
@@ -385,6 +407,7 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
+    worker.digest()
     logits = logits_output.next_token_logits
     # As the target gave them: penalties come in place.
     highest = likeliest_successors(logits) if worker.learns else None
@@ -423,6 +446,23 @@ HOOKS = {
     f"{_FUNCTIONS}.eagle_sample": _sample,
     f"{_FUNCTIONS}.verify_tree_greedy_func": _walk,
 }
+
+
+_topk_of_sglang = eagle_worker_v2.fast_topk
+
+
+def _topk(values: Tensor, topk: int, dim: int) -> Any:
+    """`fast_topk`: of the head's probabilities by our kernel, which takes a sixth of the time."""
+    if _drafting.get() is None or not values.is_cuda or values.dim() != 2:
+        return _topk_of_sglang(values, topk, dim)
+    from graft.model.kernels.topk import highest  # needs Triton
+
+    tokens, best, _ = highest(values, topk)
+    return best, tokens.long()
+
+
+# In this module alone and not by a hook: that would reach a function of SGLang's that torch.compile compiles.
+eagle_worker_v2.fast_topk = _topk
 
 
 def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, num_places: int) -> Tensor:

@@ -1,0 +1,302 @@
+"""Triton kernels over SGLang's arrays: a verify's inputs and its attention. Importing this module needs Triton, and
+not SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_KEYS = 64  # of a block
+_MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times the query heads that share a key head
+_LEAST_SPLIT = 128  # keys before the tree that one program reads at least
+_MOST_SPLITS = 16
+_PROGRAMS = 528  # that keep a large GPU busy
+_LOG2_E = 1.4426950408889634
+
+
+def verify_attention(
+    query: Tensor,  # [T, heads, head_dim], D places of each of B rows
+    new_keys: Tensor,  # [T, kv_heads, head_dim] of the places
+    new_values: Tensor,
+    out: Tensor,  # [T, heads, head_dim]
+    keys: Tensor,  # [slots, kv_heads, head_dim] of the KV cache
+    values: Tensor,
+    key_starts: Tensor,  # [B + 1] where each row's slots begin
+    slots: Tensor,  # of the text before each row's tree
+    mask: Tensor,  # flat: of every row D times (text + D), whether the place sees it; all see the text
+    mask_starts: Tensor,  # [B + 1]
+    num_places: int,
+    scale: float,
+    cap: float = 0.0,
+) -> None:
+    """Attention of every place over the text before the tree and the places that its mask shows.
+
+    Query heads that share a key head are rows of one tile, so that keys are read once for all of them, and the text is
+    split among programs. Lengths are read on the device: a launch can be captured and replayed while texts grow.
+    cap: a score becomes cap * tanh(score / cap), unless 0.
+    """
+    heads, head_dim = query.shape[1:]
+    kv_heads = keys.shape[1]
+    group, batch = heads // kv_heads, len(key_starts) - 1
+    rows = min(max(triton.next_power_of_2(num_places * group), _LEAST_ROWS), _MOST_ROWS)
+    tiles = triton.cdiv(num_places * group, rows)
+    splits = min(max(_PROGRAMS // (batch * kv_heads * tiles), 1), _MOST_SPLITS)
+    splits = 1 << (splits.bit_length() - 1)  # few numbers, as a kernel is compiled for each
+    sums = out if splits == 1 else out.new_empty(len(query) * heads * splits * head_dim, dtype=torch.float32)
+    states = out if splits == 1 else out.new_empty(2, len(query) * heads * splits, dtype=torch.float32)
+    sizes: dict[str, Any] = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
+        "SPLITS": splits,
+        "LEAST_SPLIT": _LEAST_SPLIT,
+    }
+    _verify_kernel[batch, kv_heads * tiles, splits](
+        *(query, new_keys, new_values, out, keys, values),
+        *(key_starts, slots, mask, mask_starts, sums, states, len(query) * heads * splits),
+        *(*query.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2], *out.stride()[:2]),
+        *(*keys.stride()[:2], *values.stride()[:2]),
+        *(scale * _LOG2_E if not cap else scale / cap, cap * _LOG2_E, num_places, tiles),
+        **sizes,
+        GROUP=group,
+        CAPPED=bool(cap),
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        BLOCK_M=rows,
+        BLOCK_N=_KEYS,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine_kernel[len(query), heads](
+            *(sums, states, key_starts, out, len(query) * heads * splits, num_places, *out.stride()[:2]),
+            **sizes,
+            num_warps=2,
+        )
+
+
+def place_trees(
+    numbers: Tensor,  # [4, B, D] int64, as in `TreeLinks`
+    seen: Tensor,  # [B, D, D] bool
+    lengths: Tensor,  # [B] of the texts before the trees
+    tokens: Tensor,  # [B * D] int64, written
+    positions: Tensor,  # [B * D or more] int64, written
+    mask: Tensor,  # flat, of one byte each: of every row D times (text + D); only what follows the text is written
+) -> None:
+    """Writes trees to where a verify reads them."""
+    num_rows, num_places = seen.shape[:2]
+    _place_kernel[num_rows, num_places](
+        *(numbers, seen.view(torch.uint8), lengths, tokens, positions, mask.view(torch.uint8), num_rows, num_places),
+        BLOCK_B=triton.next_power_of_2(num_rows),
+        BLOCK_N=triton.next_power_of_2(num_places),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "places"])
+def _place_kernel(
+    numbers: tl.tensor,
+    seen: tl.tensor,
+    lengths: tl.tensor,
+    tokens: tl.tensor,
+    positions: tl.tensor,
+    mask: tl.tensor,
+    num_rows: int,
+    places: int,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One place of a row."""
+    row, place = tl.program_id(0), tl.program_id(1)
+    at = row * places + place
+    length = tl.load(lengths + row).to(tl.int64)
+    tl.store(tokens + at, tl.load(numbers + at))
+    tl.store(positions + at, length + tl.load(numbers + num_rows * places + at))
+    before = tl.arange(0, BLOCK_B)
+    texts = tl.sum(tl.load(lengths + before, mask=before < row, other=0).to(tl.int64), axis=0)
+    begin = places * (texts + row * places) + place * (length + places) + length
+    other = tl.arange(0, BLOCK_N)
+    shown = tl.load(seen + at * places + other, mask=other < places, other=0)
+    tl.store(mask + begin + other, shown, mask=other < places)
+
+
+@triton.jit
+def _split_length(num_keys: tl.tensor, SPLITS: tl.constexpr, LEAST_SPLIT: tl.constexpr) -> tl.tensor:
+    """Keys of each split of a text but the last."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), 64) * 64, LEAST_SPLIT)
+
+
+@triton.jit
+def _scores(
+    query: tl.tensor,
+    key: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Scores [rows, keys] as exponents of two."""
+    scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
+    if CAPPED:
+        scores = cap * (1 - 2 / (tl.exp(2 * scores) + 1))
+    return scores
+
+
+@triton.jit
+def _add_block(
+    acc: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    scores: tl.tensor,
+    seen: tl.tensor,
+    value: tl.tensor,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A softmax in progress, with the keys of one more block."""
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(maximum, tl.max(scores, axis=1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - base[:, None])
+    shrunk = tl.exp2(maximum - base)
+    total = total * shrunk + tl.sum(weights, axis=1)
+    acc = acc * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return acc, highest, total
+
+
+@triton.jit(do_not_specialize=["num_states", "places", "tiles"])
+def _verify_kernel(
+    query: tl.tensor,
+    new_keys: tl.tensor,
+    new_values: tl.tensor,
+    out: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_starts: tl.tensor,
+    slots: tl.tensor,
+    mask: tl.tensor,
+    mask_starts: tl.tensor,
+    sums: tl.tensor,
+    states: tl.tensor,
+    num_states: int,
+    query_token: tl.int64,
+    query_head: tl.int64,
+    new_key_token: tl.int64,
+    new_key_head: tl.int64,
+    new_value_token: tl.int64,
+    new_value_head: tl.int64,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    key_slot: tl.int64,
+    key_head: tl.int64,
+    value_slot: tl.int64,
+    value_head: tl.int64,
+    scale: float,
+    cap: float,
+    places: int,
+    tiles: int,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One tile of a row's places over one split of the text; the first split goes on with the tree."""
+    row, split = tl.program_id(0), tl.program_id(2)
+    head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    first_key = tl.load(key_starts + row)
+    num_keys = tl.load(key_starts + row + 1) - first_key
+    length = _split_length(num_keys, SPLITS, LEAST_SPLIT)
+    begin, end = split * length, tl.minimum((split + 1) * length, num_keys)
+    if (split > 0) & (begin >= end):
+        return
+
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # of a query among the row's for this key head
+    place, member = number // GROUP, head * GROUP + number % GROUP
+    real = place < places
+    token = row.to(tl.int64) * places + place
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    q = tl.load(
+        query + (token * query_token + member * query_head)[:, None] + dims[None, :],
+        mask=real[:, None] & inside[None, :],
+        other=0.0,
+    )
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    column = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        is_key = start + column < end
+        slot = tl.load(slots + first_key + start + column, mask=is_key, other=0).to(tl.int64)
+        wanted = is_key[:, None] & inside[None, :]
+        key = tl.load(keys + head * key_head + slot[:, None] * key_slot + dims[None, :], mask=wanted, other=0.0)
+        scores = _scores(q, key, scale, cap, CAPPED, PRECISION)
+        value = tl.load(values + head * value_head + slot[:, None] * value_slot + dims[None, :], mask=wanted, other=0.0)
+        acc, maximum, total = _add_block(acc, maximum, total, scores, is_key[None, :], value, PRECISION)
+    if split == 0:
+        first_mask = tl.load(mask_starts + row).to(tl.int64)
+        shown = mask + first_mask + place * (num_keys + places) + num_keys
+        for start in range(0, places, BLOCK_N):
+            other = start + column
+            is_key = other < places
+            new = row.to(tl.int64) * places + other
+            wanted = is_key[:, None] & inside[None, :]
+            key = tl.load(
+                new_keys + head * new_key_head + new[:, None] * new_key_token + dims[None, :], mask=wanted, other=0.0
+            )
+            scores = _scores(q, key, scale, cap, CAPPED, PRECISION)
+            value = tl.load(
+                new_values + head * new_value_head + new[:, None] * new_value_token + dims[None, :],
+                mask=wanted,
+                other=0.0,
+            )
+            seen = tl.load(shown[:, None] + other[None, :], mask=real[:, None] & is_key[None, :], other=0) != 0
+            acc, maximum, total = _add_block(acc, maximum, total, scores, seen, value, PRECISION)
+    stored = real[:, None] & inside[None, :]
+    if SPLITS == 1:
+        place_of_out = (token * out_token + member * out_head)[:, None] + dims[None, :]
+        tl.store(out + place_of_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    else:
+        state = (token * (tl.num_programs(1) // tiles * GROUP) + member) * SPLITS + split
+        tl.store(sums + state[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+        tl.store(states + state, maximum, mask=real)
+        tl.store(states + num_states + state, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_states", "places"])
+def _combine_kernel(
+    sums: tl.tensor,
+    states: tl.tensor,
+    key_starts: tl.tensor,
+    out: tl.tensor,
+    num_states: int,
+    places: int,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
+) -> None:
+    """One head of one place, from all splits of its text."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = token // places
+    num_keys = tl.load(key_starts + row + 1) - tl.load(key_starts + row)
+    used = tl.maximum(tl.cdiv(num_keys, _split_length(num_keys, SPLITS, LEAST_SPLIT)), 1)
+    split, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    is_used, inside = split < used, dims < HEAD_DIM
+    state = (token * tl.num_programs(1) + head) * SPLITS + split
+    maximum = tl.load(states + state, mask=is_used, other=float("-inf"))
+    shares = tl.exp2(maximum - tl.max(maximum, axis=0))
+    total = tl.sum(tl.load(states + num_states + state, mask=is_used, other=0.0) * shares, axis=0)
+    parts = tl.load(
+        sums + state[:, None] * HEAD_DIM + dims[None, :], mask=is_used[:, None] & inside[None, :], other=0.0
+    )
+    result = tl.sum(parts * shares[:, None], axis=0) / total
+    tl.store(out + token * out_token + head * out_head + dims, result.to(out.dtype.element_ty), mask=inside)
