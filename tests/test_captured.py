@@ -375,7 +375,9 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     model = model_of("llama", hidden_size=64, intermediate_size=128, vocab_size=128, **heads)
     made, multiply = [], Products.multiply
-    monkeypatch.setattr(Products, "multiply", lambda *given: (made.append(len(given[1])), multiply(*given))[1])
+    monkeypatch.setattr(
+        Products, "multiply", lambda *given, **more: (made.append(len(given[1])), multiply(*given, **more))[1]
+    )
     target = Small(model, exact=exact)
     cache = target.open(2, 64)
     target.verify(cache, tree_of([[4, 5, 6, 7]] * 2, [[0, 0, 1, 2]] * 2))
