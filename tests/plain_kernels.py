@@ -85,8 +85,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
-def multiply(products: matmul_kernels.Products, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return nn.functional.linear(x, weight, bias)
+def multiply(
+    products: matmul_kernels.Products,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    product = nn.functional.linear(x, weight, bias)
+    return silu_mul(product) if is_gated else product
 
 
 def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
 from graft.model.captures import CaptureError, Captures
 from graft.model.cuda_graphs import CapturedTarget
+from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE
@@ -375,12 +376,29 @@ def test_exact_steps_have_no_other_products_than_our_own(exact, plain, monkeypat
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     model = model_of("llama", hidden_size=64, intermediate_size=128, vocab_size=128, **heads)
     made, multiply = [], Products.multiply
-    monkeypatch.setattr(Products, "multiply", lambda *given: (made.append(len(given[1])), multiply(*given))[1])
+    monkeypatch.setattr(
+        Products, "multiply", lambda *given, **more: (made.append(len(given[1])), multiply(*given, **more))[1]
+    )
     target = Small(model, exact=exact)
     cache = target.open(2, 64)
     target.verify(cache, tree_of([[4, 5, 6, 7]] * 2, [[0, 0, 1, 2]] * 2))
     num_products = 4 * model.config.num_hidden_layers + 1
     assert set(made) == ({2 * 4} if exact else set()) and len(made) % num_products == 0
+
+
+def test_a_step_of_one_token_needs_no_kernel_for_trees(plain, monkeypatch):
+    seen, attend = set(), attention_kernels.tree_attention
+
+    def noting(query, keys, values, layout, *given, **more):
+        seen.add((len(query), layout.only_chains))
+        return attend(query, keys, values, layout, *given, **more)
+
+    monkeypatch.setattr(attention_kernels, "tree_attention", noting)
+    target = Small(model_of("llama"))
+    cache = target.open(1, 64)
+    for tokens, parents in (([4], [0]), ([4, 5], [0, 0])):
+        target.verify(cache, tree_of([tokens], [parents]))
+    assert seen == {(1, True), (4, False)}
 
 
 EXACT = {

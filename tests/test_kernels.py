@@ -22,7 +22,7 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels import walk as walk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
-from graft.model.kernels.matmul import Products, Tile, can_multiply, tile_for
+from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
 from graft.model.kv_cache import Row
 from graft.model.step import Chunk, FlatStep
 from graft.spec_decode.proposers.block import tree as block_tree
@@ -778,18 +778,68 @@ def test_devices_that_know_no_descriptors_load_the_same():
         assert torch.equal(others.multiply(x[:number], weight, None, tile), expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "neurons"),
+    [(torch.float32, 96), *((dtype, 192) for dtype in DTYPES[1:])],
+    ids=str,
+)
+def test_a_product_with_its_activation_has_the_bits_of_the_two_kernels(dtype, neurons):
+    torch.manual_seed(0)
+    weight, x = (torch.randn(*size).to(DEVICE, dtype) for size in ((2 * neurons, 128), (150, 128)))
+    products = Products(x.device)
+    for number in (1, 16, 17, 40, 150):
+        tile = tile_for(number, (2 * neurons, 128), dtype, is_gated=True)
+        # The interpreter leaves the order within a block to NumPy.
+        separate = products.multiply(x[:number], weight, None, replace(tile, outputs=64, num_whole=neurons // 32))
+        expected = layer_kernels.silu_mul(separate)
+        assert torch.equal(products.multiply(x[:number], weight, is_gated=True), expected), number
+
+
+@pytest.mark.parametrize(("outputs", "tokens", "inputs"), [(128, 16, 128), (128, 128, 64), (256, 64, 64)])
+@pytest.mark.parametrize("by_descriptor", [True, False])
+def test_tiles_change_no_bit_of_an_activation(outputs, tokens, inputs, by_descriptor):
+    torch.manual_seed(0)
+    weight, x = (torch.randn(*size).to(DEVICE, torch.float16) for size in ((512, 256), (150, 256)))
+    products, rows = Products(x.device), 512 // outputs
+    block = inputs if DEVICE == "cpu" else 64
+    expected = layer_kernels.silu_mul(products.multiply(x, weight, None, Tile(64, 16, block, 4, 2, num_whole=8)))
+    products._by_descriptor = by_descriptor
+    for num_whole in {rows, 1, 0} if outputs > 128 else {rows}:
+        tile = Tile(outputs, tokens, inputs, warps=8 if outputs * tokens >= 2**14 else 4, stages=2, num_whole=num_whole)
+        assert torch.equal(products.multiply(x, weight, None, tile, is_gated=True), expected), num_whole
+
+
+def test_an_activation_is_within_the_product_where_the_product_is_our_own(monkeypatch):
+    made = []
+    monkeypatch.setattr(Products, "multiply", lambda self, x, weight, *bias, **more: made.append((len(x), more)))
+    monkeypatch.setattr("graft.model.kernels.matmul.linear", lambda x, weight, bias: made.append((len(x), "PyTorch")))
+    monkeypatch.setattr(layer_kernels, "silu_mul", lambda gate_up: made.append("activation"))
+    x = torch.zeros(2049, 2048, dtype=torch.float16, device="meta")
+    products, always = Products(x.device), Products(x.device, always=True)
+    even, odd = (torch.zeros(2 * neurons, 2048, dtype=torch.float16, device="meta") for neurons in (2048, 2080))
+    products.activate(x[:2048], even)
+    products.activate(x, even)
+    always.activate(x, even)
+    products.activate(x[:1], odd)  # neurons that are no whole tiles
+    within = {"is_gated": True}
+    assert made == [(2048, within), (2049, "PyTorch"), "activation", (2049, within), (1, {}), "activation"]
+
+
 SHAPES = [(6144, 4096), (28672, 4096), (2048, 5632), (51200, 5120), (576, 1536), (128256, 4096), (64, 64), (64, 192)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_tiles_leave_nothing_out_and_fit(shape, dtype):
-    for number in (1, 17, 64, 96, 128, 200, 256, 384, 512, 4096):
+    kinds = (False, True) if can_gate(shape, dtype) else (False,)
+    for number, is_gated in itertools.product((1, 17, 64, 96, 128, 200, 256, 384, 512, 4096), kinds):
         for processors, shared_memory in ((132, 227 * 1024), (108, 163 * 1024), (40, 99 * 1024)):
-            tile = tile_for(number, shape, dtype, processors, shared_memory)
+            tile = tile_for(number, shape, dtype, processors, shared_memory, is_gated)
+            least = 128 if is_gated and dtype is torch.bfloat16 else 64
             assert shape[0] % tile.outputs == 0 and shape[1] % tile.inputs == 0
             assert 0 <= tile.num_whole <= shape[0] // tile.outputs
-            assert tile.num_whole == shape[0] // tile.outputs or tile.outputs > 64, "instructions have 64 rows"
+            is_whole = tile.num_whole == shape[0] // tile.outputs
+            assert tile.outputs >= (least if is_whole else 2 * least), "instructions have 64 rows"
             size = (tile.outputs + tile.tokens) * tile.inputs * dtype.itemsize
             assert tile.stages >= 2 and tile.stages * size <= shared_memory
 

@@ -451,7 +451,9 @@ class CapturedTarget(TargetRunner):
         def run() -> None:
             paths = layer_kernels.lay_out(parents, places, depths, starts, rows, min(size, _MAX_PATH))
             by_row = (starts, counts, lengths, lines)
-            step = KernelStep(Layout(rows, places, depths, paths, *by_row, tables, context, strips))
+            # One token is a chain, whatever it belongs to.
+            layout = Layout(rows, places, depths, paths, *by_row, tables, context, strips, only_chains=size == 1)
+            step = KernelStep(layout)
             if layers is not None and rotary is not None:
                 out, inputs = layers(tokens, step, *self._store.stored, rotary, self._hidden_layers)
                 buffers.take(out, side_by_side(inputs, out))

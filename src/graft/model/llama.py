@@ -119,7 +119,7 @@ class LayerStack:
             )
             delta = multiply(attended, layer.o)
             stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-            delta = multiply(layer_kernels.silu_mul(multiply(normed, layer.gate_up)), layer.down)
+            delta = multiply(multiply.activate(normed, layer.gate_up), layer.down)
         assert delta is not None
         return inputs, stream, delta
 

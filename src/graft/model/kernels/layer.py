@@ -251,12 +251,18 @@ def _rotate_kernel(
 
 
 @triton.jit
+def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up, rounded before the up and after it."""
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     gate = tl.load(gate_up + token * (2 * SIZE) + columns, mask=inside, other=0.0)
     up = tl.load(gate_up + token * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + token * SIZE + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(out + token * SIZE + columns, gated(gate, up), mask=inside)

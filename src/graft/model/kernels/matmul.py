@@ -3,6 +3,9 @@
 A token's result does not depend on the other tokens of the product: every sum is one chain of matrix instructions, from
 the first input to the last. The tile size changes no bit, so tiles are chosen for speed, by the number of tokens too.
 PyTorch's products split their sums by the number of tokens, so there the last bits depend on it.
+
+The product of gates and ups ends with their activation: a program computes both of the same neurons, and rounds them
+as if they were stored between.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels.layer import gated
 
 FEW = 2048  # tokens, up to which the kernel is about as fast as PyTorch's
 _LARGE = 2**22  # numbers of a weight, from which on it is
@@ -40,7 +46,7 @@ _FLOAT32_TILES = {(64, tokens): (32, 4) for tokens in (16, 32, 64, 128)}
 class Tile:
     """Tile of the product that one program computes. No choice of it changes a bit."""
 
-    outputs: int
+    outputs: int  # of a product of gates and ups, half of them gates and half the ups of the same neurons
     tokens: int
     inputs: int  # of a block
     warps: int
@@ -53,6 +59,16 @@ def can_multiply(shape: Sequence[int]) -> bool:
     return not any(size % 64 for size in shape)
 
 
+def can_gate(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether the kernel can multiply by gates and ups [2 * neurons, inputs], and apply their activation."""
+    return can_multiply(shape) and shape[0] % _least_outputs(dtype, True) == 0
+
+
+def _least_outputs(dtype: torch.dtype, is_gated: bool) -> int:
+    """Outputs of a tile at least. Matrix instructions, which float32 does without, have 64 gates or 64 ups."""
+    return 128 if is_gated and dtype is not torch.float32 else 64
+
+
 @cache
 def tile_for(
     num_tokens: int,
@@ -60,25 +76,26 @@ def tile_for(
     dtype: torch.dtype,
     processors: int = _PROCESSORS,
     shared_memory: int = _SHARED_MEMORY,
+    is_gated: bool = False,
 ) -> Tile:
     """The fastest tile for a product, by estimated time."""
-    _, tile = min(_rated_tiles(num_tokens, shape, dtype, processors, shared_memory), key=lambda rated: rated[0])
-    return tile
+    rated = _rated_tiles(num_tokens, shape, dtype, processors, shared_memory, _least_outputs(dtype, is_gated))
+    return min(rated, key=lambda each: each[0])[1]
 
 
 def _rated_tiles(
-    num_tokens: int, shape: tuple[int, int], dtype: torch.dtype, processors: int, shared_memory: int
+    num_tokens: int, shape: tuple[int, int], dtype: torch.dtype, processors: int, shared_memory: int, least: int
 ) -> Iterator[tuple[float, Tile]]:
-    """All possible tiles, each with its estimated time."""
+    """All possible tiles, of so many outputs at least, each with its estimated time."""
     num_outputs, num_inputs = shape
     for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
-        if num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
+        if outputs < least or num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
             continue
         missing = max(tokens - num_tokens, 0)
         columns, rows = triton.cdiv(num_tokens, tokens), num_outputs // outputs
         rounds, left = divmod(columns * rows, processors)
         time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
-        if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > 64:
+        if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > least:
             # The last round would have few tiles: it is shorter with twice as many halves. (Not where reading the
             # weights is what takes the time.)
             num_whole = rounds * processors // columns
@@ -115,23 +132,38 @@ class Products:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] by weight [outputs, inputs], and the bias [outputs] added."""
-        if can_multiply(weight.shape) and (self._always or (len(x) <= FEW and self.is_quick(weight))):
+        if can_multiply(weight.shape) and self._is_ours(x, weight):
             return self.multiply(x, weight, bias)
         return linear(x, weight, bias)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-        """The product by the kernel. tile: None takes the fastest."""
-        assert x.is_contiguous() and weight.is_contiguous()
+    def activate(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [T, neurons] of x [T, inputs] by gate_up [2 * neurons, inputs], gates first."""
+        if can_gate(gate_up.shape, x.dtype) and self._is_ours(x, gate_up):
+            return self.multiply(x, gate_up, is_gated=True)
+        return layer_kernels.silu_mul(self(x, gate_up))
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        tile: Tile | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """The product by the kernel. tile: None takes the fastest. is_gated: as `activate` gives it, without a bias."""
+        assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
-        tile = tile or tile_for(num_tokens, (num_outputs, num_inputs), x.dtype, self._processors, self._shared_memory)
-        rows = num_outputs // tile.outputs
+        shape = (num_outputs, num_inputs)
+        tile = tile or tile_for(num_tokens, shape, x.dtype, self._processors, self._shared_memory, is_gated)
+        rows, parts = num_outputs // tile.outputs, 2 if is_gated else 1
         has_halves = tile.num_whole < rows
-        out = x.new_empty(num_tokens, num_outputs)
-        weight_blocks = self._blocks_of(weight, tile.outputs, tile.inputs)
+        out = x.new_empty(num_tokens, num_outputs // parts)
+        block = tile.outputs // parts
+        weight_blocks = self._blocks_of(weight, block, tile.inputs)
         _product_kernel[triton.cdiv(num_tokens, tile.tokens), 2 * rows - tile.num_whole](
             self._blocks_of(x, tile.tokens, tile.inputs),
             weight_blocks,
-            self._blocks_of(weight, tile.outputs // 2, tile.inputs) if has_halves else weight_blocks,
+            self._blocks_of(weight, block // 2, tile.inputs) if has_halves else weight_blocks,
             out if bias is None else bias,
             out,
             num_tokens,
@@ -140,15 +172,19 @@ class Products:
             tile.num_whole,
             HAS_BIAS=bias is not None,
             HAS_HALVES=has_halves,
+            IS_GATED=is_gated,
             BY_DESCRIPTOR=self._by_descriptor,
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
             BLOCK_T=tile.tokens,
-            BLOCK_N=tile.outputs,
+            BLOCK_N=block,
             BLOCK_K=tile.inputs,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         return out
+
+    def _is_ours(self, x: Tensor, weight: Tensor) -> bool:
+        return self._always or (len(x) <= FEW and self.is_quick(weight))
 
     def _blocks_of(self, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor | Tensor:
         if not self._by_descriptor:
@@ -173,6 +209,7 @@ def _product_kernel(
     num_whole: int,
     HAS_BIAS: tl.constexpr,
     HAS_HALVES: tl.constexpr,
+    IS_GATED: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -184,7 +221,7 @@ def _product_kernel(
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
     sizes = num_tokens, num_outputs, num_inputs
-    flags: tl.constexpr = (HAS_BIAS, BY_DESCRIPTOR, PRECISION)
+    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION)
     if HAS_HALVES:
         if row < num_whole:
             _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
@@ -210,22 +247,33 @@ def _tile(
     BLOCK_K: tl.constexpr,
 ) -> None:
     """Computes a tile. Weights are the rows of the matrix instructions, which have at least 64 rows and any number of
-    columns from 8 on. Only instructions of one kind give the same bits, so no tile has fewer outputs."""
+    columns from 8 on. Only instructions of one kind give the same bits, so no tile has fewer outputs, nor fewer gates.
+    """
     num_tokens, num_outputs, num_inputs = sizes
     HAS_BIAS: tl.constexpr = flags[0]
-    BY_DESCRIPTOR: tl.constexpr = flags[1]
-    PRECISION: tl.constexpr = flags[2]
+    IS_GATED: tl.constexpr = flags[1]
+    BY_DESCRIPTOR: tl.constexpr = flags[2]
+    PRECISION: tl.constexpr = flags[3]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    ups = acc
     for place in range(0, num_inputs, BLOCK_K):
         w = _block(weight, output, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
         tokens = _block(x, token, place, num_tokens, num_inputs, BLOCK_T, BLOCK_K, BY_DESCRIPTOR)
         acc = tl.dot(w, tokens.T, acc, input_precision=PRECISION)
+        if IS_GATED:
+            up = num_outputs // 2 + output
+            w = _block(weight, up, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
+            ups = tl.dot(w, tokens.T, ups, input_precision=PRECISION)
     token += tl.arange(0, BLOCK_T)
     output += tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         acc += tl.load(bias + output).to(tl.float32)[:, None]
+    result = acc.to(out.dtype.element_ty)
+    if IS_GATED:
+        result = gated(result, ups.to(out.dtype.element_ty))
+        num_outputs = num_outputs // 2
     at = token[None, :].to(tl.int64) * num_outputs + output[:, None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[None, :])
+    tl.store(out + at, result, mask=(token < num_tokens)[None, :])
 
 
 @triton.jit

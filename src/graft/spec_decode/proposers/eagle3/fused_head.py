@@ -61,7 +61,7 @@ class FastHead:
         )
         delta = multiply(attended, self._o)
         stream, normed = layer_kernels.add_norm(stream, delta, self._mlp_norm, eps)
-        delta = multiply(layer_kernels.silu_mul(multiply(normed, self._gate_up)), self._down)
+        delta = multiply(multiply.activate(normed, self._gate_up), self._down)
         total, normed = layer_kernels.add_norm(stream, delta, self._norm, eps)
         return normed if config.norm_output else total
 
