@@ -66,8 +66,8 @@ def verify_attention(
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         BLOCK_M=rows,
         BLOCK_N=_KEYS,
-        num_warps=8 if rows == _MOST_ROWS else 4,  # more rows of fewer warps do not fit into their registers
-        num_stages=2 if rows == _MOST_ROWS else 3,
+        num_warps=8 if rows > 32 else 4,  # four would not have the registers
+        num_stages=2 if rows > 32 else 3,
     )
     if splits > 1:
         _combine_kernel[len(query), heads](
