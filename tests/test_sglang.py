@@ -256,7 +256,7 @@ def test_a_round_behind_the_end_of_a_text_is_forgotten():
 @pytest.mark.parametrize("change", ["none", "a row more", "other texts", "another root", "other places"])
 def test_a_round_begun_while_the_head_drafts_is_used_where_it_is_still_right(change, monkeypatch):
     trees, num_begun, begin = [], [], Grafter.begin
-    monkeypatch.setattr(Grafter, "begin", lambda *args: num_begun.append(1) or begin(*args))
+    monkeypatch.setattr(Grafter, "begin", lambda *args, **more: num_begun.append(1) or begin(*args, **more))
     for is_begun in (False, True):
         rounds = Rounds(1000, 3, 2, 12, SGLangSettings())
         batch = [request("a", [1, 2, 3, 4, 1, 2], [3]), request("b", [7, 8, 7, 8], [7])]

@@ -164,11 +164,13 @@ class Grafter:
         caps: Sequence[int],
         max_depth: int,
         num_others: int = 0,
+        is_quick: bool = False,
     ) -> Round | None:
         """A round below `roots` [B], the last tokens of `histories`, with copies of earlier text; None where it had
         better be plain.
 
-        caps: by row, the most nodes that it may get. num_others: tokens of the step that are no rows'.
+        caps: by row, the most nodes that it may get. num_others: tokens of the step that are no rows'. is_quick: what
+        no row can get is not looked for either where the number of nodes is given.
         """
         num_rows, most = len(histories), self._most_nodes(caps, max_depth, num_others)
         if most == 0:
@@ -176,7 +178,7 @@ class Grafter:
         candidates = Candidates(
             roots, [history.ids for history in histories], [self.salt_of(history) for history in histories]
         )
-        if self.adapts:  # what no row can get need not be looked for
+        if self.adapts or is_quick:  # what no row can get need not be looked for
             candidates.most_nodes = max(2 * most // num_rows, 1)
         round = Round(candidates, histories, caps, max_depth, most, num_others, [0] * num_rows)
         self._retrieve(round, self._copies)

@@ -194,7 +194,7 @@ class Rounds:
     def _round(self, roots: Tensor, texts: list[Text], num_places: int) -> Round | None:
         budget = min(self._budget, num_places - 1)
         max_depth = min(self._settings.max_depth or budget, budget)
-        return self.grafter.begin(roots, texts, [budget] * len(texts), max_depth)
+        return self.grafter.begin(roots, texts, [budget] * len(texts), max_depth, is_quick=True)
 
     def propose(
         self, requests: Sequence[Request], roots: Tensor, lengths: Sequence[int], drafted: Drafted, num_places: int
@@ -211,7 +211,7 @@ class Rounds:
         if round is None:
             tree = DraftTree.roots(roots)
         else:
-            levels = levels_of(drafted, self._topk)
+            levels = levels_of(drafted, self._topk, 2 * (num_places - 1))
             passes, num = ([level] for level in levels), len(levels)
             rows = self.texts.have_heads(requests)
             grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)

@@ -43,14 +43,14 @@ class VerifyArrays(NamedTuple):
     draft_token: Tensor  # [B * D]
 
 
-def levels_of(drafted: Drafted, topk: int) -> list[Level]:
+def levels_of(drafted: Drafted, topk: int, most_nodes: int = KEPT_OF_A_LEVEL) -> list[Level]:
     """The drafted nodes as Graft's levels on the host, each with its likeliest nodes first, the expanded ones among
-    them. They are written over by the next call for as many rows."""
+    them. They are written over by the next call for as many rows. most_nodes: of a level, beside the expanded ones."""
     tokens, beams = plain(drafted.tokens), plain(drafted.beams)
     scores = plain(drafted.scores, torch.float32)
     num_rows, total = tokens.shape
     # Of equal scores SGLang may have expanded one that is left out here: what is below it then has probability 0.
-    width = max(KEPT_OF_A_LEVEL, topk)
+    width = max(min(KEPT_OF_A_LEVEL, most_nodes), topk)
     widths = (topk, *[min(topk * topk, width)] * ((total - topk) // (topk * topk)))
     columns, levels = _level_memory(num_rows, widths)
     native().graft_flat_levels(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -143,7 +144,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             last_tokens, *levels = arrived
             whole = [length + 1 for length in lengths.tolist()]
             num_places = self.speculative_num_draft_tokens
-            self._proposal = self._rounds.propose(requests, last_tokens.long(), whole, Drafted(*levels), num_places)
+            roots = last_tokens.to(torch.int64, copy=True)
+            self._proposal = self._rounds.propose(requests, roots, whole, Drafted(*levels), num_places)
             links = self._proposal.tree.links(link_memory(len(requests), num_places, coming.seq_lens.is_cuda))
         links = self._broadcast(links)
         self._log.built(len(requests), waiting, started)
@@ -169,7 +171,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         """Sends a verify's results to the host, to be learned from before the next draft."""
         rounds, proposal, self._proposal = self._rounds, self._proposal, None
         assert rounds is not None and proposal is not None
-        on_host = [_to_host(tensor) for tensor in (chosen, successors, logits)]
+        results = {"chosen": chosen, "successors": successors, "logits": logits}
+        on_host = [_to_host(tensor, use) for use, tensor in results.items()]
         arrived = None
         if chosen.is_cuda:
             arrived = torch.cuda.Event()
@@ -335,10 +338,10 @@ class _Coming:
     ) -> None:
         self.seq_lens, self._lengths = seq_lens, seq_lens_cpu
         self.mask: Tensor | None = None  # of a verify that is filled later
-        wanted = [seq_lens] if seq_lens_cpu is None else []
+        wanted = {"lengths": seq_lens} if seq_lens_cpu is None else {}
         if worker.decides:
-            wanted += [roots, *drafted]
-        self._copies = [_to_host(tensor) for tensor in wanted]
+            wanted |= {"roots": roots} | drafted._asdict()
+        self._copies = [_to_host(tensor, use) for use, tensor in wanted.items()]
         self._arrived = torch.cuda.Event() if seq_lens.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
@@ -492,9 +495,14 @@ def _settings() -> SGLangSettings:
     return from_environment(os.environ) or SGLangSettings()
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that may still be on its way."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+def _to_host(tensor: Tensor, use: str) -> Tensor:
+    """A copy that may still be on its way, and that the next one for the same use is written over."""
+    return _host_memory(use, tensor.shape, tensor.dtype, tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)  # numbers of rows, by use and size of trees
+def _host_memory(use: str, shape: torch.Size, dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
 
 
 @contextmanager
