@@ -17,6 +17,7 @@ import torch
 
 __version__ = "0.5.15"
 VOCAB = 40
+SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 NAMES = (
     "sglang",
     "sglang.srt",
@@ -94,6 +95,7 @@ def server_args(**changes):
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4, 8])),
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
+        disable_radix_cache=False,
     )
     return ServerArgs(**usual | changes)
 
@@ -270,7 +272,7 @@ class EAGLEWorkerV2:
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
         for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
             request.ids.extend(predict[path[:length]].tolist())
-        if self.speculative_num_steps == 0 and os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND") == "1":
+        if self.speculative_num_steps == 0 and os.environ.get(SKIP) == "1":
             self._stub_skipped_draft_extend(batch, output)
         else:
             self.draft_worker._draft_extend_for_decode(batch, output)

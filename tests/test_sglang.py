@@ -406,8 +406,8 @@ def sglang(monkeypatch):
     """The stand-in, with the plugin's hooks applied as SGLang does."""
     double = sglang_double.install(monkeypatch)
     monkeypatch.setenv("GRAFT_SGLANG", "1")
-    monkeypatch.setenv(plugin.SKIP, "")  # so that what the plugin sets is taken back
-    monkeypatch.delenv(plugin.SKIP)
+    monkeypatch.setenv(sglang_double.SKIP, "")  # so that what the worker sets is taken back
+    monkeypatch.delenv(sglang_double.SKIP)
     plugin.register()
     double.HookRegistry.apply_hooks()
     return double
@@ -517,7 +517,8 @@ def test_trees_shrink_with_the_number_of_requests_and_come_back(sglang, monkeypa
     assert used[0].attn_backend == "first extend" and used[1].attn_backend == "first"
 
 
-def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch):
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglang, monkeypatch, has_prefix_cache):
     monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:12,3:1")
     drafted = {}  # by request: of every tree, whether it was read by the head, and whether it has drafted nodes
     propose = Rounds.propose
@@ -531,8 +532,10 @@ def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglan
     monkeypatch.setattr(Rounds, "propose", recorded)
     requests = [sglang.Request(name, PROMPT[: 8 - number], length=60) for number, name in enumerate("abc")]
     requests[2].sampling_params.length = 20
-    decode(sglang, requests, rounds_each_joins=2, max_running_requests=8)
-    assert {True, False} == {was_read for was_read, _ in drafted["a"]}, "before and after three ran together"
+    flags = {"max_running_requests": 8, "disable_radix_cache": not has_prefix_cache}
+    decode(sglang, requests, rounds_each_joins=2, **flags)
+    expected = {True} if has_prefix_cache else {True, False}  # before and after three ran together
+    assert {was_read for was_read, _ in drafted["a"]} == expected
     assert all(was_read == is_drafted for each in drafted.values() for was_read, is_drafted in each)
     assert all(each.output_ids[: each.sampling_params.length].tolist() == plain(each) for each in requests)
 

@@ -81,8 +81,6 @@ def attend(monkeypatch):
     """SGLang's function with the plugin's hook."""
     double = sglang_double.install(monkeypatch)
     monkeypatch.setenv("GRAFT_SGLANG", "1")
-    monkeypatch.setenv(plugin.SKIP, "")
-    monkeypatch.delenv(plugin.SKIP)
     plugin.register()
     double.HookRegistry.apply_hooks()
     return double.extend_attention_fwd

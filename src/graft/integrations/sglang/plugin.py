@@ -9,7 +9,6 @@ from graft.errors import GraftError
 from graft.integrations.sglang.settings import SGLangSettings, check_server, check_version, from_environment
 
 _WORKERS = "sglang.srt.speculative.eagle_worker_v2"
-SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
 
 
 def register() -> None:
@@ -32,8 +31,6 @@ def _register(settings: SGLangSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from graft.integrations.sglang import attention, worker
-
-    os.environ.setdefault(SKIP, "1")
 
     def check(_: None, server_args: Any) -> None:
         check_server(server_args, settings)

@@ -51,6 +51,7 @@ from graft.integrations.sglang.trees import (
 from graft.spec_decode.tree import TreeLinks
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
+SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 _drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
@@ -244,6 +245,8 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         settings = _settings()
         check_server(server_args, settings)
+        if server_args.disable_radix_cache:  # else later requests would find text that the head has not read
+            os.environ.setdefault(SKIP, "1")
         super().__init__(server_args, *args, **kwargs)
         self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
         self._sizes = sizes_for(server_args, settings)
