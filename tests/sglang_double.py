@@ -26,6 +26,7 @@ NAMES = (
     "sglang.srt.server_args",
     "sglang.srt.distributed",
     "sglang.srt.layers",
+    "sglang.srt.layers.attention.triton_backend",
     "sglang.srt.layers.attention.triton_ops.extend_attention",
     "sglang.srt.layers.dp_attention",
     "sglang.srt.layers.sampler",
@@ -66,7 +67,8 @@ class HookRegistry:
     def apply_hooks(cls):
         for target, hook, kind in cls.hooks:
             module, _, rest = target.rpartition(".")
-            where = ServerArgs if module.endswith("ServerArgs") else sys.modules[module]
+            parent, _, name = module.rpartition(".")
+            where = sys.modules[module] if module in sys.modules else getattr(sys.modules[parent], name)
             setattr(where, rest, hook if kind == HookType.REPLACE else wrapped(getattr(where, rest), hook, kind))
 
 
@@ -193,6 +195,10 @@ class EagleDraftWorker:
             draft_token_num=self.speculative_num_draft_tokens,
         )
 
+    def _draft_extend_for_prefill(self, batch, hidden_states, next_token_ids, mm_input_embeds=None):
+        for request in batch.reqs:
+            request.is_read_by_head = True
+
     def _draft_extend_for_decode(self, batch, batch_result):
         pass
 
@@ -265,7 +271,7 @@ class EAGLEWorkerV2:
             verify_input = self._build_trivial_verify_input(batch)
         else:
             verify_input = self.draft_worker.draft(batch)
-        prepared = eagle_prepare_for_verify(verify_input, None, batch, self.target_worker)
+        prepared, _ = eagle_prepare_for_verify(verify_input, None, batch, self.target_worker)
         logits = read_trees(verify_input, batch, *prepared)
         output = SimpleNamespace(next_token_logits=logits)
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
@@ -297,8 +303,8 @@ class EAGLEWorkerV2:
 
 
 def eagle_prepare_for_verify(verify_input, req_to_token_pool, batch, target_worker):
-    """What the forward pass reads, later."""
-    return verify_input.draft_token, verify_input.positions
+    """What the forward pass reads, later; and whether it is captured."""
+    return (verify_input.draft_token, verify_input.positions), target_worker.is_captured
 
 
 def read_trees(verify_input, batch, tokens, positions):
@@ -410,6 +416,17 @@ def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, n
 # Attention of several tokens of a request
 
 
+class TritonAttnBackend:
+    max_context_len = 100
+
+    def __init__(self, has_mask=True):
+        self._has_mask = has_mask
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None):
+        if self._has_mask:
+            self.cuda_graph_custom_mask = torch.zeros(max_num_tokens * self.max_context_len, dtype=torch.uint8)
+
+
 def extend_attention_fwd(*args, **kwargs):
     return "SGLang's own"
 
@@ -465,4 +482,5 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
 
 def target_worker(head_name="LlamaForCausalLMEagle3"):
     runner = SimpleNamespace(attn_backend="first", decode_cuda_graph_runner="first")
-    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), head_name=head_name, model_runner=runner)
+    config = SimpleNamespace(vocab_size=VOCAB)
+    return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner, is_captured=False)

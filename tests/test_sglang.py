@@ -540,6 +540,34 @@ def test_the_head_drafts_no_more_for_requests_whose_tokens_it_has_not_read(sglan
     assert all(each.output_ids[: each.sampling_params.length].tolist() == plain(each) for each in requests)
 
 
+def test_a_request_that_lost_the_head_and_is_read_again_is_drafted_for(sglang):
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(disable_radix_cache=True), sglang.target_worker())
+    texts, requests = worker.draft_worker._rounds.texts, [sglang.Request("a", PROMPT), sglang.Request("b", PROMPT)]
+    texts.lose_head(requests)
+    worker.draft_worker._draft_extend_for_prefill(SimpleNamespace(reqs=requests[1:]), None, None)
+    assert texts.have_heads(requests) == [False, True]
+    worker.draft_worker._draft_extend_for_prefill(SimpleNamespace(reqs=[sglang.Request("a", PROMPT)]), None, None)
+    assert texts.have_heads(requests) == [False, True], "another request with its id"
+
+
+def test_a_graph_never_reads_a_mask_that_is_too_small(sglang):
+    """It reads the memory that it was captured with: the trees could not be put elsewhere."""
+    target = sglang.target_worker()
+    target.is_captured = True
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(), target)
+    batch = sglang.batch_of([sglang.Request("a", PROMPT)], torch.zeros(12 * 12, dtype=torch.uint8))
+    with pytest.raises(GraftError, match="room for 144 tokens"):
+        worker.forward_batch_generation(batch)
+
+
+def test_the_mask_of_graphs_has_room_for_the_places_behind_the_longest_texts(sglang):
+    backend, other = sglang.TritonAttnBackend(), sglang.TritonAttnBackend(has_mask=False)
+    for each in (backend, other):
+        each.init_cuda_graph_state(4, 4 * 12)
+    assert len(backend.cuda_graph_custom_mask) == 4 * 12 * (100 + 12)
+    assert backend.cuda_graph_custom_mask.dtype == torch.uint8 and not hasattr(other, "cuda_graph_custom_mask")
+
+
 def test_a_line_is_logged_every_so_many_rounds(sglang, monkeypatch, caplog):
     monkeypatch.setenv("GRAFT_SGLANG_LOG", "5")
     caplog.set_level("INFO")

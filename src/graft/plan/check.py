@@ -63,7 +63,8 @@ _LOAD = {
     64: (7197, 6443, 6534),
     128: (9950, 8369, 8224),
 }
-# The same as multiples of plain decoding with a fixed number of nodes.
+_SGLANG = {1: 204, 4: 688, 16: 2109, 64: 5453}  # SGLang's plain decoding, in a load test of the same kind
+# Of our load test, as multiples of plain decoding with a fixed number of nodes.
 _FIXED = {
     1: {1: 1.42, 3: 1.75, 7: 2.11, 15: 2.32, 31: 2.71, 60: 2.80},
     4: {1: 0.94, 3: 1.32, 7: 1.37, 15: 1.83, 31: 1.66, 60: 1.64},
@@ -151,6 +152,8 @@ def _load() -> Iterator[Checked]:
         yield Checked(group, f"vLLM plain, {rows} at once", predicted, peer, False)
         yield Checked(group, f"our plain, {rows} at once", predicted, plain, False)
         yield Checked(group, f"Graft, {rows} at once", best, graft, False)
+        if rows in _SGLANG:
+            yield Checked(group, f"SGLang plain, {rows} at once", predicted, _SGLANG[rows], False)
 
 
 def _fixed_budgets() -> Iterator[Checked]:

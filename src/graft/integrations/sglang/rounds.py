@@ -85,6 +85,13 @@ class Texts:
         for known in self._see(requests):
             known.has_head = False
 
+    def find_head(self, requests: Sequence[Request]) -> None:
+        """The head reads all of these requests, of which some may have lost it."""
+        for request in requests:
+            known = self._known.get(request.rid)
+            if known is not None and known.request is request:
+                known.has_head = True
+
     def have_heads(self, requests: Sequence[Request]) -> list[bool]:
         """Which of these requests, all seen before, the head drafts for."""
         return [self._known[request.rid].has_head for request in requests]

@@ -27,6 +27,7 @@ from sglang.srt.layers.dp_attention import get_attention_tp_group, is_dp_attenti
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
+from graft.errors import GraftError
 from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds
 from graft.integrations.sglang.settings import (
     SGLangSettings,
@@ -90,6 +91,12 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with _set(_drafting, self):
             return super().draft_forward(forward_batch)
 
+    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The head reads prompts, or all of a request that begins anew."""
+        if self._rounds is not None:
+            self._rounds.texts.find_head(batch.reqs)
+        return super()._draft_extend_for_prefill(batch, *args, **kwargs)
+
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
         """The head reads what was accepted, and gives the first level of the next round."""
         with _set(_drafting, self):
@@ -112,8 +119,10 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         index = place_numbers(*size, seq_lens.device)
         return VerifyArrays(mask, positions, index, index, index, tokens)
 
-    def fill(self, verify_input: Any, requests: Any) -> None:
-        """The tree into the verify's inputs, where `build` has left them empty."""
+    def fill(self, verify_input: Any, requests: Any, is_captured: bool) -> None:
+        """The tree into the verify's inputs, where `build` has left them empty.
+
+        is_captured: the verify is a graph, which reads the mask that SGLang has for it."""
         coming = self._coming
         if coming is None or coming.mask is None:
             return
@@ -121,6 +130,8 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         num_rows, num_places, _ = links.mask.shape
         size = num_places * (num_tokens + num_rows * num_places)
         if len(coming.mask) < size:  # a batch larger than those that are captured
+            if is_captured:
+                raise GraftError(f"SGLang's mask has room for {len(coming.mask)} tokens, and {size} are needed")
             verify_input.custom_mask = torch.ones(size, dtype=torch.bool, device=coming.seq_lens.device)
         # Tokens and positions are in the forward pass's input already; it reads the others here.
         written = (verify_input.draft_token, verify_input.positions, verify_input.custom_mask)
@@ -204,6 +215,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def leave_out(self) -> None:
         """A round without a tree comes: nothing is learned from it."""
+        self._catch_up()
         self._proposal = None
 
     def lose_head(self, requests: Any) -> None:
@@ -403,7 +415,7 @@ def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: An
     result = original(verify_input, req_to_token_pool, batch, target_worker)
     worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
     if worker is not None:
-        worker.fill(verify_input, batch.reqs)
+        worker.fill(verify_input, batch.reqs, is_captured=result[1])
     return result
 
 
@@ -500,12 +512,14 @@ def _settings() -> SGLangSettings:
 
 def _to_host(tensor: Tensor, use: str) -> Tensor:
     """A copy that may still be on its way, and that the next one for the same use is written over."""
-    return _host_memory(use, tensor.shape, tensor.dtype, tensor.is_cuda).copy_(tensor, non_blocking=True)
+    num_rows, *sizes = tensor.shape
+    memory = _host_memory(use, 1 << (num_rows - 1).bit_length(), tuple(sizes), tensor.dtype, tensor.is_cuda)
+    return memory[:num_rows].copy_(tensor, non_blocking=True)
 
 
-@lru_cache(maxsize=1024)  # numbers of rows, by use and size of trees
-def _host_memory(use: str, shape: torch.Size, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+@lru_cache(maxsize=1024)  # uses, powers of two and sizes of trees
+def _host_memory(use: str, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    return torch.empty(num_rows, *sizes, dtype=dtype, pin_memory=is_pinned)
 
 
 @contextmanager
