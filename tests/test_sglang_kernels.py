@@ -57,19 +57,24 @@ class Verify:
         return torch.cat(found)
 
 
+HALF = torch.float16
+
+
 @pytest.mark.parametrize(
-    ("lengths", "num_places", "heads", "kv_heads", "head_dim"),
+    ("lengths", "num_places", "heads", "kv_heads", "head_dim", "dtype", "programs"),
     [
-        ([300], 48, 8, 2, 64),  # many splits, several tiles
-        ([0, 130, 700], 5, 6, 3, 32),  # texts of other lengths than whole splits, and none at all
-        ([17, 900], 1, 4, 1, 48),  # no trees; head sizes that are no powers of two
-        ([64, 129], 70, 4, 4, 16),  # trees of more than a block
-        ([7] * 40, 1, 8, 8, 32),  # one split
-        ([40, 3], 6, 14, 2, 24),  # groups of seven query heads
+        ([300], 48, 8, 2, 64, torch.float32, None),  # many splits, several tiles
+        ([0, 130, 700], 5, 6, 3, 32, torch.float32, None),  # other lengths than whole splits, and no text at all
+        ([17, 900], 1, 4, 1, 48, HALF, None),  # no trees; head sizes that are no powers of two
+        ([20, 129], 70, 2, 2, 16, torch.float32, None),  # trees of more than a block
+        ([7, 300], 2, 8, 8, 32, torch.float32, 1),  # one split
+        ([40, 3], 6, 14, 2, 24, HALF, None),  # groups of seven query heads
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_places_attend_to_the_text_and_to_what_their_mask_shows(lengths, num_places, heads, kv_heads, head_dim, dtype):
+def test_places_attend_to_the_text_and_to_what_their_mask_shows(
+    lengths, num_places, heads, kv_heads, head_dim, dtype, programs, monkeypatch
+):
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs or kernels._PROGRAMS)
     verify = Verify(lengths, num_places, heads, kv_heads, head_dim, dtype)
     query, *arrays, _, _, mask, _, starts, places, _, _ = verify.arguments()
     (new_keys, new_values, out, keys, values), key_starts = arrays[:5], verify.starts.to(DEVICE)
