@@ -12,10 +12,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from tree_attention import microseconds
 
 from graft.integrations.sglang.kernels import verify_attention
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
 CASES = "1,48,300 1,48,2000 4,32,300 16,8,300 32,4,300 64,1,300"
 
 
@@ -43,28 +44,16 @@ def main() -> None:
         starts, key_starts = (rows * places).int(), (rows * length).int()
         scale = HEAD_DIM**-0.5
         prefix = (*cache, starts, key_starts, slots, mask, True, mask_starts, places, 1.0, 1.0, scale)
-        theirs_us = microseconds(partial(extend_attention_fwd, query, *new, theirs, *prefix))
+        theirs_us = of_a_layer(partial(extend_attention_fwd, query, *new, theirs, *prefix))
         own = (*cache, key_starts, slots, mask, mask_starts, places, scale)
-        ours_us = microseconds(partial(verify_attention, query, *new, ours, *own))
+        ours_us = of_a_layer(partial(verify_attention, query, *new, ours, *own))
         difference = (ours.float() - theirs.float()).abs().max().item()
         print(f"{case:>26s}{theirs_us:9.1f}{ours_us:9.1f}{difference:20.4f}", flush=True)
 
 
-def microseconds(run: Callable[[], object], count: int = 30) -> float:
-    """Of one of many in a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            run()
-    graph.replay()
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
-    graph.replay()
-    ended.record()
-    torch.cuda.synchronize()
-    return begun.elapsed_time(ended) / count * 1e3
+def of_a_layer(run: Callable[[], object]) -> float:
+    """Microseconds."""
+    return microseconds(lambda _: run(), LAYERS)[0]
 
 
 if __name__ == "__main__":

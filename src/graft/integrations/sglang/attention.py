@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_TRITON = "sglang.srt.layers.attention"
+_MODULES = "sglang.srt.layers.attention"
 _MAX_PLACES = 128
 _MAX_HEAD_BYTES = 256  # of a head vector: of longer ones too few keys fit into the shared memory of some GPUs
 # The arguments of SGLang's function, and the values of those that our kernel computes without.
@@ -67,6 +67,6 @@ def _make_state(
 
 
 HOOKS = {
-    f"{_TRITON}.triton_ops.extend_attention.extend_attention_fwd": _attend,
-    f"{_TRITON}.triton_backend.TritonAttnBackend.init_cuda_graph_state": _make_state,
+    f"{_MODULES}.triton_ops.extend_attention.extend_attention_fwd": _attend,
+    f"{_MODULES}.triton_backend.TritonAttnBackend.init_cuda_graph_state": _make_state,
 }

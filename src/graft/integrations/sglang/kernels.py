@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = 64  # of a block
+_KEYS = tl.constexpr(64)  # of a block
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times the query heads that share a key head
 _LEAST_SPLIT = 128  # keys before the tree that one program reads at least
 _MOST_SPLITS = 16
@@ -65,7 +65,6 @@ def verify_attention(
         CAPPED=bool(cap),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         BLOCK_M=rows,
-        BLOCK_N=_KEYS,
         num_warps=8 if rows > 32 else 4,  # four would not have the registers
         num_stages=2 if rows > 32 else 3,
     )
@@ -125,7 +124,7 @@ def _place_kernel(
 @triton.jit
 def _split_length(num_keys: tl.tensor, SPLITS: tl.constexpr, LEAST_SPLIT: tl.constexpr) -> tl.tensor:
     """Keys of each split of a text but the last."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), 64) * 64, LEAST_SPLIT)
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), _KEYS) * _KEYS, LEAST_SPLIT)
 
 
 @triton.jit
@@ -204,7 +203,6 @@ def _verify_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ) -> None:
     """One tile of a row's places over one split of the text; the first split goes on with the tree."""
     row, split = tl.program_id(0), tl.program_id(2)
@@ -230,8 +228,8 @@ def _verify_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    column = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
+    column = tl.arange(0, _KEYS)
+    for start in range(begin, end, _KEYS):
         is_key = start + column < end
         slot = tl.load(slots + first_key + start + column, mask=is_key, other=0).to(tl.int64)
         wanted = is_key[:, None] & inside[None, :]
@@ -242,7 +240,7 @@ def _verify_kernel(
     if split == 0:
         first_mask = tl.load(mask_starts + row).to(tl.int64)
         shown = mask + first_mask + place * (num_keys + places) + num_keys
-        for start in range(0, places, BLOCK_N):
+        for start in range(0, places, _KEYS):
             other = start + column
             is_key = other < places
             new = row.to(tl.int64) * places + other

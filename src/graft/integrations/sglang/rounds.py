@@ -218,7 +218,7 @@ class Rounds:
         if round is None:
             tree = DraftTree.roots(roots)
         else:
-            levels = levels_of(drafted, self._topk, 2 * (num_places - 1))
+            levels = levels_of(drafted, self._topk, round.candidates.most_nodes)
             passes, num = ([level] for level in levels), len(levels)
             rows = self.texts.have_heads(requests)
             grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)

@@ -45,6 +45,7 @@ from graft.integrations.sglang.trees import (
     fill_verify,
     likeliest_successors,
     link_memory,
+    mask_size,
     place_numbers,
     target_tokens,
     verify_arrays,
@@ -52,7 +53,7 @@ from graft.integrations.sglang.trees import (
 from graft.spec_decode.tree import TreeLinks
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
-SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
+_SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
 
 _drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
@@ -127,8 +128,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         if coming is None or coming.mask is None:
             return
         links, num_tokens = self._links(requests)
-        num_rows, num_places, _ = links.mask.shape
-        size = num_places * (num_tokens + num_rows * num_places)
+        size = mask_size(links, num_tokens)
         if len(coming.mask) < size:  # a batch larger than those that are captured
             if is_captured:
                 raise GraftError(f"SGLang's mask has room for {len(coming.mask)} tokens, and {size} are needed")
@@ -258,7 +258,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         settings = _settings()
         check_server(server_args, settings)
         if server_args.disable_radix_cache:  # else later requests would find text that the head has not read
-            os.environ.setdefault(SKIP, "1")
+            os.environ.setdefault(_SKIP, "1")
         super().__init__(server_args, *args, **kwargs)
         self._first = TreeSize(None, server_args.speculative_num_draft_tokens, server_args.speculative_num_steps)
         self._sizes = sizes_for(server_args, settings)
