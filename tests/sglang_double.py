@@ -196,8 +196,9 @@ class EagleDraftWorker:
         )
 
     def _draft_extend_for_prefill(self, batch, hidden_states, next_token_ids, mm_input_embeds=None):
-        for request in batch.reqs:
-            request.is_read_by_head = True
+        for request, num_before in zip(batch.reqs, batch.prefix_lens, strict=True):
+            request.is_read_by_head = num_before == 0 or request.is_read_by_head
+        return EagleDraftInput(next_token_ids, 1, 1, topk_p=torch.ones(len(batch.reqs), self.topk))
 
     def _draft_extend_for_decode(self, batch, batch_result):
         pass
@@ -229,6 +230,19 @@ class EagleDraftWorker:
 
 class SpecRuntimeState(SimpleNamespace):
     pass
+
+
+class EagleDraftInput(SimpleNamespace):
+    def __init__(self, bonus_tokens, num_tokens_per_req, num_tokens_for_logprob_per_req, topk_p=None):
+        super().__init__(bonus_tokens=bonus_tokens, topk_p=topk_p)
+
+
+class _Switch:
+    def get(self):
+        return os.environ.get(SKIP) == "1"
+
+
+envs = SimpleNamespace(**{SKIP: _Switch()})
 
 
 speculative_moe_backend_context = speculative_moe_a2a_backend_context = nullcontext
@@ -265,7 +279,11 @@ class EAGLEWorkerV2:
     def activate_step_by_batch(self, batch_size):
         pass
 
-    def forward_batch_generation(self, batch):
+    def forward_batch_generation(self, batch, on_publish=None):
+        if batch.forward_mode.is_extend():
+            tokens = torch.tensor([request.ids[-1] for request in batch.reqs])
+            found = self.draft_worker._draft_extend_for_prefill(batch, None, tokens, None)
+            return SimpleNamespace(next_draft_input=found)
         self.activate_step_by_batch(len(batch.reqs))
         if self.speculative_num_steps == 0:
             verify_input = self._build_trivial_verify_input(batch)
@@ -278,13 +296,15 @@ class EAGLEWorkerV2:
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
         for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
             request.ids.extend(predict[path[:length]].tolist())
-        if self.speculative_num_steps == 0 and os.environ.get(SKIP) == "1":
+        output.next_draft_input = EagleDraftInput(None, 1, 1)
+        if self.speculative_num_steps == 0 and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
             self._stub_skipped_draft_extend(batch, output)
         else:
             self.draft_worker._draft_extend_for_decode(batch, output)
         return verify_input
 
     def _stub_skipped_draft_extend(self, batch, batch_output):
+        batch_output.next_draft_input.topk_p = torch.zeros(len(batch.reqs), 1)
         for request in batch.reqs:
             request.is_read_by_head = False
 
@@ -451,7 +471,8 @@ class Request:
         return len(self.output_ids) >= self.sampling_params.length
 
 
-def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=False):
+def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=False, prefix_lens=None):
+    """prefix_lens: of a batch of prompts, how much of each was read before."""
     params = [request.sampling_params for request in requests]
     columns = {name: torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p")}
     bias = torch.zeros(len(params), VOCAB)
@@ -476,7 +497,9 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
         roots=torch.tensor([request.ids[-1] for request in requests], dtype=torch.int32),
         sampling_info=info,
         mask_buffer=mask_buffer,
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        forward_mode=SimpleNamespace(is_idle=lambda: False, is_extend=lambda: prefix_lens is not None),
+        is_extend_in_batch=False,
+        prefix_lens=prefix_lens,
     )
 
 

@@ -429,6 +429,7 @@ def decode(
     while waiting or running:
         if waiting and len(inputs) % rounds_each_joins == 0:
             running.append(waiting.pop(0))
+            worker.forward_batch_generation(double.batch_of(running[-1:], prefix_lens=[0]))
         before = [len(each.ids) for each in running]
         if not is_overlapped:
             for each in running:
@@ -544,10 +545,39 @@ def test_a_request_that_lost_the_head_and_is_read_again_is_drafted_for(sglang):
     worker = sglang.EAGLEWorkerV2(sglang.server_args(disable_radix_cache=True), sglang.target_worker())
     texts, requests = worker.draft_worker._rounds.texts, [sglang.Request("a", PROMPT), sglang.Request("b", PROMPT)]
     texts.lose_head(requests)
-    worker.draft_worker._draft_extend_for_prefill(SimpleNamespace(reqs=requests[1:]), None, None)
-    assert texts.have_heads(requests) == [False, True]
-    worker.draft_worker._draft_extend_for_prefill(SimpleNamespace(reqs=[sglang.Request("a", PROMPT)]), None, None)
-    assert texts.have_heads(requests) == [False, True], "another request with its id"
+
+    def read(request, num_before=0):
+        worker.forward_batch_generation(sglang.batch_of([request], prefix_lens=[num_before]))
+        return texts.have_heads(requests)
+
+    assert read(requests[1], num_before=4) == [False, False], "it has not read the beginning"
+    assert read(requests[1]) == [False, True]
+    assert read(sglang.Request("a", PROMPT)) == [False, True], "another request with its id"
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_the_head_reads_no_prompts_that_come_to_rounds_without_trees(sglang, monkeypatch, has_prefix_cache):
+    monkeypatch.setenv("GRAFT_SGLANG_PLACES", "2:12,3:1")
+    args = sglang.server_args(max_running_requests=8, disable_radix_cache=not has_prefix_cache)
+    worker = sglang.EAGLEWorkerV2(args, sglang.target_worker())
+    worker.init_cuda_graphs()
+    a, b, c, d = (sglang.Request(name, PROMPT) for name in "abcd")
+
+    def reads(*requests, num_before=0):
+        prompts = sglang.batch_of(requests, prefix_lens=[num_before] * len(requests))
+        found = worker.forward_batch_generation(prompts).next_draft_input
+        assert found.topk_p is not None and found.bonus_tokens.tolist() == [each.ids[-1] for each in requests]
+        has_read = bool(found.topk_p.any())
+        assert {each.is_read_by_head for each in requests} == {has_read}
+        return has_read
+
+    assert reads(a)
+    assert reads(a, num_before=4), "the same request's prompt, of which this is a later part"
+    worker.forward_batch_generation(sglang.batch_of([a]))
+    assert reads(b)
+    assert reads(c) == has_prefix_cache, "a third, before any round of three"
+    worker.forward_batch_generation(sglang.batch_of([a]))
+    assert reads(d), "only one is left"
 
 
 def test_a_graph_never_reads_a_mask_that_is_too_small(sglang):

@@ -61,6 +61,7 @@ def verify_attention(
         *(*keys.stride()[:2], *values.stride()[:2]),
         *(scale * _LOG2_E if not cap else scale / cap, cap * _LOG2_E, num_places, tiles),
         **sizes,
+        TREE_KEYS=min(max(triton.next_power_of_2(num_places), 16), _KEYS.value),
         GROUP=group,
         CAPPED=bool(cap),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
@@ -199,6 +200,7 @@ def _verify_kernel(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
+    TREE_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -240,8 +242,8 @@ def _verify_kernel(
     if split == 0:
         first_mask = tl.load(mask_starts + row).to(tl.int64)
         shown = mask + first_mask + place * (num_keys + places) + num_keys
-        for start in range(0, places, _KEYS):
-            other = start + column
+        for start in range(0, places, TREE_KEYS):
+            other = start + tl.arange(0, TREE_KEYS)
             is_key = other < places
             new = row.to(tl.int64) * places + other
             wanted = is_key[:, None] & inside[None, :]

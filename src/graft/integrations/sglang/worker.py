@@ -75,6 +75,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._coming: _Coming | None = None  # what is being drafted
         self._proposal: Proposal | None = None  # the last, on rank 0
         self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
+        self.reads_prompts = True
 
     def draft(self, batch: Any) -> Any:
         """The verify's input: SGLang's own course, in which `build` makes the tree."""
@@ -92,11 +93,15 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         with _set(_drafting, self):
             return super().draft_forward(forward_batch)
 
-    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The head reads prompts, or all of a request that begins anew."""
+    def _draft_extend_for_prefill(self, batch: Any, hidden_states: Any, next_token_ids: Any, *more: Any) -> Any:
+        """The head reads prompts, or all of a request that begins anew; not those that come to rounds without trees."""
+        if not self.reads_prompts:
+            only_roots = dict(bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
+            return eagle_worker_v2.EagleDraftInput(**only_roots)
         if self._rounds is not None:
-            self._rounds.texts.find_head(batch.reqs)
-        return super()._draft_extend_for_prefill(batch, *args, **kwargs)
+            whole = zip(batch.reqs, batch.prefix_lens, strict=True)  # a later part of a prompt changes nothing
+            self._rounds.texts.find_head([request for request, num_before in whole if num_before == 0])
+        return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *more)
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
         """The head reads what was accepted, and gives the first level of the next round."""
@@ -264,6 +269,7 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self._sizes = sizes_for(server_args, settings)
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
+        self._num_decoded, self._joined = 0, set[str]()  # requests of the last round; ids of those that came since
         # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
         self.speculative_num_steps = self._first.places - 1
 
@@ -286,9 +292,22 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
                 self._states[size[1:]] = self._make_state(size, above)
             above = size.max_requests or above
 
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prompts, or a round."""
+        if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
+            self._num_decoded, self._joined = len(batch.reqs), set()
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        self._joined.update(request.rid for request in batch.reqs)
+        has_trees = self._size_for(self._num_decoded + len(self._joined)).places > 1
+        self.draft_worker.reads_prompts = has_trees or not _skips_without_trees()
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        if not self.draft_worker.reads_prompts:
+            self._stub_skipped_draft_extend(batch, result)
+        return result
+
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Before a round of so many requests: their size of trees."""
-        size = next(each for each in self._sizes if each.max_requests is None or batch_size <= each.max_requests)
+        size = self._size_for(batch_size)
         state = self._states.get(size[1:])
         if state is None or state is self._now:  # none: SGLang has not captured anything yet
             return
@@ -318,10 +337,13 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         return verify_input
 
     def _stub_skipped_draft_extend(self, batch: Any, batch_output: Any) -> None:
-        """After a round without trees: the head reads nothing of it, which would cost as much as a tenth of the round.
-        What is decoded later of these requests is retrieved alone."""
+        """After a round without trees, and after prompts before one: the head reads nothing of them, which would cost
+        as much as a tenth of the time. What is decoded later of these requests is retrieved alone."""
         super()._stub_skipped_draft_extend(batch, batch_output)
         self.draft_worker.lose_head(batch.reqs)
+
+    def _size_for(self, num_requests: int) -> TreeSize:
+        return next(each for each in self._sizes if each.max_requests is None or num_requests <= each.max_requests)
 
     def _make_state(self, size: TreeSize, above: int) -> Any:
         """Backends and graphs for batches of more than `above` requests, up to the size's."""
@@ -504,6 +526,10 @@ def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, nu
             )
         drawn.append(tokens.long())
     return torch.cat(drawn)
+
+
+def _skips_without_trees() -> bool:
+    return bool(getattr(eagle_worker_v2.envs, _SKIP).get())
 
 
 def _settings() -> SGLangSettings:
