@@ -50,6 +50,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stop-id", type=int, default=2)
     parser.add_argument("--limit", type=int, default=64, help="prompts of each number of requests")
     parser.add_argument("--no-graphs", action="store_true", help="SGLang: without CUDA graphs of a decode step")
+    parser.add_argument(
+        "--prefill-graphs", type=int, default=512, help="SGLang: prompts up to so many tokens are read by CUDA graphs"
+    )
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
     parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling (vLLM's plugin needs that)")
     parser.add_argument("--prefix-cache", action="store_true")
@@ -102,13 +105,16 @@ class SGLang:
             disable_overlap_schedule=options.no_overlap,
             cuda_graph_bs_decode=sizes,
             cuda_graph_max_bs_decode=most,
-            disable_prefill_cuda_graph=True,
             log_level=options.log,
             random_seed=0,
             sleep_on_idle=True,  # engines of a group do not disturb each other
         )
         if options.no_graphs:
             flags |= dict(disable_decode_cuda_graph=True)
+        if options.prefill_graphs:
+            flags |= dict(cuda_graph_max_bs_prefill=options.prefill_graphs)
+        else:
+            flags |= dict(disable_prefill_cuda_graph=True)
         if options.deterministic:
             flags |= dict(enable_deterministic_inference=True)
         if options.method != "off":
