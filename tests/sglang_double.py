@@ -505,5 +505,5 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
 
 def target_worker(head_name="LlamaForCausalLMEagle3"):
     runner = SimpleNamespace(attn_backend="first", decode_cuda_graph_runner="first")
-    config = SimpleNamespace(vocab_size=VOCAB, context_len=100)
+    config = SimpleNamespace(vocab_size=VOCAB)
     return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner, is_captured=False)

@@ -59,12 +59,11 @@ def _is_ours(given: dict[str, Any]) -> bool:
 def _make_state(
     original: Callable[..., Any], backend: Any, max_rows: int, max_tokens: int, *args: Any, **more: Any
 ) -> None:
-    """`init_cuda_graph_state`, with room in the mask for the places behind the longest texts, which SGLang forgets; and
-    for a tree more, which a request may get before it is known to have ended."""
+    """`init_cuda_graph_state`, with room in the mask for the places behind the longest texts, which SGLang forgets."""
     original(backend, max_rows, max_tokens, *args, **more)
-    mask, num_places = getattr(backend, "cuda_graph_custom_mask", None), max_tokens // max_rows
+    mask = getattr(backend, "cuda_graph_custom_mask", None)
     if mask is not None:
-        backend.cuda_graph_custom_mask = mask.new_zeros(max_tokens * (backend.max_context_len + 2 * num_places))
+        backend.cuda_graph_custom_mask = mask.new_zeros(max_tokens * (backend.max_context_len + max_tokens // max_rows))
 
 
 HOOKS = {

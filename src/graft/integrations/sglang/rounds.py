@@ -268,18 +268,18 @@ class RoundLog:
         self._every = every
         self._now = _Totals(time.perf_counter())
 
-    def built(self, num_rows: int, waited: float, seconds: float) -> None:
-        """A tree was built in so many seconds, after one had waited for it or for its drafts."""
+    def built(self, num_rows: int, waiting: float, started: float) -> None:
+        """A tree was sent; since `waiting` the head was waited for, since `started` the tree was built."""
         if self._every is None:
             return
         now, totals = time.perf_counter(), self._now
         totals.rounds, totals.rows = totals.rounds + 1, totals.rows + num_rows
-        totals.waited, totals.built = totals.waited + waited, totals.built + seconds
+        totals.waited, totals.built = totals.waited + started - waiting, totals.built + now - started
         if totals.rounds < self._every:
             return
         each = 1e3 / totals.rounds
         _log.info(
-            "Graft: %d rounds of %.1f requests, %.2f tokens of each; a round %.2f ms: waited %.2f, "
+            "Graft: %d rounds of %.1f requests, %.2f tokens of each; a round %.2f ms: waited for drafts %.2f, "
             "built trees %.2f, learned %.2f",
             totals.rounds,
             totals.rows / totals.rounds,

@@ -90,7 +90,7 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
     lengths = seq_lens.to(torch.int64)
     places = torch.arange(num_places, device=device)
     positions = lengths[:, None] + depths
-    size = mask_size(num_rows, num_places, seq_lens_sum)
+    size = mask_size(links, seq_lens_sum)
     if mask_buffer is None or len(mask_buffer) < size:  # a batch larger than those that are captured
         mask = torch.ones(size, dtype=torch.bool, device=device)
     else:
@@ -103,8 +103,9 @@ def verify_arrays(links: TreeLinks, seq_lens: Tensor, seq_lens_sum: int, mask_bu
     return VerifyArrays(mask, positions.flatten(), numbers, children, siblings, tokens.flatten())
 
 
-def mask_size(num_rows: int, num_places: int, seq_lens_sum: int) -> int:
+def mask_size(links: TreeLinks, seq_lens_sum: int) -> int:
     """Places of a `VerifyArrays.custom_mask`: of every row D times (prefix + D)."""
+    num_rows, num_places, _ = links.mask.shape
     return num_places * (seq_lens_sum + num_rows * num_places)
 
 

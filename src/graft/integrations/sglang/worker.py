@@ -5,9 +5,8 @@ they always did unless one of our workers has called them: the drafted levels ar
 the target's tokens are chosen by keyed noise and handed to the kernel that walks the tree.
 
 SGLang may overlap its scheduling with the GPU's work: while a verify runs it takes in the results of the one before.
-The GPU's stream itself has the host build the tree between the last draft pass and the verify (`StreamCall`), which is
-launched before that: of a round only to read what was drafted, to build the tree and to send it back is in the GPU's
-way. Where several ranks wait for one tree, launching the verify is too.
+Of a round only this is in the way of the GPU, between the last draft pass and the verify: to read what was drafted, to
+build the tree, and to send it back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from graft.integrations.sglang.settings import (
     from_environment,
     sizes_for,
 )
-from graft.integrations.sglang.stream import StreamCall
 from graft.integrations.sglang.trees import (
     Drafted,
     Sampling,
@@ -75,7 +73,6 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         self._log = RoundLog(_settings().log)
         self._batch: Any = None  # SGLang's ScheduleBatch, while it is drafted for
         self._coming: _Coming | None = None  # what is being drafted
-        self._building: StreamCall[tuple[Proposal, float]] | None = None  # the tree that comes before the verify
         self._proposal: Proposal | None = None  # the last, on rank 0
         self._unlearned: Callable[[], object] | None = None  # the last round, while its results are on their way
         self.reads_prompts = True
@@ -131,38 +128,20 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def fill(self, verify_input: Any, requests: Any, is_captured: bool) -> None:
         """The tree into the verify's inputs, where `build` has left them empty.
 
-        The stream builds it once the head has drafted, and nobody waits for that here: the verify is launched meanwhile
-        and comes behind it (`settle`). is_captured: the verify is a graph, which reads the mask that SGLang has for it.
-        """
+        is_captured: the verify is a graph, which reads the mask that SGLang has for it."""
         coming = self._coming
         if coming is None or coming.mask is None:
             return
-        device, size = coming.seq_lens.device, (len(requests), self.speculative_num_draft_tokens)
-        # A request may have got a tree more than it wanted before it is known to have ended.
-        most_tokens = size[0] * (self.target_worker.model_config.context_len + size[1])
-        if self._group.world_size == 1 and len(coming.mask) >= mask_size(*size, most_tokens):
-            links = link_memory(*size, coming.seq_lens.is_cuda)
-            self._coming, self._building = None, StreamCall(partial(self._propose, coming, requests, links))
-            self._building.launch(device)
-        else:
-            links, num_tokens = self._links(requests)
-            needed = mask_size(*size, num_tokens)
-            if len(coming.mask) < needed:  # a batch larger than those that are captured
-                if is_captured:
-                    raise GraftError(f"SGLang's mask has room for {len(coming.mask)} tokens, and {needed} are needed")
-                verify_input.custom_mask = torch.ones(needed, dtype=torch.bool, device=device)
+        links, num_tokens = self._links(requests)
+        size = mask_size(links, num_tokens)
+        if len(coming.mask) < size:  # a batch larger than those that are captured
+            if is_captured:
+                raise GraftError(f"SGLang's mask has room for {len(coming.mask)} tokens, and {size} are needed")
+            verify_input.custom_mask = torch.ones(size, dtype=torch.bool, device=coming.seq_lens.device)
         # Tokens and positions are in the forward pass's input already; it reads the others here.
         written = (verify_input.draft_token, verify_input.positions, verify_input.custom_mask)
         found = fill_verify(links, coming.seq_lens, *written)
         verify_input.retrieve_next_token, verify_input.retrieve_next_sibling = found
-
-    def settle(self) -> None:
-        """Waits until the tree that is verified now is known here."""
-        building, self._building = self._building, None
-        if building is not None:
-            waiting = time.perf_counter()
-            self._proposal, seconds = building.wait()
-            self._log.built(len(self._proposal.texts), time.perf_counter() - waiting, seconds)
 
     def _arrays(self, requests: Any, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
         links, num_tokens = self._links(requests)
@@ -174,26 +153,20 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
         coming, self._coming = self._coming, None
         assert coming is not None
         waiting = time.perf_counter()
-        coming.wait()
-        waited = time.perf_counter() - waiting
+        lengths, arrived = coming.wait()
+        started = time.perf_counter()
+
         links = None
         if self._rounds is not None:
+            last_tokens, *levels = arrived
+            whole = [length + 1 for length in lengths.tolist()]
             num_places = self.speculative_num_draft_tokens
-            links = link_memory(len(requests), num_places, coming.seq_lens.is_cuda)
-            self._proposal, seconds = self._propose(coming, requests, links)
-            self._log.built(len(requests), waited, seconds)
-        return self._broadcast(links), int(coming.lengths.sum())
-
-    def _propose(self, coming: _Coming, requests: Any, links: TreeLinks) -> tuple[Proposal, float]:
-        """The tree of what has come, which is written to `links`; and how many seconds that took."""
-        started = time.perf_counter()
-        assert self._rounds is not None
-        last_tokens, *levels = coming.drafts
-        lengths, roots = [length + 1 for length in coming.lengths.tolist()], last_tokens.to(torch.int64, copy=True)
-        num_places = links.mask.shape[1]
-        proposal = self._rounds.propose(requests, roots, lengths, Drafted(*levels), num_places)
-        proposal.tree.links(links)
-        return proposal, time.perf_counter() - started
+            roots = last_tokens.to(torch.int64, copy=True)
+            self._proposal = self._rounds.propose(requests, roots, whole, Drafted(*levels), num_places)
+            links = self._proposal.tree.links(link_memory(len(requests), num_places, coming.seq_lens.is_cuda))
+        links = self._broadcast(links)
+        self._log.built(len(requests), waiting, started)
+        return links, int(lengths.sum())
 
     def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor:
         """Rank 0's choice of the target's token after every place, [B, D] on the device.
@@ -257,7 +230,6 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def reset(self) -> None:
         """Forgets all texts and all that was learned of them."""
-        self.settle()
         self._unlearned = self._proposal = self._coming = None
         if self._rounds is not None:
             self._rounds.reset()
@@ -411,19 +383,13 @@ class _Coming:
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[Tensor, list[Tensor]]:
+        """The rows' tokens in the KV cache; roots and drafts, where this rank decides."""
         if self._arrived is not None:
             self._arrived.synchronize()
-
-    @property
-    def lengths(self) -> Tensor:
-        """The rows' tokens in the KV cache."""
-        return self._copies[0] if self._lengths is None else self._lengths
-
-    @property
-    def drafts(self) -> list[Tensor]:
-        """Roots and what was drafted, where this rank decides."""
-        return self._copies[1:] if self._lengths is None else self._copies
+        if self._lengths is not None:
+            return self._lengths, self._copies
+        return self._copies[0], self._copies[1:]
 
 
 # Hooks of SGLang's functions, each called with the function itself and its arguments
@@ -481,7 +447,6 @@ def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vo
     worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
-    worker.settle()
     worker.digest()
     logits = logits_output.next_token_logits
     # As the target gave them: penalties come in place.
