@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from array import array
+from collections import namedtuple
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
@@ -27,9 +28,9 @@ NAMES = (
     "sglang.srt.distributed",
     "sglang.srt.layers",
     "sglang.srt.layers.attention.triton_backend",
-    "sglang.srt.layers.attention.triton_ops.extend_attention",
     "sglang.srt.layers.dp_attention",
     "sglang.srt.layers.sampler",
+    "sglang.srt.mem_cache.memory_pool",
     "sglang.srt.speculative",
     "sglang.srt.speculative.eagle_utils",
     "sglang.srt.speculative.eagle_worker_v2",
@@ -248,12 +249,35 @@ envs = SimpleNamespace(**{SKIP: _Switch()})
 speculative_moe_backend_context = speculative_moe_a2a_backend_context = nullcontext
 
 
+class Backend(str):
+    """An attention backend, by its name, that has a mask for verifies without trees."""
+
+    def __new__(cls, name):
+        made = super().__new__(cls, name)
+        made.mask = torch.ones(2000, dtype=torch.bool)
+        return made
+
+    def get_verify_buffers_to_fill_after_draft(self):
+        return self.mask, None
+
+
+class Cache:
+    """The KV cache and its own allocator; a tensor that has one number for each slot."""
+
+    def get_kvcache(self):
+        return self
+
+    def move_kv_cache(self, tgt_loc, src_loc):
+        self.cache[tgt_loc] = self.cache[src_loc]
+
+
 class EAGLEWorkerV2:
     def __init__(self, server_args, target_worker):
         self.server_args, self.target_worker = server_args, target_worker
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.draft_worker = EagleDraftWorker(server_args, target_worker)
+        self.token_to_kv_pool_allocator = Cache()
 
     def clear_cache_pool(self):
         pass
@@ -270,7 +294,7 @@ class EAGLEWorkerV2:
             speculative_num_draft_tokens=speculative_num_draft_tokens,
             draft_attn_backend=name,
             cuda_graph_runner=name,
-            target_attn_backend=name,
+            target_attn_backend=Backend(name),
             target_graph_runner=name,
             draft_extend_attn_backend=name,
             cuda_graph_runner_for_draft_extend=name,
@@ -294,8 +318,17 @@ class EAGLEWorkerV2:
         output = SimpleNamespace(next_token_logits=logits)
         predict, lengths, accepted = eagle_sample(verify_input, batch, output, None)
         assert accepted.shape == (len(batch.reqs), self.speculative_num_steps + 1)
-        for request, length, path in zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True):
-            request.ids.extend(predict[path[:length]].tolist())
+        size = (len(batch.reqs), self.speculative_num_draft_tokens)
+        batch.out_cache_loc = torch.randperm(size[0] * size[1])
+        cache = self.token_to_kv_pool_allocator.cache = batch.out_cache_loc.argsort()  # every slot holds its place
+        output.hidden_states = torch.arange(size[0] * size[1])[:, None].float()
+        predict = self._finalize_accept_tree_path(batch, accepted, lengths, predict, output, size[0])
+        kept, features = cache[batch.out_cache_loc].view(size), output.hidden_states.view(size)
+        for row, (request, length, path) in enumerate(
+            zip(batch.reqs, lengths.tolist(), accepted.tolist(), strict=True)
+        ):
+            request.ids.extend(predict.view(size)[row, :length].tolist())
+            assert kept[row, :length].tolist() == features[row, :length].tolist() == path[:length]
         output.next_draft_input = EagleDraftInput(None, 1, 1)
         if self.speculative_num_steps == 0 and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
             self._stub_skipped_draft_extend(batch, output)
@@ -304,15 +337,16 @@ class EAGLEWorkerV2:
         return verify_input
 
     def _stub_skipped_draft_extend(self, batch, batch_output):
-        batch_output.next_draft_input.topk_p = torch.zeros(len(batch.reqs), 1)
+        for name in ("topk_p", "topk_index", "hidden_states"):
+            setattr(batch_output.next_draft_input, name, torch.zeros(len(batch.reqs), 1))
         for request in batch.reqs:
             request.is_read_by_head = False
 
     def _build_trivial_verify_input(self, batch):
         num_rows, nothing = len(batch.reqs), torch.full((len(batch.reqs), 1), -1)
         return SimpleNamespace(
-            draft_token=batch.roots,
-            custom_mask=torch.ones(int(batch.seq_lens.sum()) + num_rows, dtype=torch.bool),
+            draft_token=batch.spec_info.bonus_tokens,
+            custom_mask=self.target_worker.model_runner.attn_backend.mask,
             positions=batch.seq_lens.clone(),
             retrieve_index=torch.arange(num_rows)[:, None],
             retrieve_next_token=nothing,
@@ -436,19 +470,22 @@ def top_k_top_p_min_p_sampling_from_probs_torch(probs, top_ks, top_ps, min_ps, n
 # Attention of several tokens of a request
 
 
+KVWriteLoc = namedtuple("KVWriteLoc", "loc swa_loc full_loc")
+
+
 class TritonAttnBackend:
     max_context_len = 100
+    use_mla, enable_deterministic, dcp_size, page_size = False, False, 1, 1
 
     def __init__(self, has_mask=True):
         self._has_mask = has_mask
 
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        return "SGLang's own"
+
     def init_cuda_graph_state(self, max_bs, max_num_tokens, kv_indices_buf=None):
         if self._has_mask:
             self.cuda_graph_custom_mask = torch.zeros(max_num_tokens * self.max_context_len, dtype=torch.uint8)
-
-
-def extend_attention_fwd(*args, **kwargs):
-    return "SGLang's own"
 
 
 # Requests
@@ -496,6 +533,7 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
         seq_lens_cpu=None if is_overlapped else torch.tensor(lengths),
         roots=torch.tensor([request.ids[-1] for request in requests], dtype=torch.int32),
         sampling_info=info,
+        spec_info=SimpleNamespace(bonus_tokens=torch.tensor([request.ids[-1] for request in requests])),
         mask_buffer=mask_buffer,
         forward_mode=SimpleNamespace(is_idle=lambda: False, is_extend=lambda: prefix_lens is not None),
         is_extend_in_batch=False,
@@ -504,6 +542,6 @@ def batch_of(requests, mask_buffer=None, is_deterministic=False, is_overlapped=F
 
 
 def target_worker(head_name="LlamaForCausalLMEagle3"):
-    runner = SimpleNamespace(attn_backend="first", decode_cuda_graph_runner="first")
+    runner = SimpleNamespace(attn_backend=Backend("first"), decode_cuda_graph_runner="first")
     config = SimpleNamespace(vocab_size=VOCAB)
     return SimpleNamespace(model_config=config, head_name=head_name, model_runner=runner, is_captured=False)

@@ -1,5 +1,7 @@
 """The SGLang plugin's Triton kernels, on a GPU or in Triton's interpreter, against plain PyTorch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,12 +35,41 @@ class Verify:
         self.token_starts = torch.arange(0, num_tokens + 1, num_places)
         self.out = torch.full_like(self.query, torch.nan)
 
-    def arguments(self):
-        """As SGLang's triton backend gives them."""
-        tensors = (self.query, *self.new, self.out, *self.cache, self.token_starts, self.starts, self.slots, self.mask)
+    def on_device(self):
+        """The arguments of our kernel, but for the scale."""
+        tensors = (self.query, *self.new, self.out, *self.cache, self.starts, self.slots, self.mask, self.mask_starts)
         moved = [each.to(DEVICE) for each in tensors]
         self.out = moved[3]
-        return [*moved, True, self.mask_starts.to(DEVICE), self.num_places, 1.0, 1.0]
+        return (*moved, self.num_places)
+
+    def call(self, double, **layer):
+        """What SGLang's triton backend is asked for, and the backend: keys and values are views of one product."""
+        query, new_keys, new_values, _, keys, values, starts, slots, mask, mask_starts, num_places = self.on_device()
+        heads, kv_heads, head_dim = query.shape[1], *keys.shape[1:]
+        joined = torch.cat([query, new_keys, new_values], dim=1).flatten(1)
+        sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        query, new_keys, new_values = joined.split(sizes, dim=1)
+        backend = double.TritonAttnBackend()
+        backend.forward_metadata = SimpleNamespace(
+            max_extend_len=num_places,
+            kv_indptr=torch.cat([starts, starts[:1]]),  # a buffer that is longer
+            kv_indices=slots,
+            qo_indptr=self.token_starts.to(DEVICE),
+            custom_mask=mask,
+            mask_indptr=mask_starts,
+            swa_out_cache_loc=None,
+            out_cache_loc_full_physical=None,
+        )
+        backend.token_to_kv_pool = Pool(keys, values)
+        usual = dict(sliding_window_size=-1, is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"))
+        usual |= dict(k_scale=None, v_scale=None, xai_temperature_len=-1, logit_cap=0.0, logit_capping_method="tanh")
+        usual |= dict(tp_q_head_num=heads, qk_head_dim=head_dim, v_head_dim=head_dim, scaling=head_dim**-0.5)
+        attention = SimpleNamespace(**usual | layer, layer_id=3)
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_target_verify=lambda: True), out_cache_loc=torch.arange(len(query))
+        )
+        shape = (-1, kv_heads, head_dim)
+        return backend, [query, new_keys.view(shape), new_values.view(shape), attention, batch]
 
     def expected(self, cap=0.0):
         """By a plain softmax, row by row."""
@@ -76,52 +107,82 @@ def test_places_attend_to_the_text_and_to_what_their_mask_shows(
 ):
     monkeypatch.setattr(kernels, "_PROGRAMS", programs or kernels._PROGRAMS)
     verify = Verify(lengths, num_places, heads, kv_heads, head_dim, dtype)
-    query, *arrays, _, _, mask, _, starts, places, _, _ = verify.arguments()
-    (new_keys, new_values, out, keys, values), key_starts = arrays[:5], verify.starts.to(DEVICE)
-    cached = (keys, values, key_starts, verify.slots.to(DEVICE))
-    kernels.verify_attention(query, new_keys, new_values, out, *cached, mask, starts, places, head_dim**-0.5)
+    kernels.verify_attention(*verify.on_device(), head_dim**-0.5)
+    out = verify.out
     assert torch.allclose(out.cpu().double(), verify.expected(), atol=1e-5 if dtype is torch.float32 else 4e-3)
 
 
+class Pool:
+    """SGLang's KV cache."""
+
+    def __init__(self, keys, values):
+        self._keys, self._values = keys, values
+        self.stored = []
+
+    def get_key_buffer(self, layer_id):
+        assert layer_id == 3
+        return self._keys
+
+    def get_value_buffer(self, layer_id):
+        return self._values
+
+    def set_kv_buffer(self, layer, where, keys, values):
+        self.stored.append((where.loc, keys, values))
+
+
 @pytest.fixture
-def attend(monkeypatch):
-    """SGLang's function with the plugin's hook."""
-    double = sglang_double.install(monkeypatch)
+def double(monkeypatch):
+    """The stand-in for SGLang with the plugin's hooks."""
+    made = sglang_double.install(monkeypatch)
     monkeypatch.setenv("GRAFT_SGLANG", "1")
     plugin.register()
-    double.HookRegistry.apply_hooks()
-    return double.extend_attention_fwd
+    made.HookRegistry.apply_hooks()
+    return made
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
-def test_sglangs_verify_is_computed_by_our_kernel(attend, cap):
+def test_sglangs_verify_is_computed_by_our_kernel(double, cap):
     verify = Verify([50, 131], 9, 4, 2, 32)
-    more = {"sliding_window_size": -1, "sinks": None, "window_kv_offsets": None, "page_size": 1}
-    assert attend(*verify.arguments(), verify.query.shape[2] ** -0.5, logit_cap=cap, **more) is None
-    assert torch.allclose(verify.out.cpu().double(), verify.expected(cap), atol=1e-5)
+    backend, arguments = verify.call(double, logit_cap=cap)
+    out = backend.forward_extend(*arguments)
+    assert torch.allclose(out.view(verify.out.shape).cpu().double(), verify.expected(cap), atol=1e-5)
+    ((where, keys, values),) = backend.token_to_kv_pool.stored
+    assert where is arguments[4].out_cache_loc and keys is arguments[1] and values is arguments[2]
+    backend.forward_extend(*arguments, save_kv_cache=False)
+    assert len(backend.token_to_kv_pool.stored) == 1, "a kernel before it has stored them"
 
 
 OTHERS = {
     "a window": {"sliding_window_size": 64},
-    "sinks": {"sinks": torch.zeros(4)},
-    "pages": {"page_size": 16},
-    "by name": {"sm_scale": 0.5, "skip_prefix": True},
+    "scaled keys": {"k_scale": torch.ones(1)},
+    "another cap": {"logit_capping_method": "clip"},
+    "other text": {"is_cross_attention": True},
+    "values of another size": {"v_head_dim": 16},
 }
-CHANGED = ["a prompt", "other lengths", "scaled keys", "another dtype of keys", "long heads"]
+CHANGED = ["a prompt", "no mask", "other lengths", "another dtype of keys", "long heads", "sinks", "pages", "exact"]
 
 
 @pytest.mark.parametrize("what", [*CHANGED, *OTHERS])
-def test_what_our_kernel_does_not_know_is_left_to_sglang(attend, what):
-    arguments = Verify([50, 131], 9, 4, 2, 128 if what == "long heads" else 32).arguments()
+def test_what_our_kernel_does_not_know_is_left_to_sglang(double, what):
+    verify = Verify([50, 131], 9, 4, 2, 128 if what == "long heads" else 32)
+    backend, arguments = verify.call(double, **OTHERS.get(what, {}))
+    more, known = {}, backend.forward_metadata
     if what == "a prompt":
-        arguments[9] = None
+        arguments[4].forward_mode.is_target_verify = lambda: False
+    if what == "no mask":
+        known.custom_mask = None
     if what == "other lengths":
-        arguments[12] = 10
-    if what == "scaled keys":
-        arguments[13] = 0.5
+        known.max_extend_len = 10
     if what == "another dtype of keys":
-        arguments[4] = arguments[4].half()
-    assert attend(*arguments, **OTHERS.get(what, {})) == "SGLang's own"
+        backend.token_to_kv_pool._keys = backend.token_to_kv_pool._keys.half()
+    if what == "sinks":
+        more = {"sinks": torch.zeros(4)}
+    if what == "pages":
+        backend.page_size = 16
+    if what == "exact":
+        backend.enable_deterministic = True
+    assert backend.forward_extend(*arguments, **more) == "SGLang's own"
+    assert not backend.token_to_kv_pool.stored
 
 
 def test_trees_are_written_where_a_verify_reads_them():

@@ -306,7 +306,8 @@ class Grafter:
     def _observe(self, outcome: _Outcome) -> None:
         """Takes a round into the budget."""
         num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
-        if round is not None and round.tree is outcome.tree and round.paths is not None:  # or a grammar has cut it
+        is_cut = round is not None and round.tree is not outcome.tree  # by a grammar
+        if self.adapts and round is not None and not is_cut and round.paths is not None:
             self._path_calibration.observe(round.paths, accepted.nodes)
         if outcome.is_time_usual:
             self._learn_costs(outcome)

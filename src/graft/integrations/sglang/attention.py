@@ -1,7 +1,8 @@
-"""Attention of a verify in SGLang's triton backend, by our kernel. Nothing here imports SGLang.
+"""Attention of a verify in SGLang's triton backend, by our kernel. Nothing here imports SGLang before it is used.
 
 SGLang verifies with its kernel for prompts, which reads a text from its beginning to its end in one program for each
-head, however few the places are: with 64 requests that takes half of a step.
+head, however few the places are: with 64 requests that takes half of a step. And it copies the new keys and values
+first, two kernels a layer, since that kernel wants them close together; ours takes them as they lie.
 """
 
 from __future__ import annotations
@@ -9,51 +10,72 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_MODULES = "sglang.srt.layers.attention"
+import torch
+from torch import Tensor
+
+_MODULE = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _MAX_PLACES = 128
 _MAX_HEAD_BYTES = 256  # of a head vector: of longer ones too few keys fit into the shared memory of some GPUs
-# The arguments of SGLang's function, and the values of those that our kernel computes without.
-_NAMES = (
-    *("query", "new_keys", "new_values", "out", "keys", "values", "token_starts", "key_starts", "slots", "mask"),
-    *("is_causal", "mask_starts", "most_tokens", "key_scale", "value_scale", "sm_scale", "logit_cap"),
-)
-_USUAL = {
-    "key_scale": 1.0,
-    "value_scale": 1.0,
-    "skip_prefix_custom_mask": True,
-    "sliding_window_size": -1,
-    "sinks": None,
-    "xai_temperature_len": -1,
-    "lse_extend": None,
-    "skip_prefix": False,
-    "skip_extend": False,
-    "page_size": 1,
-}
 
 
-def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`extend_attention_fwd`. Prompts, which have no mask, and what our kernel does not know are computed as ever."""
-    given = dict(zip(_NAMES, args, strict=False)) | kwargs
-    if len(args) > len(_NAMES) or not _is_ours(given):
-        return original(*args, **kwargs)
+def _attend(
+    original: Callable[..., Any],
+    backend: Any,
+    query: Tensor,
+    new_keys: Tensor | None,
+    new_values: Tensor | None,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    sinks: Any = None,
+) -> Any:
+    """`forward_extend`. Prompts and what our kernel does not know are computed as ever."""
+    if (
+        new_keys is None
+        or new_values is None
+        or sinks is not None
+        or not forward_batch.forward_mode.is_target_verify()
+        or not _is_ours(backend, query, layer)
+    ):
+        return original(backend, query, new_keys, new_values, layer, forward_batch, save_kv_cache, sinks)
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
     from graft.integrations.sglang.kernels import verify_attention  # needs Triton
 
-    query, num_rows = given["query"], len(given["token_starts"]) - 1
-    new = (given["new_keys"], given["new_values"], given["out"])
-    cached = (given["keys"], given["values"], given["key_starts"][: num_rows + 1], given["slots"])
-    scale, cap = given.get("sm_scale") or query.shape[2] ** -0.5, given.get("logit_cap") or 0.0
-    return verify_attention(query, *new, *cached, given["mask"], given["mask_starts"], given["most_tokens"], scale, cap)
+    known, pool = backend.forward_metadata, backend.token_to_kv_pool
+    if save_kv_cache:
+        further = {"full_loc": known.out_cache_loc_full_physical}
+        slots = KVWriteLoc(forward_batch.out_cache_loc, known.swa_out_cache_loc, **further)
+        pool.set_kv_buffer(layer, slots, new_keys, new_values)
+    out = getattr(forward_batch, "_attn_output", None)
+    out = torch.empty_like(query) if out is None else out
+    heads = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+    num_rows = len(known.qo_indptr) - 1
+    verify_attention(
+        *(query.view(heads), new_keys, new_values, out.view(heads)),
+        *(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
+        *(known.kv_indptr[: num_rows + 1], known.kv_indices, known.custom_mask, known.mask_indptr),
+        *(known.max_extend_len, layer.scaling, layer.logit_cap),
+    )
+    return out
 
 
-def _is_ours(given: dict[str, Any]) -> bool:
+def _is_ours(backend: Any, query: Tensor, layer: Any) -> bool:
     """Whether our kernel computes it: trees of one number of places, in full attention over a plain cache."""
-    query, keys, num_places = given["query"], given["keys"], given["most_tokens"]
-    if given["mask"] is None or num_places > _MAX_PLACES or any(given.get(n, u) != u for n, u in _USUAL.items()):
+    known, num_places = backend.forward_metadata, backend.forward_metadata.max_extend_len
+    if known.custom_mask is None or num_places > _MAX_PLACES:
         return False
-    sizes = {tensor.shape[-1] for tensor in (query, given["out"], keys, given["values"])}
-    is_plain = keys.dim() == 3 and keys.dtype == query.dtype and len(sizes) == 1
-    is_small = query.shape[2] * query.element_size() <= _MAX_HEAD_BYTES
-    return is_plain and is_small and len(query) == (len(given["token_starts"]) - 1) * num_places
+    if backend.use_mla or backend.enable_deterministic or backend.dcp_size > 1 or backend.page_size > 1:
+        return False
+    is_full = layer.sliding_window_size in (None, -1) and not layer.is_cross_attention
+    is_usual = layer.attn_type.value == "decoder" and layer.logit_capping_method == "tanh"
+    is_plain = layer.k_scale is None and layer.v_scale is None and layer.xai_temperature_len == -1
+    if not (is_full and is_usual and is_plain):
+        return False
+    keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
+    is_same = keys.dim() == 3 and keys.dtype == query.dtype and keys.shape[2] == layer.qk_head_dim == layer.v_head_dim
+    is_small = layer.qk_head_dim * query.element_size() <= _MAX_HEAD_BYTES
+    return is_same and is_small and len(query) == (len(known.qo_indptr) - 1) * num_places
 
 
 def _make_state(
@@ -66,7 +88,4 @@ def _make_state(
         backend.cuda_graph_custom_mask = mask.new_zeros(max_tokens * (backend.max_context_len + max_tokens // max_rows))
 
 
-HOOKS = {
-    f"{_MODULES}.triton_ops.extend_attention.extend_attention_fwd": _attend,
-    f"{_MODULES}.triton_backend.TritonAttnBackend.init_cuda_graph_state": _make_state,
-}
+HOOKS = {f"{_MODULE}.forward_extend": _attend, f"{_MODULE}.init_cuda_graph_state": _make_state}

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = tl.constexpr(64)  # of a block
+_KEYS = tl.constexpr(64)  # of a block, at most
 _MOST_ROWS, _LEAST_ROWS = 64, 16  # of a tile: places times the query heads that share a key head
 _LEAST_SPLIT = 128  # keys before the tree that one program reads at least
 _MOST_SPLITS = 16
@@ -61,6 +61,7 @@ def verify_attention(
         *(*keys.stride()[:2], *values.stride()[:2]),
         *(scale * _LOG2_E if not cap else scale / cap, cap * _LOG2_E, num_places, tiles),
         **sizes,
+        KEYS=_KEYS.value if splits > 1 else _KEYS.value // 2,  # of many requests: more of them fit a processor
         TREE_KEYS=min(max(triton.next_power_of_2(num_places), 16), _KEYS.value),
         GROUP=group,
         CAPPED=bool(cap),
@@ -200,6 +201,7 @@ def _verify_kernel(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
     TREE_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -230,8 +232,8 @@ def _verify_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    column = tl.arange(0, _KEYS)
-    for start in range(begin, end, _KEYS):
+    column = tl.arange(0, KEYS)
+    for start in range(begin, end, KEYS):
         is_key = start + column < end
         slot = tl.load(slots + first_key + start + column, mask=is_key, other=0).to(tl.int64)
         wanted = is_key[:, None] & inside[None, :]

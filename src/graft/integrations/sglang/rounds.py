@@ -222,6 +222,7 @@ class Rounds:
             passes, num = ([level] for level in levels), len(levels)
             rows = self.texts.have_heads(requests)
             grafter.draft(round, passes, self._topk, num_ahead=num, is_decided=True, max_passes=num, rows=rows)
+            round.reaches.clear()  # passes are always made: nobody asks what fewer would have brought
             tree = grafter.graft(round)
         before, earlier = before_roots([text.ids for text in texts])
         salts = [grafter.salt_of(text) for text in texts]
