@@ -3,12 +3,15 @@
     python bench/step_time.py --out step_time.json
     python bench/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
     python bench/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
+    python bench/step_time.py --shape llama-1b5 --width 1 --width 64 --context 2000 --without-overlap
 
 Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUDA graph alone, `verify` all of
 `TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
 bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
 own forward. `--rows` texts are verified together, each with a tree of `--width` tokens; a step is padded to the next of
 the sizes in `cuda_graphs.STEP_SIZES`. `--exact` makes all products by our own kernel.
+`--without-overlap` times a graph of launches that do not overlap (see `kernels/overlap.py`), too, both in turns, and
+compares the bits of their logits.
 `--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +38,9 @@ from tree_attention import Tree, random_tree
 
 from graft.bench.shapes import SHAPES, Shape
 from graft.model import KVCache, TargetRunner
+from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
+from graft.model.kernels import overlap
 from graft.model.llama import why_not
 from graft.spec_decode.tree import DraftTree
 
@@ -44,6 +50,7 @@ MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
 }
 TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # which can be exact
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
+TURNS = 5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
@@ -58,13 +65,19 @@ class Line:
     verify_ms: float
     limit_ms: float
     eager_ms: float | None
+    apart_ms: float | None = None  # of a graph whose launches do not overlap
+    has_same_bits: bool | None = None  # as that one
 
     def __str__(self) -> str:
         eager = f"{self.eager_ms:9.3f}" if self.eager_ms is not None else f"{'':9s}"
         times = f"{self.graph_ms:9.3f}{self.verify_ms:9.3f}{self.limit_ms:9.3f}{eager}"
-        return (
+        line = (
             f"{self.shape:14s}{self.context:8d}{self.rows:6d}{self.width:6d}{times}{self.graph_ms / self.limit_ms:8.2f}"
         )
+        if self.apart_ms is not None:
+            line += f"   without overlap {self.apart_ms:.3f} ({self.apart_ms / self.limit_ms:.2f}), "
+            line += "same bits" if self.has_same_bits else "OTHER BITS"
+        return line
 
 
 def main() -> None:
@@ -75,6 +88,7 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
     parser.add_argument("--exact", action="store_true", help="all products by our own kernel, also where it is slower")
+    parser.add_argument("--without-overlap", action="store_true", help="launches that do not overlap too")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
@@ -101,7 +115,14 @@ def main() -> None:
         for context in contexts:
             for width in widths:
                 line = time_step(
-                    shape_name, target, context, options.rows, width, bandwidth, options.against == "eager"
+                    shape_name,
+                    target,
+                    context,
+                    options.rows,
+                    width,
+                    bandwidth,
+                    options.against == "eager",
+                    options.without_overlap,
                 )
                 lines.append(line)
                 print(line, flush=True)
@@ -129,18 +150,21 @@ def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
 
 
 def time_step(
-    name: str, target: CapturedTarget, context: int, rows: int, width: int, bandwidth: float, with_eager: bool
+    name: str,
+    target: CapturedTarget,
+    context: int,
+    rows: int,
+    width: int,
+    bandwidth: float,
+    with_eager: bool,
+    without_overlap: bool = False,
 ) -> Line:
     cache = target.open(rows, context + width)
     for stored in cache.store.stored:
         stored.normal_()
     set_lengths(cache, context)
     tree = trees_of(random_tree(width), rows)
-    target.verify(cache, tree)
-    if target._graphs.failure is not None:
-        sys.exit(f"not captured: {target._graphs.failure}")
-    steps = {key: run for key, run in target._graphs.steps.items() if key[0] == "step"}
-    run = steps[min((key for key in steps if key[2] >= rows * width and key[3] >= context), key=lambda key: key[2:])]
+    run = captured(target, cache, tree)
     read = num_weight_bytes(target.model) + rows * context * cache.store.bytes_per_token
     line = Line(
         name,
@@ -152,8 +176,40 @@ def time_step(
         limit_ms=read / bandwidth * 1e3,
         eager_ms=eager_milliseconds(target.model, context, tree) if with_eager else None,
     )
+    if without_overlap:
+        compare_overlap(line, target, cache, tree)
     cache.release()
     return line
+
+
+def captured(target: CapturedTarget, cache: KVCache, tree: DraftTree) -> Run:
+    """The step's graph."""
+    target.verify(cache, tree)
+    if target._graphs.failure is not None:
+        sys.exit(f"not captured: {target._graphs.failure}")
+    steps = {key: run for key, run in target._graphs.steps.items() if key[0] == "step"}
+    context = max(row.length for row in cache.rows)
+    return steps[
+        min((key for key in steps if key[2] >= tree.num_tokens and key[3] >= context), key=lambda key: key[2:])
+    ]
+
+
+def compare_overlap(line: Line, target: CapturedTarget, cache: KVCache, tree: DraftTree) -> None:
+    """Times the graphs with and without overlap in turns, and compares their logits."""
+    runs, logits, times = [], [], ([], [])
+    for is_on in (True, False):
+        overlap.is_on = is_on
+        target._graphs.forget()  # the graphs; those that are kept here live on
+        runs.append(captured(target, cache, tree))
+        runs[-1]()
+        logits.append(target._graphs.buffers[0].logits[: tree.num_tokens].clone())
+    overlap.is_on = True
+    for _ in range(TURNS):
+        for run, own in zip(runs, times, strict=True):
+            own.append(milliseconds(run))
+    line.graph_ms, line.apart_ms = (statistics.median(own) for own in times)
+    line.has_same_bits = torch.equal(*(each.view(torch.int32) for each in logits))
+    target._graphs.forget()
 
 
 def trees_of(tree: Tree, rows: int) -> DraftTree:

@@ -401,6 +401,32 @@ def test_a_step_of_one_token_needs_no_kernel_for_trees(plain, monkeypatch):
     assert seen == {(1, True), (4, False)}
 
 
+def test_what_kernels_look_at_early_is_written_before_a_kernel_that_waits_for_all(plain, monkeypatch):
+    made = []
+
+    def note(module, name):
+        function = getattr(module, name)
+
+        def noting(*given, **more):
+            is_usual = name == "add_norm" and given[1] is None  # without a delta: launched in the usual way
+            made.append((name, is_usual))
+            return function(*given, **more)
+
+        monkeypatch.setattr(module, name, noting)
+
+    for module, name in (
+        (layer_kernels, "lay_out"),
+        (attention_kernels, "plan"),
+        (layer_kernels, "add_norm"),
+        (layer_kernels, "rotate_and_store"),
+    ):
+        note(module, name)
+    target = Small(model_of("llama"))
+    target.verify(target.open(1, 64), tree_of([[4, 5]], [[0, 0]]))
+    assert made[:4] == [("lay_out", False), ("plan", False), ("add_norm", True), ("rotate_and_store", False)]
+    assert made.count(("plan", False)) == made.count(("lay_out", False))
+
+
 EXACT = {
     "hidden_size": 64,
     "intermediate_size": 128,

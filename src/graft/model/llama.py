@@ -98,6 +98,8 @@ class LayerStack:
             attention_kernels.scratch_size(each.layout, self._heads, head_dim, tiles) for each in (step, *(seen or ()))
         )
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
+        for each in seen or (step,):
+            each.plan(self._heads // keys.shape[2], tiles)  # which kernels look at early; see `is_settled`
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # what is still to be added to the stream
         for number, layer in enumerate(self.layers):
@@ -116,6 +118,7 @@ class LayerStack:
                 scale=layer.scale,
                 window=layer.window,
                 scratch=scratch,
+                is_settled=True,  # by the first norm
             )
             delta = multiply(attended, layer.o)
             stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
@@ -201,13 +204,14 @@ def attend_in_store(
     scale: float | None = None,
     window: int | None = None,
     scratch: Tensor | None = None,
+    is_settled: bool = False,
 ) -> Tensor:
     """Rotates queries and keys, writes keys and values to the store, and attends: [T, heads * head_dim].
 
     seen: what the tokens see, where that is not what the step says.
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
-    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
+    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms, is_settled)
     kv_heads, head_dim = keys.shape[1:]
     tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
     seen = seen or step
@@ -221,6 +225,7 @@ def attend_in_store(
         window=window,
         tiles=tiles,
         scratch=scratch,
+        is_settled=is_settled,
     )
 
 

@@ -31,6 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.model.attention import Layout
+from graft.model.kernels import overlap
+from graft.model.kernels.overlap import prefetch, start_next, wait_for_previous
 
 PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)
@@ -42,6 +44,7 @@ _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel i
 # Programs of the prefix and of the tail, over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
 _PLANNED_AT_ONCE = 512  # rows, items and tokens of a plan
+PREFETCHED = 256  # positions of a program's prefix that it asks for before it knows the queries; a power of two, or 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
+    is_settled: bool = False,
 ) -> Tensor:
     """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
@@ -172,6 +176,7 @@ def tree_attention(
     are not; only one of the two.
     softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] the scores of one more key, of value 0.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
+    is_settled: since layout and plan were written, a kernel was launched that waits for all before it (see `overlap`).
     """
     num_tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -194,6 +199,7 @@ def tree_attention(
     by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
+    early: dict[str, Any] = {"IS_SETTLED": is_settled, **overlap.options(query.device)}
     cut: dict[str, Any] = {
         "GROUP": group,
         "TOKENS": tiles.tokens(group),
@@ -204,6 +210,7 @@ def tree_attention(
         "REACH": reach,
         "CAPPED": softcap is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
+        **early,
     }
     programs = max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS)
     if _most_prefix(num_tokens, layout.max_context, group, tiles) > 0:
@@ -213,6 +220,7 @@ def tree_attention(
             **cut,
             USED=tiles.used_rows(group),
             BLOCK_M=tiles.rows,
+            PREFETCHED=PREFETCHED if early["OVERLAPS"] and _has_aligned_heads(keys) else 0,
             num_warps=tiles.warps,
             num_stages=tiles.prefix_stages,
         )
@@ -243,6 +251,7 @@ def tree_attention(
         REACH=reach,
         HAS_SINKS=sinks is not None,
         num_warps=2,
+        **early,
     )
     return out
 
@@ -323,6 +332,11 @@ def _check_stored(query: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError("the numbers of a head must lie together, and keys and values in the same way")
 
 
+def _has_aligned_heads(keys: Tensor) -> bool:
+    """Whether a head's numbers are whole parts of 16 bytes, which the L2 cache can be asked for."""
+    return all(size * keys.itemsize % 16 == 0 for size in (keys.shape[2], *keys.stride()[:2]))
+
+
 def _check_indices(*indices: Tensor) -> None:
     if any(index.dtype is not torch.int32 or not index.is_contiguous() for index in indices):
         raise ValueError("lengths, places, depths, paths and block tables must be contiguous int32")
@@ -401,6 +415,27 @@ def _load_rows(
         return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def _prefetch_rows(
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    begin: int,
+    end: int,
+    max_pages: int,
+    cache_slot: int,
+    HEAD_DIM: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+) -> None:
+    """Asks the L2 cache for the first keys and values from begin to end."""
+    position = begin + tl.arange(0, PREFETCHED)
+    real = position < end
+    at = slot_of(table, position, real, max_pages) * cache_slot
+    size = tl.where(real, HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
+    prefetch(keys + at, size)
+    prefetch(values + at, size)
 
 
 @triton.jit
@@ -790,8 +825,14 @@ def _prefix_kernel(
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Whole blocks of prefix, the same for all tokens of a tile: some items of the plan, for one key head."""
+    start_next(OVERLAPS)
+    if not IS_SETTLED:
+        wait_for_previous(OVERLAPS)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
     values += kv_head * cache_head
@@ -814,6 +855,15 @@ def _prefix_kernel(
             row = tile * USED + within
             real = (within < USED) & (row < count * GROUP)
             token, member = first + row // GROUP, row % GROUP
+            position = length + tl.load(depths + token, mask=real, other=0)
+            table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+            # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
+            # for would be a stage of the pipeline.
+            page = tl.load(table + begin // _PAGE)
+            if IS_SETTLED:
+                if PREFETCHED > 0:
+                    _prefetch_rows(keys, values, table, begin, end, max_pages, cache_slot, HEAD_DIM, PREFETCHED)
+                wait_for_previous(OVERLAPS)
             q = _load_rows(
                 query,
                 token * query_token + (kv_head * GROUP + member) * query_head,
@@ -822,15 +872,10 @@ def _prefix_kernel(
                 BLOCK_D,
                 True,
             )
-            position = length + tl.load(depths + token, mask=real, other=0)
-            table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
 
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
-            # for would be a stage of the pipeline.
-            page = tl.load(table + begin // _PAGE)
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
                 seen = _reaches(start + place, position, window, REACH)
@@ -868,6 +913,7 @@ def _prefix_kernel(
                     )
             state = ((token.to(tl.int64) * kv_heads + kv_head) * GROUP + member) * num_splits + split
             _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+    wait_for_previous(OVERLAPS)  # in programs without an item too
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -906,12 +952,17 @@ def _tail_kernel(
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
 
     Goes on where the prefix ended. A tile has the nodes of a strip, the deepest first, or a part of one token. Those
     that end before the split leave nothing in it that anyone reads.
     """
+    start_next(OVERLAPS)
+    if not IS_SETTLED:
+        wait_for_previous(OVERLAPS)
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
     keys += kv_head * cache_head
     values += kv_head * cache_head
@@ -939,6 +990,8 @@ def _tail_kernel(
             token = deepest + up
         own = position - up
         at = token * query_token + (kv_head * GROUP + member) * query_head
+        if IS_SETTLED:
+            wait_for_previous(OVERLAPS)
         q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
 
         # Numbers of states are int32, since there is one for many bytes: it takes half the registers.
@@ -967,6 +1020,7 @@ def _tail_kernel(
                 q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, True, CAPPED, PRECISION
             )
         _store_state(sums, maxima, totals, state, real, acc, maximum, total, HEAD_DIM, BLOCK_D)
+    wait_for_previous(OVERLAPS)  # in programs without a strip too
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -996,8 +1050,13 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     REACH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """All splits of one token together, for the query heads that share a key head; 0 for padding."""
+    start_next(OVERLAPS)
+    if not IS_SETTLED:
+        wait_for_previous(OVERLAPS)
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
     length = tl.load(lengths + batch)
@@ -1012,6 +1071,8 @@ def _combine_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * _TO_LOG2
     at = head * num_splits
+    if IS_SETTLED:
+        wait_for_previous(OVERLAPS)
     result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
     dims = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]

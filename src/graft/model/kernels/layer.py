@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.model.attention import Layout
+from graft.model.kernels import overlap
 from graft.model.kernels.attention import slot_of
+from graft.model.kernels.overlap import start_next, wait_for_previous
 
 _HEADS_AT_ONCE = 8
 _NEURONS_AT_ONCE = 1024
@@ -29,7 +31,11 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight."""
+    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight.
+
+    Without a delta it comes first in a stack of layers, and is launched in the usual way, which settles what was
+    written before it (see `overlap`).
+    """
     num_tokens, size = stream.shape
     total = stream if delta is None else torch.empty_like(stream)
     normed = torch.empty_like(stream)
@@ -45,6 +51,7 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
         SIZE=size,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **(overlap.USUAL if delta is None else overlap.options(stream.device)),
     )
     return total, normed
 
@@ -57,12 +64,14 @@ def rotate_and_store(
     cos: Tensor,  # [positions, head_dim / 2]
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    is_settled: bool = False,
 ) -> None:
     """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
 
     Positions past the tables take their last entry.
     norms: weights [head_dim], or [layers, head_dim], of the queries' and the keys' RMS norm, which comes first, and its
     eps.
+    is_settled: since the layout was written, a kernel was launched that waits for all before it (see `overlap`).
     """
     kv_heads, head_dim = keys.shape[-2:]
     num_heads = qkv.shape[-1] // head_dim  # of all three kinds
@@ -95,7 +104,9 @@ def rotate_and_store(
         NORMED=norms is not None,
         BLOCK_H=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
+        IS_SETTLED=is_settled,
         num_warps=2,
+        **overlap.options(qkv.device),
     )
 
 
@@ -150,10 +161,14 @@ def _add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    start_next(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_previous(OVERLAPS)
     x = tl.load(stream + start + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + start + columns, mask=inside, other=0.0)
@@ -161,7 +176,6 @@ def _add_norm_kernel(
         tl.store(total + start + columns, x, mask=inside)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(normed + start + columns, rms_normed(x, scale, inverse), mask=inside)
 
 
@@ -191,8 +205,13 @@ def _rotate_kernel(
     NORMED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Some query, key or value heads of one token in one layer, as two halves that the rotation mixes."""
+    start_next(OVERLAPS)
+    if not IS_SETTLED:
+        wait_for_previous(OVERLAPS)
     token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     keys += layer * cache_layer
     values += layer * cache_layer
@@ -205,6 +224,13 @@ def _rotate_kernel(
     inside = (head < HEADS + 2 * KV_HEADS) & real
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
+    place = tl.load(places + token)
+    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
+    if IS_SETTLED:
+        wait_for_previous(OVERLAPS)
 
     qkv += (layer * tl.num_programs(0) + token) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     at = head * (2 * HALF) + dims
@@ -229,8 +255,6 @@ def _rotate_kernel(
             tl.load(key_norm + HALF + dims, mask=real, other=0.0),
         )
         x, y = rms_normed(x, low, inverse), rms_normed(y, high, inverse)
-    c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
     x32, y32 = x.to(tl.float32), y.to(tl.float32)
     # Each product is rounded before they are added.
     turned_x = ((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
@@ -238,9 +262,6 @@ def _rotate_kernel(
 
     tl.store(qkv + at, turned_x, mask=inside & is_query)
     tl.store(qkv + at + HALF, turned_y, mask=inside & is_query)
-    place = tl.load(places + token)
-    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
-    slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
     stored = keys + slot + (head - HEADS) * (2 * HALF) + dims
     tl.store(stored, turned_x, mask=inside & is_key)
     tl.store(stored + HALF, turned_y, mask=inside & is_key)

@@ -1,0 +1,95 @@
+"""Launches that overlap: kernels start while those before them still run. Importing this module needs Triton.
+
+A small kernel takes longer to start and to end than to work. On GPUs from Hopper on, a kernel may be launched before
+the one in front of it has ended (programmatic dependent launch). Such a kernel
+
+- says at once that the next one may start (`start_next`), on the processors that are left over;
+- first does what depends on no other kernel: it finds its part of the work and asks the L2 cache for weights;
+- waits in all its programs, whatever they do, before it reads what others wrote and before it writes anything
+  (`wait_for_previous`).
+
+As each waits for the one in front of it, which has waited too, all that was launched earlier has ended behind the wait.
+Before it, none of that need have ended, back to the last kernel that was launched in the usual way: that one starts
+when all before it have ended, and those behind it start when it has. Asking the L2 cache for anything is always safe.
+
+Results have the same bits with and without.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+is_on = True  # where it can be; benchmarks switch it off, to compare
+_LEAST_CAPABILITY = 9
+_LEAST_DRIVER = 12040  # from which on CUDA graphs keep such launches
+
+
+USUAL: dict[str, Any] = {"OVERLAPS": False}  # options of a launch that starts when all before it have ended
+
+
+def options(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may overlap with the one before it, for a kernel with the flag OVERLAPS."""
+    return {"OVERLAPS": True, "launch_pdl": True} if is_on and _is_possible(device) else USUAL
+
+
+@cache
+def _is_possible(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter's
+        return False
+    driver: Any = torch._C  # where it says its version
+    return (
+        hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+        and torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
+        and driver._cuda_getDriverVersion() >= _LEAST_DRIVER
+    )
+
+
+@triton.jit
+def start_next(OVERLAPS: tl.constexpr) -> None:
+    """Lets the next kernel start as soon as all programs of this one have."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
+    """Waits until all kernels before this one have ended; once is enough, and more does no harm."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def after_previous(index: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """The index, once all kernels before this one have ended: for loads within a loop whose `place` is 0 at first.
+
+    Only what takes its address from the result comes behind the wait, and other loads of a pipelined loop do not. So it
+    is pure to the compiler; a kernel that waits like this must write nothing that does not depend on such loads.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p griddepcontrol.wait; mov.u32 $0, $1; }",
+        "=r,r,r",
+        [index, tl.cast(place, tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch(pointers: tl.tensor, sizes: tl.tensor) -> None:
+    """Asks the L2 cache for so many bytes from each of the pointers on, all multiples of 16; for none where it is 0."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
