@@ -19,6 +19,7 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import block as block_kernels
 from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
+from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels import walk as walk_kernels
 from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attention
@@ -1001,3 +1002,20 @@ def test_beams_spread_into_levels_and_the_likeliest_go_on(topk, keep):
             torch.testing.assert_close({k: v.cpu() for k, v in vars(beams[1]).items()}, vars(beams[0]))
             assert torch.equal(levels[1][number, :2].cpu(), levels[0][number, :2])
             torch.testing.assert_close(*(level[number, 2].cpu().view(torch.float32) for level in levels))
+
+
+# Launches that overlap
+
+
+def test_launches_overlap_only_where_that_is_asked_for_and_possible(monkeypatch):
+    usual, overlapping = {"OVERLAPS": False}, {"OVERLAPS": True, "launch_pdl": True}
+    with overlap.launches(True):
+        assert overlap.options(torch.device("cpu")) == usual, "there is nothing to overlap"
+        monkeypatch.setattr(overlap, "_is_possible", lambda device: True)
+        assert overlap.options(DEVICE) == overlapping
+        with overlap.launches(False):
+            assert overlap.options(DEVICE) == usual
+        monkeypatch.setattr(overlap, "is_on", False)
+        assert overlap.options(DEVICE) == usual
+        monkeypatch.setattr(overlap, "is_on", True)
+    assert overlap.options(DEVICE) == usual

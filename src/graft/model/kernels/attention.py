@@ -32,7 +32,7 @@ from torch import Tensor
 
 from graft.model.attention import Layout
 from graft.model.kernels import overlap
-from graft.model.kernels.overlap import prefetch, start_next, wait_for_previous
+from graft.model.kernels.overlap import start_next, wait_for_previous
 
 PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)
@@ -44,7 +44,6 @@ _VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel i
 # Programs of the prefix and of the tail, over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
 _PLANNED_AT_ONCE = 512  # rows, items and tokens of a plan
-PREFETCHED = 256  # positions of a program's prefix that it asks for before it knows the queries; a power of two, or 0
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,6 @@ def tree_attention(
             **cut,
             USED=tiles.used_rows(group),
             BLOCK_M=tiles.rows,
-            PREFETCHED=PREFETCHED if early["OVERLAPS"] and _has_aligned_heads(keys) else 0,
             num_warps=tiles.warps,
             num_stages=tiles.prefix_stages,
         )
@@ -332,11 +330,6 @@ def _check_stored(query: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError("the numbers of a head must lie together, and keys and values in the same way")
 
 
-def _has_aligned_heads(keys: Tensor) -> bool:
-    """Whether a head's numbers are whole parts of 16 bytes, which the L2 cache can be asked for."""
-    return all(size * keys.itemsize % 16 == 0 for size in (keys.shape[2], *keys.stride()[:2]))
-
-
 def _check_indices(*indices: Tensor) -> None:
     if any(index.dtype is not torch.int32 or not index.is_contiguous() for index in indices):
         raise ValueError("lengths, places, depths, paths and block tables must be contiguous int32")
@@ -415,27 +408,6 @@ def _load_rows(
         return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     else:
         return tl.load(pointers)
-
-
-@triton.jit
-def _prefetch_rows(
-    keys: tl.tensor,
-    values: tl.tensor,
-    table: tl.tensor,
-    begin: int,
-    end: int,
-    max_pages: int,
-    cache_slot: int,
-    HEAD_DIM: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-) -> None:
-    """Asks the L2 cache for the first keys and values from begin to end."""
-    position = begin + tl.arange(0, PREFETCHED)
-    real = position < end
-    at = slot_of(table, position, real, max_pages) * cache_slot
-    size = tl.where(real, HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
-    prefetch(keys + at, size)
-    prefetch(values + at, size)
 
 
 @triton.jit
@@ -825,7 +797,6 @@ def _prefix_kernel(
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -861,8 +832,6 @@ def _prefix_kernel(
             # for would be a stage of the pipeline.
             page = tl.load(table + begin // _PAGE)
             if IS_SETTLED:
-                if PREFETCHED > 0:
-                    _prefetch_rows(keys, values, table, begin, end, max_pages, cache_slot, HEAD_DIM, PREFETCHED)
                 wait_for_previous(OVERLAPS)
             q = _load_rows(
                 query,

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels.layer import gated
-from graft.model.kernels.overlap import after_previous, prefetch, start_next, wait_for_previous
+from graft.model.kernels.overlap import after_previous, start_next
 
 FEW = 2048  # tokens, up to which the kernel is about as fast as PyTorch's
 _LARGE = 2**22  # numbers of a weight, from which on it is
@@ -41,10 +41,6 @@ _TILES = {
     (128, 128): (64, 8),
     (256, 128): (64, 8),
 }
-# Where launches overlap: inputs, a multiple of 64, whose weights a program asks for before it knows the tokens, and
-# whether it loads its first block of weights before, too.
-PREFETCHED = 1024
-WAITS_LATE = True
 _FLOAT32_TILES = {(64, tokens): (32, 4) for tokens in (16, 32, 64, 128)}
 
 
@@ -170,14 +166,12 @@ class Products:
             self._blocks_of(x, tile.tokens, tile.inputs),
             weight_blocks,
             self._blocks_of(weight, block // 2, tile.inputs) if has_halves else weight_blocks,
-            weight,
             out if bias is None else bias,
             out,
             num_tokens,
             num_outputs,
             num_inputs,
             tile.num_whole,
-            min(PREFETCHED, num_inputs),
             HAS_BIAS=bias is not None,
             HAS_HALVES=has_halves,
             IS_GATED=is_gated,
@@ -186,7 +180,6 @@ class Products:
             BLOCK_T=tile.tokens,
             BLOCK_N=block,
             BLOCK_K=tile.inputs,
-            WAITS_LATE=WAITS_LATE,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **overlap.options(x.device),
@@ -206,19 +199,17 @@ class Products:
         return weight.dtype is not torch.float32 and weight.numel() >= _LARGE
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_whole", "num_prefetched"])
+@triton.jit(do_not_specialize=["num_tokens", "num_whole"])
 def _product_kernel(
     x: tl.tensor_descriptor,
     weight: tl.tensor_descriptor,
     weight_halves: tl.tensor_descriptor,
-    weight_numbers: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     num_tokens: int,
     num_outputs: int,
     num_inputs: int,
     num_whole: int,
-    num_prefetched: int,  # inputs
     HAS_BIAS: tl.constexpr,
     HAS_HALVES: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -227,7 +218,6 @@ def _product_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WAITS_LATE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """One tile. The last tile of a row ends with the last token, since loads past it are slow; tokens that it shares
@@ -236,13 +226,7 @@ def _product_kernel(
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
     sizes = num_tokens, num_outputs, num_inputs
-    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS and WAITS_LATE)
-    if OVERLAPS:
-        if tl.program_id(0) == 0:  # the others of its row have the same weights
-            first = tl.minimum(row * BLOCK_N, (num_whole + row) * (BLOCK_N // 2))
-            _prefetch_weights(weight_numbers, first, num_outputs, num_inputs, num_prefetched, BLOCK_N, IS_GATED)
-        if not WAITS_LATE:
-            wait_for_previous(OVERLAPS)
+    flags: tl.constexpr = (HAS_BIAS, IS_GATED, BY_DESCRIPTOR, PRECISION, OVERLAPS)
     if HAS_HALVES:
         if row < num_whole:
             _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
@@ -251,27 +235,6 @@ def _product_kernel(
             _tile(x, weight_halves, bias, out, token, (num_whole + row) * HALF, sizes, flags, BLOCK_T, HALF, BLOCK_K)
     else:
         _tile(x, weight, bias, out, token, row * BLOCK_N, sizes, flags, BLOCK_T, BLOCK_N, BLOCK_K)
-
-
-@triton.jit
-def _prefetch_weights(
-    weight: tl.tensor,
-    first: tl.tensor,  # output
-    num_outputs: int,
-    num_inputs: int,
-    num_prefetched: int,
-    BLOCK_N: tl.constexpr,
-    IS_GATED: tl.constexpr,
-) -> None:
-    """Asks the L2 cache for the first weights of a tile's outputs, each in two parts, so that all threads ask."""
-    PARTS: tl.constexpr = 4 if IS_GATED else 2
-    part = tl.arange(0, PARTS * BLOCK_N)
-    row = first + part // 2 % BLOCK_N
-    if IS_GATED:
-        row += part // (2 * BLOCK_N) * (num_outputs // 2)
-    at = row.to(tl.int64) * num_inputs + part % 2 * (num_prefetched // 2)
-    size = num_prefetched // 2 * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    prefetch(weight + at, tl.where(row < num_outputs, size, 0))
 
 
 @triton.jit
@@ -296,13 +259,13 @@ def _tile(
     IS_GATED: tl.constexpr = flags[1]
     BY_DESCRIPTOR: tl.constexpr = flags[2]
     PRECISION: tl.constexpr = flags[3]
-    WAITS: tl.constexpr = flags[4]
+    OVERLAPS: tl.constexpr = flags[4]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     ups = acc
     for place in range(0, num_inputs, BLOCK_K):
         w = _block(weight, output, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
         first = token
-        if WAITS:
+        if OVERLAPS:  # the first weights are loaded before
             first = after_previous(token, place)
         tokens = _block(x, first, place, num_tokens, num_inputs, BLOCK_T, BLOCK_K, BY_DESCRIPTOR)
         acc = tl.dot(w, tokens.T, acc, input_precision=PRECISION)

@@ -4,19 +4,23 @@ A small kernel takes longer to start and to end than to work. On GPUs from Hoppe
 the one in front of it has ended (programmatic dependent launch). Such a kernel
 
 - says at once that the next one may start (`start_next`), on the processors that are left over;
-- first does what depends on no other kernel: it finds its part of the work and asks the L2 cache for weights;
+- first does what depends on no other kernel: it finds its part of the work and loads its first weights;
 - waits in all its programs, whatever they do, before it reads what others wrote and before it writes anything
   (`wait_for_previous`).
 
 As each waits for the one in front of it, which has waited too, all that was launched earlier has ended behind the wait.
 Before it, none of that need have ended, back to the last kernel that was launched in the usual way: that one starts
-when all before it have ended, and those behind it start when it has. Asking the L2 cache for anything is always safe.
+when all before it have ended, and those behind it start when it has.
 
-Results have the same bits with and without.
+Results have the same bits with and without. It pays where layers are small: of large ones the kernels that wait take
+room from the one that works.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -26,15 +30,25 @@ import triton.language as tl
 
 is_on = True  # where it can be; benchmarks switch it off, to compare
 _LEAST_CAPABILITY = 9
-_LEAST_DRIVER = 12040  # from which on CUDA graphs keep such launches
-
-
+_LEAST_CUDA = (12, 4)  # from which on graphs keep such launches
 USUAL: dict[str, Any] = {"OVERLAPS": False}  # options of a launch that starts when all before it have ended
+
+_is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", default=False)
+
+
+@contextmanager
+def launches(are_worth_it: bool) -> Iterator[None]:
+    """Within it launches overlap where they can, if that is worth it."""
+    token = _is_worth_it.set(are_worth_it)
+    try:
+        yield
+    finally:
+        _is_worth_it.reset(token)
 
 
 def options(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may overlap with the one before it, for a kernel with the flag OVERLAPS."""
-    return {"OVERLAPS": True, "launch_pdl": True} if is_on and _is_possible(device) else USUAL
+    return {"OVERLAPS": True, "launch_pdl": True} if is_on and _is_worth_it.get() and _is_possible(device) else USUAL
 
 
 @cache
@@ -43,11 +57,11 @@ def _is_possible(device: torch.device) -> bool:
         return False
     if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter's
         return False
-    driver: Any = torch._C  # where it says its version
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
     return (
         hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
         and torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
-        and driver._cuda_getDriverVersion() >= _LEAST_DRIVER
+        and cuda >= _LEAST_CUDA
     )
 
 
@@ -78,18 +92,5 @@ def after_previous(index: tl.tensor, place: tl.tensor) -> tl.tensor:
         [index, tl.cast(place, tl.int32)],
         dtype=tl.int32,
         is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch(pointers: tl.tensor, sizes: tl.tensor) -> None:
-    """Asks the L2 cache for so many bytes from each of the pointers on, all multiples of 16; for none where it is 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.int64), sizes],
-        dtype=tl.int32,
-        is_pure=False,
         pack=1,
     )

@@ -11,9 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.kernels import overlap
-from graft.model.kernels.overlap import start_next, wait_for_previous
-
 _CHUNK = 1024  # what one warp ranks without waiting for others
 _FEW = tl.constexpr(16)  # numbers that are taken one by one, which is slower than sorting for more
 
@@ -52,7 +49,6 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         NUM_FOUND=num_found,
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=min(max(num_found // 1024, 4), 16),
-        **overlap.options(logits.device),
     )
     return tokens, best, total
 
@@ -152,11 +148,8 @@ def _rank_kernel(
     KEPT: tl.constexpr,
     NUM_FOUND: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
     """Top-k of a row, from those of its chunks."""
-    start_next(OVERLAPS)
-    wait_for_previous(OVERLAPS)
     row = tl.program_id(0)
     place = tl.arange(0, NUM_FOUND)
     real = place < num_chunks * K
