@@ -6,8 +6,10 @@ prompts are answered.
 
 `bench/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Every number of requests has
 prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice: Graft knows an answer that it has
-given before. All methods are asked the same. One engine, hence one setting, for each process. The plugin is asked for
-as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and `--method graft` says that it is meant.
+given before. All methods are asked the same. `--turns N` asks methods that learn nothing the first `--limit` prompts at
+every number of requests, N times, as `bench/batched_serving.py` does, and the medians count. One engine, hence one
+setting, for each process. The plugin is asked for as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and
+`--method graft` says that it is meant.
 
 An engine takes a minute or more to start, so several may be started at once (`--group`) and be measured one after the
 other, each while the others are idle.
@@ -23,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 Answer = tuple[list[int], int]  # token ids, and in how many steps after the prefill (0: the engine does not say)
@@ -49,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="requests draw by this seed plus their number")
     parser.add_argument("--stop-id", type=int, default=2)
     parser.add_argument("--limit", type=int, default=64, help="prompts of each number of requests")
+    parser.add_argument("--turns", type=int, help="ask the same prompts at every number of requests, so many times")
     parser.add_argument("--no-graphs", action="store_true", help="SGLang: without CUDA graphs of a decode step")
     parser.add_argument(
         "--prefill-graphs", type=int, default=512, help="SGLang: prompts up to so many tokens are read by CUDA graphs"
@@ -73,6 +77,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"{variable}=1 belongs to --method graft, and to no other")
     if options.trace and options.engine != "sglang":
         parser.error("--trace is for SGLang")
+    if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
+        parser.error("--turns is at least 1, and for methods that keep nothing of a prompt asked before")
     if options.memory is None:
         options.memory = 0.85 if options.engine == "sglang" else 0.25
     return options
@@ -283,8 +289,9 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     every = [int(part) for part in options.concurrency.split(",")]
     if len(others) < max(sizes):
         raise SystemExit(f"{max(sizes)} prompts are needed to warm up, not {len(others)}: --warmup")
-    if len(prompts) < len(every) * options.limit:
-        raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {len(every) * options.limit} are needed")
+    needed = options.limit * (len(every) if options.turns is None else 1)
+    if len(prompts) < needed:
+        raise SystemExit(f"{options.ids} has {len(prompts)} prompts, and {needed} are needed")
     results: list[dict[str, Any]] = []
 
     async def turn(asked: list[list[int]], size: int) -> tuple[float, list[Answer]]:
@@ -302,9 +309,15 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
     for size in sizes:
         first = every.index(size) * options.limit
         asked = prompts[first : first + (options.limit if size > 1 else 3 * options.limit // 4)]
+        if options.turns is not None:
+            asked = prompts[: options.limit]
         await turn(others[:size], size)
-        before = engine.counters()
-        seconds, answers = await turn(asked, size)
+        rates = []
+        for _ in range(options.turns or 1):
+            before = engine.counters()
+            seconds, answers = await turn(asked, size)
+            rates.append(sum(len(ids) for ids, _ in answers) / seconds)
+        # What follows but the rate is of the last turn.
         chains, drafted, accepted = (now - then for now, then in zip(engine.counters(), before, strict=True))
         texts, steps = [ids for ids, _ in answers], sum(steps for _, steps in answers)
         # The prefill gives the first token of each text, and every step one that was not drafted.
@@ -312,12 +325,14 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
         steps = steps or num_decoded - accepted
         a_step = num_decoded / steps if steps else 1.0
         words = f", {drafted / chains:.2f} drafts each" if chains else ""
-        rate = sum(map(len, texts)) / seconds
+        rate = median(rates)
+        runs = f" ({', '.join(f'{each:.1f}' for each in rates)})" if len(rates) > 1 else ""
         print(
-            f"{options.engine} {engine.name()}, {size} at once: {rate:.1f} tokens/s, {a_step:.2f} tokens a step{words}",
+            f"{options.engine} {engine.name()}, {size} at once: {rate:.1f} tokens/s{runs}, "
+            f"{a_step:.2f} tokens a step{words}",
             flush=True,
         )
-        results.append({"concurrency": size, "rate": rate, "accepted": a_step, "answers": texts})
+        results.append({"concurrency": size, "rate": rate, "rates": rates, "accepted": a_step, "answers": texts})
         for path in map(Path, options.compare):
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
                 if other["concurrency"] == size:
