@@ -197,7 +197,7 @@ class EagleDraftWorker:
         )
 
     def _draft_extend_for_prefill(self, batch, hidden_states, next_token_ids, mm_input_embeds=None):
-        for request, num_before in zip(batch.reqs, batch.prefix_lens, strict=True):
+        for request, num_before in zip(batch.reqs, batch.prefix_lens or (), strict=True):
             request.is_read_by_head = num_before == 0 or request.is_read_by_head
         return EagleDraftInput(next_token_ids, 1, 1, topk_p=torch.ones(len(batch.reqs), self.topk))
 
@@ -306,6 +306,8 @@ class EAGLEWorkerV2:
     def forward_batch_generation(self, batch, on_publish=None):
         if batch.forward_mode.is_extend():
             tokens = torch.tensor([request.ids[-1] for request in batch.reqs])
+            for request, num_before in zip(batch.reqs, batch.prefix_lens or (), strict=True):
+                request.is_read_by_head = request.is_read_by_head and num_before > 0
             found = self.draft_worker._draft_extend_for_prefill(batch, None, tokens, None)
             return SimpleNamespace(next_draft_input=found)
         self.activate_step_by_batch(len(batch.reqs))
@@ -331,6 +333,8 @@ class EAGLEWorkerV2:
             assert kept[row, :length].tolist() == features[row, :length].tolist() == path[:length]
         output.next_draft_input = EagleDraftInput(None, 1, 1)
         if self.speculative_num_steps == 0 and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
+            for request in batch.reqs:
+                request.is_read_by_head = False
             self._stub_skipped_draft_extend(batch, output)
         else:
             self.draft_worker._draft_extend_for_decode(batch, output)
@@ -339,8 +343,6 @@ class EAGLEWorkerV2:
     def _stub_skipped_draft_extend(self, batch, batch_output):
         for name in ("topk_p", "topk_index", "hidden_states"):
             setattr(batch_output.next_draft_input, name, torch.zeros(len(batch.reqs), 1))
-        for request in batch.reqs:
-            request.is_read_by_head = False
 
     def _build_trivial_verify_input(self, batch):
         num_rows, nothing = len(batch.reqs), torch.full((len(batch.reqs), 1), -1)

@@ -578,6 +578,19 @@ def test_the_head_reads_no_prompts_that_come_to_rounds_without_trees(sglang, mon
     assert reads(c) == has_prefix_cache, "a third, before any round of three"
     worker.forward_batch_generation(sglang.batch_of([a]))
     assert reads(d), "only one is left"
+    worker.forward_batch_generation(sglang.batch_of([a, d]))
+    a.output_ids.extend(range(60))
+    assert reads(sglang.Request("e", PROMPT)), "one has ended since the last round"
+    worker.forward_batch_generation(sglang.batch_of([d]))
+    for number in range(4):  # requests that want no token never come to a round
+        assert reads(sglang.Request(f"empty {number}", PROMPT, length=0))
+
+
+def test_a_rank_without_requests_reads_nothing_while_others_read_prompts(sglang):
+    worker = sglang.EAGLEWorkerV2(sglang.server_args(disable_radix_cache=True), sglang.target_worker())
+    idle = sglang.batch_of([], prefix_lens=[])
+    idle.prefix_lens = None
+    worker.forward_batch_generation(idle)
 
 
 def test_a_graph_never_reads_a_mask_that_is_too_small(sglang):

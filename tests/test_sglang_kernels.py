@@ -62,7 +62,8 @@ class Verify:
         )
         backend.token_to_kv_pool = Pool(keys, values)
         usual = dict(sliding_window_size=-1, is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"))
-        usual |= dict(k_scale=None, v_scale=None, xai_temperature_len=-1, logit_cap=0.0, logit_capping_method="tanh")
+        usual |= dict(k_scale=None, k_scale_float=None, v_scale=None, v_scale_float=None)
+        usual |= dict(xai_temperature_len=-1, logit_cap=0.0, logit_capping_method="tanh")
         usual |= dict(tp_q_head_num=heads, qk_head_dim=head_dim, v_head_dim=head_dim, scaling=head_dim**-0.5)
         attention = SimpleNamespace(**usual | layer, layer_id=3)
         batch = SimpleNamespace(
@@ -143,7 +144,7 @@ def double(monkeypatch):
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_sglangs_verify_is_computed_by_our_kernel(double, cap):
     verify = Verify([50, 131], 9, 4, 2, 32)
-    backend, arguments = verify.call(double, logit_cap=cap)
+    backend, arguments = verify.call(double, logit_cap=cap, k_scale=torch.ones(1), k_scale_float=1.0)
     out = backend.forward_extend(*arguments)
     assert torch.allclose(out.view(verify.out.shape).cpu().double(), verify.expected(cap), atol=1e-5)
     ((where, keys, values),) = backend.token_to_kv_pool.stored
@@ -154,7 +155,7 @@ def test_sglangs_verify_is_computed_by_our_kernel(double, cap):
 
 OTHERS = {
     "a window": {"sliding_window_size": 64},
-    "scaled keys": {"k_scale": torch.ones(1)},
+    "scaled keys": {"k_scale": torch.ones(1), "k_scale_float": 0.5},
     "another cap": {"logit_capping_method": "clip"},
     "other text": {"is_cross_attention": True},
     "values of another size": {"v_head_dim": 16},

@@ -38,7 +38,7 @@ _QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the text's length
 _MAX_HOLES = 2**31  # bytes
-_SMALL = 2**27  # bytes of a layer's weights, up to which launches overlap: of 90 MB that is faster, of 440 MB slower
+_SMALL = 2**27  # bytes of a layer's weights, up to which launches overlap: of 90 MB that was faster, of 440 MB slower
 MAX_HEAD_DIM = 256
 MAX_HIDDEN = 16384  # what a program of the norm kernel holds
 

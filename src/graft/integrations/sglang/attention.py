@@ -44,8 +44,8 @@ def _attend(
 
     known, pool = backend.forward_metadata, backend.token_to_kv_pool
     if save_kv_cache:
-        further = {"full_loc": known.out_cache_loc_full_physical}
-        slots = KVWriteLoc(forward_batch.out_cache_loc, known.swa_out_cache_loc, **further)
+        physical = known.out_cache_loc_full_physical
+        slots = KVWriteLoc(forward_batch.out_cache_loc, known.swa_out_cache_loc, full_loc=physical)
         pool.set_kv_buffer(layer, slots, new_keys, new_values)
     out = getattr(forward_batch, "_attn_output", None)
     out = torch.empty_like(query) if out is None else out
@@ -69,7 +69,9 @@ def _is_ours(backend: Any, query: Tensor, layer: Any) -> bool:
         return False
     is_full = layer.sliding_window_size in (None, -1) and not layer.is_cross_attention
     is_usual = layer.attn_type.value == "decoder" and layer.logit_capping_method == "tanh"
-    is_plain = layer.k_scale is None and layer.v_scale is None and layer.xai_temperature_len == -1
+    scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+    is_scaled = any(scale is not None and value != 1.0 for scale, value in scales)  # FP8 weights bring scales of 1
+    is_plain = not is_scaled and layer.xai_temperature_len == -1
     if not (is_full and is_usual and is_plain):
         return False
     keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)

@@ -18,6 +18,7 @@ _PROGRAMS = 528  # that keep a large GPU busy
 _LOG2_E = 1.4426950408889634
 
 
+@torch.compiler.disable
 def verify_attention(
     query: Tensor,  # [T, heads, head_dim], D places of each of B rows
     new_keys: Tensor,  # [T, kv_heads, head_dim] of the places

@@ -99,7 +99,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
             only_roots = dict(bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
             return eagle_worker_v2.EagleDraftInput(**only_roots)
         if self._rounds is not None:
-            whole = zip(batch.reqs, batch.prefix_lens, strict=True)  # a later part of a prompt changes nothing
+            whole = zip(batch.reqs, batch.prefix_lens or (), strict=True)  # a later part of a prompt changes nothing
             self._rounds.texts.find_head([request for request, num_before in whole if num_before == 0])
         return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *more)
 
@@ -269,10 +269,9 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         self._sizes = sizes_for(server_args, settings)
         self._states: dict[tuple[int, int], Any] = {}  # by places and steps
         self._now: Any = None
-        self._num_decoded, self._joined = 0, set[str]()  # requests of the last round; ids of those that came since
-        # By the number of requests: the input of a verify without trees, and what stands for drafts after it.
-        self._without_trees: dict[int, Any] = {}
-        self._unread: dict[int, dict[str, Any]] = {}
+        self._present: dict[str, Any] = {}  # by id, the requests of the last round and those that came since
+        self._without_trees: dict[int, Any] = {}  # by the number of requests, the input of a verify without trees
+        self._no_drafts: dict[str, Tensor] = {}  # zeros for as many requests as there were: what stands for drafts
         # Here it is the depth that a verified path can have; the draft worker keeps the number of levels.
         self.speculative_num_steps = self._first.places - 1
 
@@ -296,13 +295,14 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
             above = size.max_requests or above
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prompts, or a round."""
+        """A round, or prompts: these the head reads unless they come to so many requests that there are no trees."""
+        coming = {request.rid: request for request in batch.reqs}
         if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
-            self._num_decoded, self._joined = len(batch.reqs), set()
+            self._present = coming
             return super().forward_batch_generation(batch, *args, **kwargs)
-        self._joined.update(request.rid for request in batch.reqs)
-        has_trees = self._size_for(self._num_decoded + len(self._joined)).places > 1
-        self.draft_worker.reads_prompts = has_trees or not _skips_without_trees()
+        self._present = {rid: each for rid, each in self._present.items() if not each.finished()} | coming
+        has_trees = self._size_for(len(self._present)).places > 1
+        self.draft_worker.reads_prompts = has_trees or not self._skips_without_trees()
         result = super().forward_batch_generation(batch, *args, **kwargs)
         if not self.draft_worker.reads_prompts:
             self._stub_skipped_draft_extend(batch, result)
@@ -367,13 +367,17 @@ class GraftWorker(eagle_worker_v2.EAGLEWorkerV2):
         """After a round without trees, and after prompts before one: the head reads nothing of them, which would cost
         as much as a tenth of the time. What is decoded later of these requests is retrieved alone."""
         made, num_rows = batch_output.next_draft_input, len(batch.reqs)
-        fields = self._unread.get(num_rows)
-        if fields is None:
+        if num_rows > len(self._no_drafts.get("topk_p", ())):
             super()._stub_skipped_draft_extend(batch, batch_output)
-            self._unread[num_rows] = {name: getattr(made, name) for name in ("topk_p", "topk_index", "hidden_states")}
-        else:
-            vars(made).update(fields)
+            self._no_drafts = {name: getattr(made, name) for name in ("topk_p", "topk_index", "hidden_states")}
+        for name, zeros in self._no_drafts.items():
+            setattr(made, name, zeros[:num_rows])
         self.draft_worker.lose_head(batch.reqs)
+
+    def _skips_without_trees(self) -> bool:
+        """Whether the head reads nothing where there are no trees. It does where others decode what is read here."""
+        is_decoded_here = getattr(self.server_args, "disaggregation_mode", "null") == "null"
+        return is_decoded_here and bool(getattr(eagle_worker_v2.envs, _SKIP).get())
 
     def _size_for(self, num_requests: int) -> TreeSize:
         return next(each for each in self._sizes if each.max_requests is None or num_requests <= each.max_requests)
@@ -559,10 +563,6 @@ def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, nu
             )
         drawn.append(tokens.long())
     return torch.cat(drawn)
-
-
-def _skips_without_trees() -> bool:
-    return bool(getattr(eagle_worker_v2.envs, _SKIP).get())
 
 
 def _settings() -> SGLangSettings:
