@@ -46,7 +46,8 @@ def install(monkeypatch):
     double.eagle_worker_v2 = double.sampler = double
     for name in NAMES:
         monkeypatch.setitem(sys.modules, name, double)
-    monkeypatch.delitem(sys.modules, "graft.integrations.sglang.worker", raising=False)
+    for name in ("hooks", "worker"):
+        monkeypatch.delitem(sys.modules, f"graft.integrations.sglang.{name}", raising=False)
     return double
 
 

@@ -30,7 +30,7 @@ def _register(settings: SGLangSettings) -> None:
     check_version(sglang.__version__)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from graft.integrations.sglang import attention, worker
+    from graft.integrations.sglang import attention, hooks, worker
 
     def check(_: None, server_args: Any) -> None:
         check_server(server_args, settings)
@@ -38,5 +38,5 @@ def _register(settings: SGLangSettings) -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", check, HookType.AFTER)
     HookRegistry.register(f"{_WORKERS}.EAGLEWorkerV2", worker.GraftWorker, HookType.REPLACE)
     HookRegistry.register(f"{_WORKERS}.EagleDraftWorker", worker.GraftDraftWorker, HookType.REPLACE)
-    for name, hook in (worker.HOOKS | attention.HOOKS).items():
+    for name, hook in (hooks.HOOKS | attention.HOOKS).items():
         HookRegistry.register(name, hook, HookType.AROUND)

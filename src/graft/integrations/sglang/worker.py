@@ -1,8 +1,7 @@
 """SGLang's EAGLE workers with Graft's tree between the head's drafts and the verify. Importing this needs SGLang.
 
-SGLang's own code drafts, verifies and moves the KV cache. Five of its functions ask here first (`HOOKS`), and do what
-they always did unless one of our workers has called them: the drafted levels are kept whole, the tree is Graft's, and
-the target's tokens are chosen by keyed noise and handed to the kernel that walks the tree.
+SGLang's own code drafts, verifies and moves the KV cache. Some of its functions ask these workers first (`hooks`): the
+drafted levels are kept whole, the tree is Graft's, and the target's tokens are chosen by keyed noise.
 
 SGLang may overlap its scheduling with the GPU's work: while a verify runs it takes in the results of the one before.
 Of a round only this is in the way of the GPU, between the last draft pass and the verify: to read what was drafted, to
@@ -14,9 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +25,7 @@ from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.integrations.sglang.hooks import drafting, set_to
 from graft.integrations.sglang.rounds import Proposal, RoundLog, Rounds
 from graft.integrations.sglang.settings import (
     SGLangSettings,
@@ -43,7 +41,6 @@ from graft.integrations.sglang.trees import (
     Sampling,
     VerifyArrays,
     fill_verify,
-    likeliest_successors,
     link_memory,
     mask_size,
     place_numbers,
@@ -52,12 +49,8 @@ from graft.integrations.sglang.trees import (
 )
 from graft.spec_decode.tree import TreeLinks
 
-_FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary
-
-_drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
-_choosing: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("graft_choosing", default=None)
 
 
 class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
@@ -80,7 +73,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def draft(self, batch: Any) -> Any:
         """The verify's input: SGLang's own course, in which `build` makes the tree."""
         self._batch = batch
-        with _set(_drafting, self):
+        with set_to(drafting, self):
             verify_input = super().draft(batch)
         self._batch = None
         # Bounds the walk down the tree: grafted chains are longer than drafted ones.
@@ -90,7 +83,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def draft_forward(self, forward_batch: Any) -> Any:
         """The draft passes, which may be captured in a CUDA graph: with all levels as their result."""
-        with _set(_drafting, self):
+        with set_to(drafting, self):
             return super().draft_forward(forward_batch)
 
     def _draft_extend_for_prefill(self, batch: Any, hidden_states: Any, next_token_ids: Any, *more: Any) -> Any:
@@ -105,7 +98,7 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
         """The head reads what was accepted, and gives the first level of the next round."""
-        with _set(_drafting, self):
+        with set_to(drafting, self):
             super()._draft_extend_for_decode(batch, batch_result)
 
     def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays:
@@ -429,119 +422,6 @@ class _Coming:
         return self._copies[0], self._copies[1:]
 
 
-# Hooks of SGLang's functions, each called with the function itself and its arguments
-
-
-def _keep_levels(original: Any, scores: Any, tokens: Any, beams: Any, num_draft_token: int) -> Any:
-    """`organize_draft_results`: all drafted nodes, where SGLang keeps the best by score."""
-    if _drafting.get() is None:
-        return original(scores, tokens, beams, num_draft_token)
-    joined = torch.cat([level.flatten(1) for level in scores], dim=1)
-    return torch.cat(beams, dim=1), joined, torch.cat(tokens, dim=1)
-
-
-def _build_tree(
-    original: Any,
-    bonus_tokens: Tensor,
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    draft_tokens: Tensor,
-    seq_lens: Tensor,
-    seq_lens_sum: int,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: Any = 0,
-    tree_mask_buf: Tensor | None = None,
-    position_buf: Tensor | None = None,
-) -> Any:
-    """`build_tree_kernel_efficient`: what `_keep_levels` gave comes in, the verify's arrays go out."""
-    worker = _drafting.get()
-    if worker is None:
-        sizes = (seq_lens, seq_lens_sum, topk, spec_steps, num_verify_tokens)
-        buffers = (tree_mask_mode, tree_mask_buf, position_buf)
-        return original(bonus_tokens, parent_list, top_scores_index, draft_tokens, *sizes, *buffers)
-    drafted = Drafted(draft_tokens, top_scores_index, parent_list)
-    arrays = worker.build(bonus_tokens, drafted, seq_lens, tree_mask_buf)
-    if position_buf is not None:
-        position_buf[: len(arrays.positions)] = arrays.positions
-        arrays = arrays._replace(positions=position_buf)
-    return tuple(arrays)
-
-
-def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any) -> Any:
-    """`eagle_prepare_for_verify`: the tree comes after it."""
-    result = original(verify_input, req_to_token_pool, batch, target_worker)
-    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
-    if worker is not None:
-        worker.fill(verify_input, batch.reqs, is_captured=result[1])
-    return result
-
-
-def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
-    """`eagle_sample`: SGLang applies penalties, biases and grammars and walks the tree, as it does for greedy rows; the
-    tokens that it compares are chosen by `_walk`."""
-    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
-    if worker is None or batch.forward_mode.is_idle():
-        return original(verify_input, batch, logits_output, vocab_mask)
-    worker.digest()
-    logits = logits_output.next_token_logits
-    # As the target gave them: penalties come in place.
-    highest = likeliest_successors(logits) if worker.learns else None
-    info, chosen = batch.sampling_info, []
-
-    def choose(best: Tensor) -> Tensor:
-        chosen.append(worker.choose(batch.reqs, info, verify_input.positions[: len(logits)], logits, best))
-        return chosen[0]
-
-    batch.sampling_info = copy.copy(info)
-    batch.sampling_info.is_all_greedy = True
-    try:
-        with _set(_choosing, choose):
-            result = original(verify_input, batch, logits_output, vocab_mask)
-    finally:
-        batch.sampling_info = info
-    if highest is not None:
-        successors, values = highest
-        shape = (*chosen[0].shape, -1)
-        worker.remember(chosen[0], successors.view(shape), values.view(shape))
-    return result
-
-
-def _walk(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`verify_tree_greedy_func`: with the tokens that are chosen, where SGLang gives the likeliest."""
-    choose = _choosing.get()
-    if choose is not None:
-        kwargs["target_predict"] = choose(kwargs["target_predict"])
-    return original(*args, **kwargs)
-
-
-HOOKS = {
-    f"{_FUNCTIONS}.organize_draft_results": _keep_levels,
-    f"{_FUNCTIONS}.build_tree_kernel_efficient": _build_tree,
-    f"{_FUNCTIONS}.eagle_prepare_for_verify": _prepare,
-    f"{_FUNCTIONS}.eagle_sample": _sample,
-    f"{_FUNCTIONS}.verify_tree_greedy_func": _walk,
-}
-
-
-_topk_of_sglang = eagle_worker_v2.fast_topk
-
-
-def _topk(values: Tensor, topk: int, dim: int) -> Any:
-    """`fast_topk`: of the head's probabilities by our kernel, which takes a sixth of the time."""
-    if _drafting.get() is None or not values.is_cuda or values.dim() != 2:
-        return _topk_of_sglang(values, topk, dim)
-    from graft.model.kernels.topk import highest  # needs Triton
-
-    tokens, best, _ = highest(values, topk)
-    return best, tokens.long()
-
-
-# In this module alone and not by a hook: that would reach a function of SGLang's that torch.compile compiles.
-eagle_worker_v2.fast_topk = _topk
-
-
 def _tokens_without_speculation(logits: Tensor, positions: Tensor, info: Any, num_places: int) -> Tensor:
     """The tokens [B * D] that SGLang's own sampler draws there in its deterministic mode, by its noise of seed and
     position: a text is then the one that it draws without speculation. (It refuses seeds with min-p.)"""
@@ -579,12 +459,3 @@ def _to_host(tensor: Tensor, use: str) -> Tensor:
 @lru_cache(maxsize=1024)  # uses, powers of two and sizes of trees
 def _host_memory(use: str, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
     return torch.empty(num_rows, *sizes, dtype=dtype, pin_memory=is_pinned)
-
-
-@contextmanager
-def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
