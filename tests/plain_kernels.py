@@ -57,7 +57,6 @@ def rotate_and_store(
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
-    is_settled: bool = False,
 ) -> None:
     if qkv.dim() == 3:
         for number, (own, key, value) in enumerate(zip(qkv, keys, values, strict=True)):
@@ -139,7 +138,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     tiles: attention_kernels.Tiles | None = None,
     scratch: Tensor | None = None,
-    is_settled: bool = False,
 ) -> Tensor:
     _, heads, head_dim = query.shape
     rows = layout.rows.long()

@@ -104,43 +104,30 @@ class LayerStack:
         )
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
         for each in seen or (step,):
-            each.plan(self._heads // keys.shape[2], tiles)  # which kernels look at early; see `is_settled`
-        with overlap.launches(self._is_small):
-            return self._run(stream, step, keys, values, rotary, seen, scratch)
-
-    def _run(
-        self,
-        stream: Tensor,
-        step: KernelStep,
-        keys: Tensor,
-        values: Tensor,
-        rotary: Rotary,
-        seen: Sequence[KernelStep] | None,
-        scratch: Tensor,
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
+            each.plan(self._heads // keys.shape[2], tiles)  # before the launches that may overlap
         multiply, inputs = self._multiply, []
         delta: Tensor | None = None  # what is still to be added to the stream
-        for number, layer in enumerate(self.layers):
-            stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
-            inputs.append(stream)
-            qkv = multiply(normed, layer.qkv, layer.qkv_bias)
-            attended = attend_in_store(
-                qkv,
-                keys[number],
-                values[number],
-                step,
-                rotary,
-                self._heads,
-                seen=seen[number] if seen is not None else None,
-                norms=layer.head_norms,
-                scale=layer.scale,
-                window=layer.window,
-                scratch=scratch,
-                is_settled=True,  # by the first norm
-            )
-            delta = multiply(attended, layer.o)
-            stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
-            delta = multiply(multiply.activate(normed, layer.gate_up), layer.down)
+        with overlap.launches(self._is_small):
+            for number, layer in enumerate(self.layers):
+                stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
+                inputs.append(stream)
+                qkv = multiply(normed, layer.qkv, layer.qkv_bias)
+                attended = attend_in_store(
+                    qkv,
+                    keys[number],
+                    values[number],
+                    step,
+                    rotary,
+                    self._heads,
+                    seen=seen[number] if seen is not None else None,
+                    norms=layer.head_norms,
+                    scale=layer.scale,
+                    window=layer.window,
+                    scratch=scratch,
+                )
+                delta = multiply(attended, layer.o)
+                stream, normed = layer_kernels.add_norm(stream, delta, layer.attention_norm, self._eps)
+                delta = multiply(multiply.activate(normed, layer.gate_up), layer.down)
         assert delta is not None
         return inputs, stream, delta
 
@@ -222,14 +209,13 @@ def attend_in_store(
     scale: float | None = None,
     window: int | None = None,
     scratch: Tensor | None = None,
-    is_settled: bool = False,
 ) -> Tensor:
     """Rotates queries and keys, writes keys and values to the store, and attends: [T, heads * head_dim].
 
     seen: what the tokens see, where that is not what the step says.
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
-    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms, is_settled)
+    layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
     kv_heads, head_dim = keys.shape[1:]
     tiles = attention_kernels.tiles_for(head_dim, qkv.dtype)
     seen = seen or step
@@ -243,7 +229,6 @@ def attend_in_store(
         window=window,
         tiles=tiles,
         scratch=scratch,
-        is_settled=is_settled,
     )
 
 

@@ -306,8 +306,8 @@ class Grafter:
     def _observe(self, outcome: _Outcome) -> None:
         """Takes a round into the budget."""
         num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
-        is_cut = round is not None and round.tree is not outcome.tree  # by a grammar
-        if self.adapts and round is not None and not is_cut and round.paths is not None:  # else nobody asks for it
+        # Nobody asks for it where the number of nodes is given, and a grammar may have cut the tree.
+        if self.adapts and round is not None and round.tree is outcome.tree and round.paths is not None:
             self._path_calibration.observe(round.paths, accepted.nodes)
         if outcome.is_time_usual:
             self._learn_costs(outcome)

@@ -4,8 +4,8 @@ SGLang's own code drafts, verifies and moves the KV cache. Some of its functions
 drafted levels are kept whole, the tree is Graft's, and the target's tokens are chosen by keyed noise.
 
 SGLang may overlap its scheduling with the GPU's work: while a verify runs it takes in the results of the one before.
-Of a round only this is in the way of the GPU, between the last draft pass and the verify: to read what was drafted, to
-build the tree, and to send it back.
+Between the last draft pass and the verify only this is in the way of the GPU: to read what was drafted, to build the
+tree, and to send it back.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class GraftDraftWorker(eagle_worker_v2.EagleDraftWorker):
     def _draft_extend_for_prefill(self, batch: Any, hidden_states: Any, next_token_ids: Any, *more: Any) -> Any:
         """The head reads prompts, or all of a request that begins anew; not those that come to rounds without trees."""
         if not self.reads_prompts:
-            only_roots = dict(bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
-            return eagle_worker_v2.EagleDraftInput(**only_roots)
+            return eagle_worker_v2.EagleDraftInput(
+                bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
+            )
         if self._rounds is not None:
             whole = zip(batch.reqs, batch.prefix_lens or (), strict=True)  # a later part of a prompt changes nothing
             self._rounds.texts.find_head([request for request, num_before in whole if num_before == 0])

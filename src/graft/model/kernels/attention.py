@@ -167,7 +167,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     tiles: Tiles | None = None,
     scratch: Tensor | None = None,
-    is_settled: bool = False,
 ) -> Tensor:
     """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
@@ -175,7 +174,6 @@ def tree_attention(
     are not; only one of the two.
     softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] the scores of one more key, of value 0.
     scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
-    is_settled: since layout and plan were written, a kernel was launched that waits for all before it (see `overlap`).
     """
     num_tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -198,7 +196,7 @@ def tree_attention(
     by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
-    early: dict[str, Any] = {"IS_SETTLED": is_settled, **overlap.options(query.device)}
+    launched = overlap.options(query.device)
     cut: dict[str, Any] = {
         "GROUP": group,
         "TOKENS": tiles.tokens(group),
@@ -209,7 +207,7 @@ def tree_attention(
         "REACH": reach,
         "CAPPED": softcap is not None,
         "PRECISION": "ieee" if query.dtype is torch.float32 else "tf32",
-        **early,
+        **launched,
     }
     programs = max(_MOST_PROGRAMS // kv_heads, _LEAST_PROGRAMS)
     if _most_prefix(num_tokens, layout.max_context, group, tiles) > 0:
@@ -249,7 +247,7 @@ def tree_attention(
         REACH=reach,
         HAS_SINKS=sinks is not None,
         num_warps=2,
-        **early,
+        **launched,
     )
     return out
 
@@ -797,13 +795,10 @@ def _prefix_kernel(
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Whole blocks of prefix, the same for all tokens of a tile: some items of the plan, for one key head."""
     start_next(OVERLAPS)
-    if not IS_SETTLED:
-        wait_for_previous(OVERLAPS)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
     values += kv_head * cache_head
@@ -831,8 +826,7 @@ def _prefix_kernel(
             # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
             # for would be a stage of the pipeline.
             page = tl.load(table + begin // _PAGE)
-            if IS_SETTLED:
-                wait_for_previous(OVERLAPS)
+            wait_for_previous(OVERLAPS)
             q = _load_rows(
                 query,
                 token * query_token + (kv_head * GROUP + member) * query_head,
@@ -921,7 +915,6 @@ def _tail_kernel(
     REACH: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
@@ -930,8 +923,6 @@ def _tail_kernel(
     that end before the split leave nothing in it that anyone reads.
     """
     start_next(OVERLAPS)
-    if not IS_SETTLED:
-        wait_for_previous(OVERLAPS)
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
     keys += kv_head * cache_head
     values += kv_head * cache_head
@@ -959,8 +950,7 @@ def _tail_kernel(
             token = deepest + up
         own = position - up
         at = token * query_token + (kv_head * GROUP + member) * query_head
-        if IS_SETTLED:
-            wait_for_previous(OVERLAPS)
+        wait_for_previous(OVERLAPS)
         q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
 
         # Numbers of states are int32, since there is one for many bytes: it takes half the registers.
@@ -1019,13 +1009,10 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     REACH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """All splits of one token together, for the query heads that share a key head; 0 for padding."""
     start_next(OVERLAPS)
-    if not IS_SETTLED:
-        wait_for_previous(OVERLAPS)
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
     length = tl.load(lengths + batch)
@@ -1040,8 +1027,7 @@ def _combine_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * _TO_LOG2
     at = head * num_splits
-    if IS_SETTLED:
-        wait_for_previous(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     result = _combine(sums, maxima, totals, at, real, first, last, sink, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS)
     dims = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]

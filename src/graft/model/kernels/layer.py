@@ -64,14 +64,12 @@ def rotate_and_store(
     cos: Tensor,  # [positions, head_dim / 2]
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
-    is_settled: bool = False,
 ) -> None:
     """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
 
     Positions past the tables take their last entry.
     norms: weights [head_dim], or [layers, head_dim], of the queries' and the keys' RMS norm, which comes first, and its
     eps.
-    is_settled: since the layout was written, a kernel was launched that waits for all before it (see `overlap`).
     """
     kv_heads, head_dim = keys.shape[-2:]
     num_heads = qkv.shape[-1] // head_dim  # of all three kinds
@@ -104,7 +102,6 @@ def rotate_and_store(
         NORMED=norms is not None,
         BLOCK_H=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
-        IS_SETTLED=is_settled,
         num_warps=2,
         **overlap.options(qkv.device),
     )
@@ -205,13 +202,10 @@ def _rotate_kernel(
     NORMED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some query, key or value heads of one token in one layer, as two halves that the rotation mixes."""
     start_next(OVERLAPS)
-    if not IS_SETTLED:
-        wait_for_previous(OVERLAPS)
     token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     keys += layer * cache_layer
     values += layer * cache_layer
@@ -229,8 +223,7 @@ def _rotate_kernel(
     place = tl.load(places + token)
     table = tables + tl.load(lines + row).to(tl.int64) * max_pages
     slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
-    if IS_SETTLED:
-        wait_for_previous(OVERLAPS)
+    wait_for_previous(OVERLAPS)
 
     qkv += (layer * tl.num_programs(0) + token) * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     at = head * (2 * HALF) + dims

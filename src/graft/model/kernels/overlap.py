@@ -37,7 +37,8 @@ _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", defaul
 
 @contextmanager
 def launches(are_worth_it: bool) -> Iterator[None]:
-    """Within it launches overlap where they can, if that is worth it."""
+    """Within it launches overlap where they can, if that is worth it. Kernels look at layout and plan before they wait:
+    these must have been written before, and the first launch within must be a usual one, which settles them."""
     token = _is_worth_it.set(are_worth_it)
     try:
         yield
