@@ -1,5 +1,5 @@
-"""SGLang's or vLLM's own engine, with and without Graft's plugin: so many requests under way at a time until all
-prompts are answered.
+"""SGLang's engine, with and without Graft's plugin, or vLLM's: so many requests under way at a time until all prompts
+are answered.
 
     python bench/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \
         --warmup DIR/warmup.json --method eagle3 --steps 3 --topk 1 --places 4
@@ -8,8 +8,8 @@ prompts are answered.
 prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice: Graft knows an answer that it has
 given before. All methods are asked the same. `--turns N` asks methods that learn nothing the first `--limit` prompts at
 every number of requests, N times, as `bench/batched_serving.py` does, and the medians count. One engine, hence one
-setting, for each process. The plugin is asked for as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and
-`--method graft` says that it is meant.
+setting, for each process. The plugin is asked for as anywhere else, by GRAFT_SGLANG=1, and `--method graft`
+says that it is meant.
 
 An engine takes a minute or more to start, so several may be started at once (`--group`) and be measured one after the
 other, each while the others are idle.
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
         "--prefill-graphs", type=int, default=512, help="SGLang: prompts up to so many tokens are read by CUDA graphs"
     )
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
-    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling (vLLM's plugin needs that)")
+    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
     parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--cache-tokens", type=int, default=60000, help="SGLang's KV cache")
@@ -192,7 +192,7 @@ class VLLM:
             disable_log_stats=False,
             speculative_config=None if options.method == "off" else speculation,
         )
-        if options.no_overlap or options.method == "graft":
+        if options.no_overlap:
             self._flags |= dict(async_scheduling=False)
         self._make: Callable[[], Any] = lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**self._flags))
         self._engine: Any = None

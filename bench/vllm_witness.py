@@ -22,12 +22,6 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# What vLLM drafts with: with GRAFT_VLLM=1, "eagle3" is grafted; "retrieval" is Graft without a head.
-VLLM_METHODS = {
-    "eagle3": {"method": "eagle3"},
-    "retrieval": {"method": "custom_class", "model": "graft.integrations.vllm.retrieval.RetrievalProposer"},
-}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,7 +34,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="rows of each file")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=3, help="tokens drafted in a round, one after the other")
-    parser.add_argument("--method", choices=[*VLLM_METHODS, "off"], default="eagle3", help="vLLM's; see docs/engines")
+    parser.add_argument("--method", choices=["eagle3", "off"], default="eagle3", help="what vLLM drafts with")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -92,8 +86,7 @@ def run_vllm(options: argparse.Namespace) -> Json:
 
     speculative = None
     if options.method != "off":
-        drafts = {"model": options.head, "num_speculative_tokens": options.drafts}
-        speculative = drafts | VLLM_METHODS[options.method]
+        speculative = {"method": "eagle3", "model": options.head, "num_speculative_tokens": options.drafts}
     llm = LLM(
         model=options.model,
         dtype="float32",

@@ -27,7 +27,7 @@ from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
 from graft.model.sampler import Sampler, SamplingSettings
-from graft.model.support import is_tensor_parallel, usable_model
+from graft.model.support import usable_model
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.sequence import Sequence as TokenSequence
@@ -122,7 +122,7 @@ class Engine:
             require_known("policy", policy, POLICIES)
             policy = make_policy(policy, self.target, drafter, budget, isolated=isolated, datastore=datastore)
         self.policy = policy
-        self.prefix_cache = prefix_cache and not is_tensor_parallel(model)  # not tried with several ranks
+        self.prefix_cache = prefix_cache
         self.eos_token_ids = [i for i in _eos_token_ids(model, tokenizer) if i < self.target.vocab_size]
 
     def __repr__(self) -> str:

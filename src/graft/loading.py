@@ -20,9 +20,7 @@ from graft.hub.home import is_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
-from graft.model.ranks import rank_group
-from graft.model.support import is_tensor_parallel, usable_model
-from graft.model.tensor_parallel import embedding_of, lm_head_of, work
+from graft.model.support import check_supported, usable_model
 from graft.settings import require, require_known
 from graft.spec_decode import learned
 from graft.spec_decode.exit_layer import choose_exit_layer, is_early_exit, named_layer, usual_prompts
@@ -62,7 +60,6 @@ def load(
     datastore: str | Path | None = None,
     isolated: bool = False,
     exact: bool = False,
-    tensor_parallel: bool = False,
     prefix_cache: bool | None = None,
     keep_learned: bool | None = None,
 ) -> Engine:
@@ -85,9 +82,6 @@ def load(
     the same `Sequence.owner`, where a server names one.
     exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
     slower. See docs/exactness.md.
-    tensor_parallel: splits the model over the processes that `torchrun` has started; a model in memory may be split
-    already. Rank 0 has the engine; on every other rank this call works for it, and ends the process
-    (SystemExit) when rank 0 has ended. Steps are transformers' own layers: docs/architecture.md.
     prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs. None: where
     the model is loaded here, by its name; the weights of one in memory may change, and what was read with them.
     keep_learned: what policy graft learns is kept in GRAFT_HOME for later processes, in a file of this user's
@@ -105,19 +99,10 @@ def load(
         from graft.hub.load import load_model
 
         chosen, name = pick_device(device), model
-        if tensor_parallel:
-            model, own_tokenizer = _load_part(name, chosen, pick_dtype(dtype, chosen))
-        else:
-            model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
+        model, own_tokenizer = load_model(name, device=str(chosen), dtype=pick_dtype(dtype, chosen))
         tokenizer = tokenizer or own_tokenizer
     model = usable_model(model)
-    split = is_tensor_parallel(model)
-    require(split or not tensor_parallel, "the model in memory is whole: load it with a tensor-parallel plan")
-    if split:
-        if not rank_group().leads:
-            work(model)
-            raise SystemExit(0)
-        rank_group().meet()
+    check_supported(model)
     if draft == "auto":
         usual = name if name is not None and packaged_head(name) is not None else None
         draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
@@ -164,24 +149,6 @@ def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: A
             read_config(folder_of(draft, ("config.json",)))
 
 
-def _load_part(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """This rank's part of a model, and its tokenizer."""
-    from graft.hub.load import load_model
-
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    good = device.type == usual and device.index is None
-    require(good, f"each rank of a tensor-parallel model has a {usual} device of its own: drop device={device}")
-    group = rank_group()
-    with group.together():
-        loaded = load_model(name, device=str(device), dtype=dtype, num_ranks=group.size)
-    if device.type == "cuda":
-        warnings.warn(
-            "a tensor-parallel model runs in transformers' own layers: CUDA graphs and fused layers are for one GPU",
-            stacklevel=3,
-        )
-    return loaded
-
-
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
     """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
     best = best_draft(About.of_model(model))
@@ -213,11 +180,6 @@ def load_drafter(
         where = f"the draft model is on {draft.device} and the target on {model.device}: move it there"
         require(draft.device == model.device, where)
         return _small_model_drafter("the draft model", usable_model(draft), draft_tokenizer, model, tokenizer, tree)
-    own_layers = draft == mtp.MTP or is_early_exit(draft)
-    require(
-        not (own_layers and is_tensor_parallel(model)),
-        f"{draft} drafts with the target's own layers, which are split over processes: choose another drafter",
-    )
     if draft == mtp.MTP:
         mtp_head = mtp.load_head(model)
         speed_up(mtp_head)
@@ -230,9 +192,9 @@ def load_drafter(
     if kind == "model":
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
-    embedding = embedding_of(model)
+    embedding = model.get_input_embeddings().weight
     if kind == "block":
-        lm_head = lm_head_of(model)
+        lm_head = model.get_output_embeddings().weight
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
         if speed_up(block_head):
             block_head.product = quick_linear

@@ -57,9 +57,6 @@ LOADING: Group = MODEL | {
     ),
     "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
 }
-RANKS: Group = {
-    "tensor_parallel": _model(bool, "--tensor-parallel", "Split the model over the processes of torchrun."),
-}
 SAMPLING: Group = {
     "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
     "top_k": _sampling(int, "--top-k", "Draw from the K likeliest; 0 is off.", "0"),

@@ -31,7 +31,6 @@ from graft.errors import GraftError
 from graft.model import NoRoomError, Row
 from graft.model.kv_cache import PAGE
 from graft.model.step import LONG_TEXT
-from graft.model.support import is_tensor_parallel
 from graft.round_trace import RoundRecord
 from graft.sequence import FinishReason, Sequence, TokenLogprob
 from graft.settings import Settings, require
@@ -161,8 +160,6 @@ class Scheduler:
 
     def __init__(self, engine: Engine, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
-        whole = not is_tensor_parallel(engine.target.model)
-        require(whole, "requests are scheduled in one process, and the model is tensor parallel: load it whole")
         self.engine = engine
         # Slots that a round may write behind a row's committed text: the target's tree, or the drafter's.
         self._ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)

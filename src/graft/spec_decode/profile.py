@@ -23,8 +23,6 @@ from transformers import PreTrainedModel
 from graft.device_info import device_name
 from graft.errors import GraftError
 from graft.hub.home import graft_home
-from graft.model.support import is_tensor_parallel
-from graft.model.tensor_parallel import embedding_of
 from graft.settings import require
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter
@@ -57,7 +55,7 @@ class About:
         return cls(
             model=model_fingerprint(model),
             head=head_fingerprint(drafter),
-            device=_devices_name(model),
+            device=device_name(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
         )
 
@@ -135,14 +133,9 @@ def machine_digest(about: About) -> str:
 def model_fingerprint(model: PreTrainedModel) -> str:
     """A hash of a model's shape and a few of its weights, rounded so that the dtype does not matter."""
     config = model.config.get_text_config()
-    embedding = embedding_of(model)
+    embedding = model.get_input_embeddings().weight
     shape = [getattr(config, key, None) for key in _SHAPE]
     return _digest(json.dumps(shape).encode() + _few_weights([embedding[len(embedding) // 2]]))
-
-
-def _devices_name(model: PreTrainedModel) -> str:
-    name = device_name(model.device)
-    return f"{name}, {model.tp_size} processes" if is_tensor_parallel(model) else name
 
 
 def head_fingerprint(drafter: Drafter | None) -> str | None:
