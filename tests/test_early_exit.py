@@ -13,12 +13,12 @@ import graft
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
-from graft.model.split import layers_of
-from graft.spec_decode.exit_layer import choose_exit_layer, estimate_exits
+from graft.model.decoder_layers import layers_of
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.profile import About, head_fingerprint
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
+from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer
+from graft.spec_decode.proposers.early_exit.exit_layer import estimate_exits
 from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
@@ -189,7 +189,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
     monkeypatch.setattr("graft.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.target_for", Small)
+    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", Small)
     drafter = EarlyExitDrafter(model, 2, TREE)
     drafter._is_captured = True
     engine = Engine(model, policy="dense", drafter=drafter)

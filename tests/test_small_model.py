@@ -20,7 +20,7 @@ from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.profile import head_fingerprint
-from graft.spec_decode.proposers import small_model
+from graft.spec_decode.proposers import registry, small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
@@ -330,7 +330,9 @@ def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])  # with a packaged head, and without
 def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model, name):
     named = []
-    monkeypatch.setattr("graft.loading._load_small_model", lambda name, *rest: named.append(name))
+    monkeypatch.setattr(
+        "graft.spec_decode.proposers.registry._load_small_model", lambda name, *rest: named.append(name)
+    )
     load_drafter(name, model)
     assert named == [name]
 

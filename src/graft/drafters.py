@@ -20,9 +20,8 @@ from graft.engine import Engine
 from graft.hub.home import graft_home, is_gguf, model_folder
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
-from graft.spec_decode.exit_layer import EARLY_EXIT, is_early_exit
 from graft.spec_decode.profile import About, machine_digest
-from graft.spec_decode.proposers.mtp import MTP, has_head
+from graft.spec_decode.proposers.registry import NAMED, name_of
 from graft.stats import Stats
 
 NONE = "none"  # retrieval alone
@@ -113,9 +112,9 @@ def best_draft(about: About) -> str | None:
     return next((each.draft for each in known_results(about) if is_here(each.draft)), None)
 
 
-def best_exit(about: About) -> str | None:
-    """The early exit that was measured as the fastest; None if none was."""
-    return next((each.draft for each in known_results(about) if is_early_exit(each.draft)), None)
+def best_variant(about: About, name: str) -> str | None:
+    """The drafter NAME:VARIANT that was measured as the fastest; None if none was."""
+    return next((each.draft for each in known_results(about) if each.draft.startswith(f"{name}:")), None)
 
 
 def is_here(draft: str) -> bool:
@@ -126,15 +125,14 @@ def is_here(draft: str) -> bool:
 
 
 def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
-    """Names of drafters that the model of that name may have: none, its packaged head, the MTP head in its checkpoint,
-    its own first layers, packaged models smaller than it, and those measured before."""
+    """Names of drafters that the model of that name may have: none, its packaged head, those that come from the model
+    itself, packaged models smaller than it, and those measured before."""
     heads = [name] if name in PACKAGED_MODELS and (_HEADS / name).is_dir() else []
-    heads += [MTP] if has_head(model) else []
     most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
     smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
     measured = [each.draft for each in known_results(About.of_model(model))]
-    exits = [] if any(map(is_early_exit, measured)) else [EARLY_EXIT]
-    return list(dict.fromkeys([NONE, *heads, *exits, *smaller, *measured]))
+    own = [name for name in NAMED if NAMED[name].is_for(model) and name not in map(name_of, measured)]
+    return list(dict.fromkeys([NONE, *heads, *own, *smaller, *measured]))
 
 
 def full_name(draft: str | None) -> str:
@@ -142,7 +140,7 @@ def full_name(draft: str | None) -> str:
     if draft is None:
         return NONE
     path = Path(draft).expanduser()
-    is_path = draft not in (*PACKAGED_MODELS, MTP) and (path.is_dir() or is_gguf(path))
+    is_path = draft not in (*PACKAGED_MODELS, *NAMED) and (path.is_dir() or is_gguf(path))
     return str(path.resolve()) if is_path else draft
 
 

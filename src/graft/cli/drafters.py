@@ -55,17 +55,14 @@ def drafters(
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
     from graft.drafters import NONE, is_here
-    from graft.spec_decode.exit_layer import is_early_exit
-    from graft.spec_decode.proposers.mtp import MTP
+    from graft.spec_decode.proposers.registry import NAMED, name_of
 
     if draft == NONE:
         return "retrieval alone"
-    if draft == MTP:
-        return "the MTP head in its checkpoint"
     if draft == model:
         return "its packaged head"
-    if is_early_exit(draft):
-        return "its first layers"
+    if name_of(draft) in NAMED:
+        return NAMED[name_of(draft)].what
     if draft in PACKAGED_MODELS:
         return "a small model" if is_here(draft) else f"a small model: graft pull {draft}"
     return "a head or a model" if is_here(draft) else "no longer there"

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.data import user_message
-from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model import TargetRunner
-from graft.model.split import check_exit_layer, exit_logits, layers_of
+from graft.model.decoder_layers import layers_of
 from graft.settings import require
+from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
+from graft.spec_decode.tree import DraftTree
 
 EARLY_EXIT = "early-exit"  # as `--draft` takes it, alone or before a colon and a layer
-MAX_PROMPTS = 8  # that a layer is chosen by
+_MAX_PROMPTS = 8  # that a layer is chosen by
 _SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the layers that are tried
 _MAX_NEW_TOKENS = 32
 _MAX_DRAFTED = 8  # tokens a round
@@ -51,10 +53,6 @@ class ExitEstimate:
         return max(sum(self.agreement**i for i in range(n + 1)) / (1 + n * self.cost) for n in drafted)
 
 
-def is_early_exit(draft: str) -> bool:
-    return draft.partition(":")[0] == EARLY_EXIT
-
-
 def named_layer(draft: str) -> int | None:
     """The layer that early-exit:LAYER names; None if it names none."""
     _, colon, word = draft.partition(":")
@@ -73,13 +71,19 @@ def usual_prompts(model: PreTrainedModel, tokenizer: Any | None) -> list[list[in
         raise GraftError(
             f"without a tokenizer no exit layer can be chosen: name one, {EARLY_EXIT}:1 to {EARLY_EXIT}:{most}"
         )
-    engine = Engine(model, tokenizer, policy="off")
-    return [engine.encode(user_message(prompt, tokenizer)) for prompt in _PROMPTS]
+    return [_encode(user_message(prompt, tokenizer), tokenizer) for prompt in _PROMPTS]
+
+
+def _encode(prompt: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> int:
-    """The layer with the best expected speed on answers to these prompts; of equals the first."""
-    best = max(estimate_exits(model, prompts), key=lambda each: each.speed)
+    """The layer with the best expected speed on answers to the first of these prompts; of equals the first."""
+    best = max(estimate_exits(model, prompts[:_MAX_PROMPTS]), key=lambda each: each.speed)
     if best.speed <= 1:
         warnings.warn(
             f"no exit layer is expected to pay; the best, {best.layer}, chooses {best.agreement:.0%} of the model's "
@@ -100,17 +104,7 @@ def estimate_exits(
     for layer in tried or (1,):
         check_exit_layer(model, layer)
     agreed, num_tokens = torch.zeros(len(tried)), 0
-    engine = Engine(model, policy="off")
-    runner = TargetRunner(model, tried)
-    room = (runner.max_positions or math.inf) - max(map(len, prompts))
-    answers = engine.generate_batch(prompts, max_new_tokens=int(min(_MAX_NEW_TOKENS, room)))
-    for prompt, answer in ((each.prompt_ids, torch.tensor(each.ids)) for each in answers):
-        cache = runner.open(1, len(prompt) + len(answer))
-        try:
-            text = [*prompt, *answer[:-1].tolist()]
-            hidden = torch.cat([part.hidden for part in runner.prefill(cache, 0, text)])[-len(answer) :]
-        finally:
-            cache.release()
+    for answer, hidden in _greedy_answers(TargetRunner(model, tried), prompts):
         for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
             agreed[number] += (exit_logits(model, own[None])[0].argmax(dim=-1).cpu() == answer).sum()
         num_tokens += len(answer)
@@ -119,6 +113,35 @@ def estimate_exits(
         ExitEstimate(layer, float(share), (layer * each + head) / (count * each + head))
         for layer, share in zip(tried, agreed / max(num_tokens, 1), strict=True)
     ]
+
+
+def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """The model's answers [n] to the prompts, and the hidden states [n, layers * H] that each token was chosen from."""
+    configured = getattr(runner.model.generation_config, "eos_token_id", None)
+    ends = set(configured) if isinstance(configured, list) else {configured}
+    longest = max(map(len, prompts))
+    num_steps = int(min(_MAX_NEW_TOKENS, (runner.max_positions or math.inf) - longest))
+    cache = runner.open(len(prompts), longest + num_steps)
+    tokens, hidden = [], []  # by step, of all rows
+    try:
+        for row, prompt in enumerate(prompts):
+            for _ in runner.prefill(cache, row, prompt[:-1]):
+                pass
+        roots = torch.tensor([prompt[-1] for prompt in prompts])
+        for _ in range(num_steps):
+            verified = runner.verify(cache, DraftTree.roots(roots))
+            roots = verified.logits.argmax(dim=-1).cpu()
+            tokens.append(roots)
+            hidden.append(verified.hidden.clone())
+            runner.commit(cache, [[]] * len(prompts))
+    finally:
+        cache.release()
+    answers = []
+    for row in range(len(prompts)):
+        text = [int(step[row]) for step in tokens]
+        length = next((at for at, token in enumerate(text, start=1) if token in ends), len(text))
+        answers.append((torch.tensor(text[:length]), torch.stack([step[row] for step in hidden[:length]])))
+    return answers
 
 
 def _output_layer(model: PreTrainedModel) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""A model cut in two behind one of its decoder layers, for early exits: `SplitModel`; and tokens between the two parts.
+"""SplitModel: a model cut in two behind one of its decoder layers.
 
 Both parts are views of the model: its own modules, weights, config and code, with some layers left out or stood in for.
 A view has copies of the modules above the decoder layers only, and none of any weight.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.errors import GraftError
+from graft.model.decoder_layers import find_layers, layers_of
 from graft.model.loan import evaluating
 from graft.settings import require
 
 _TOLERANCE = 0.02  # of the logits' spread: another computation's are further apart, another rounding's are not
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Tokens behind a row's committed ones that the first layers have run: their keys and values are in the row's
-    pages, by place."""
-
-    split: SplitModel
-    length: int  # of the row
-    tokens: list[int]  # the root first
-    parents: list[int]  # places
-    hidden: Tensor  # [n, H] what the first layers gave
-
-    def places_of(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """Where each node of a tree is among these tokens, by its whole path; -1: nowhere."""
-        children = {node: place for place, node in enumerate(zip(self.parents, self.tokens, strict=True)) if place}
-        found = [0 if tokens[0] == self.tokens[0] else -1]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            found.append(children.get((found[parent], token), -1))
-        return found
 
 
 class SplitModel:
@@ -124,22 +104,6 @@ def check_exit_layer(model: PreTrainedModel, num_layers: int) -> int:
         f"the exit layer is {num_layers}, and must be between 1 and {most}: {name} has {most + 1} layers",
     )
     return num_layers
-
-
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    owner, name = find_layers(model)
-    layers: nn.ModuleList = getattr(owner, name)
-    return layers
-
-
-def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """The module that has the list of decoder layers, and the list's name in it."""
-    count = model.config.get_text_config().num_hidden_layers
-    for owner in model.base_model.modules():
-        for name, child in owner.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return owner, name
-    raise GraftError(f"{type(model).__name__} has no list of its {count} layers, so none can be left out")
 
 
 class _Recorder(nn.Module):

@@ -1,8 +1,8 @@
-"""Early exit (LayerSkip): the target's own first layers, its final norm and its output layer as the drafter.
+"""EarlyExitDrafter: drafts with the target's own first layers, its final norm and its output layer.
 
 It has the target's weights and KV cache, and nothing of its own to load or to read: what the target has read, the first
-layers have read. What it drafts, the target's step goes on with behind the exit layer (`TargetRunner`). On a GPU steps
-are captured, and run all nodes through all layers: leaves and grafts need the first layers' weights to be read anyway.
+layers have read. The target's step goes on with its drafts behind the exit layer (`runner`). On a GPU steps are
+captured, and run all nodes through all layers: leaves and grafts need the first layers' weights to be read anyway.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.model import FirstLayersRunner, KVCache, Row, TargetRunner, VerifyOutput, target_for
-from graft.model.split import SplitModel, first_layers
+from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.early_exit.runner import FirstLayersRunner
+from graft.spec_decode.proposers.early_exit.split import SplitModel, first_layers
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
 
 
