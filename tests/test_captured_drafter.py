@@ -15,7 +15,6 @@ from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
@@ -27,6 +26,7 @@ from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock

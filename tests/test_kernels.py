@@ -16,8 +16,6 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft.model.kernels import attention as attention_kernels
-from graft.model.kernels import block as block_kernels
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
@@ -26,7 +24,9 @@ from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attent
 from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
 from graft.model.kv_cache import Row
 from graft.model.step import Chunk, FlatStep
+from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.tree import PADDING
 from proposers import tree_of
 

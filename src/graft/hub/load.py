@@ -35,13 +35,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
 
 
-def load_model(
-    name: str,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model called `name` on `device`, ready to run, and its tokenizer."""
     source = _source(name)
     try:
@@ -49,13 +43,12 @@ def load_model(
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-                attn_implementation = "eager"  # transformers' usual choice would leave the soft cap out
+            has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation="eager" if has_soft_cap else None,  # the usual choice would leave the cap out
                 trust_remote_code=False,
                 output_loading_info=True,
             )

@@ -137,12 +137,10 @@ class TargetRunner:
         return self._pool
 
     def bytes_per_token(self) -> int:
-        """Bytes of the KV cache that a token takes."""
+        """Bytes of the KV cache that a token takes. Where the config does not tell, the first step does."""
         found = _bytes_per_token(self.model)
-        return self._measured_bytes_per_token() if found is None else found
-
-    def _measured_bytes_per_token(self) -> int:
-        """Where the config does not tell, the first step does."""
+        if found is not None:
+            return found
         cache = self.open(1, 1)
         self.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
         cache.release()

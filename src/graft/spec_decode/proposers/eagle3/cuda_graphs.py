@@ -16,12 +16,12 @@ from torch import Tensor
 from graft.model import PagePool
 from graft.model.attention import KernelStep, Layout
 from graft.model.captures import on_host
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kv_cache import PAGE, KVStore
 from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
