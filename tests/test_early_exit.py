@@ -332,7 +332,7 @@ def test_the_commands_take_an_early_exit(graft, tmp_path):
     assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: LlamaForCausalLM has 4 layers")
     assert "its first layers" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
     tuned = graft("tune", "--prompts", str(data), "--draft", "early-exit", *named)
-    assert "Exit layer 2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
+    assert "early-exit:2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
     assert "early-exit:2" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
     bench = ("bench", "--methods", "dense,graft", "--data", str(data), "--limit", "1", "--out", str(tmp_path / "out"))
     assert graft(*bench, *named, "--draft", "early-exit:2").status == 0

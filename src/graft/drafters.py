@@ -21,11 +21,10 @@ from graft.hub.home import graft_home, is_gguf, model_folder
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
 from graft.spec_decode.profile import About, machine_digest
-from graft.spec_decode.proposers.registry import NAMED, name_of
+from graft.spec_decode.proposers.registry import NAMED, name_of, packaged_head
 from graft.stats import Stats
 
 NONE = "none"  # retrieval alone
-_HEADS = Path(__file__).parent / "heads"
 _MEASURED = 5  # of so many prompts one is measured, and the others are learned from
 
 
@@ -120,14 +119,14 @@ def best_variant(about: About, name: str) -> str | None:
 def is_here(draft: str) -> bool:
     """Whether a drafter can be used without fetching it. A hub id is believed to be in the cache."""
     if draft in PACKAGED_MODELS:
-        return (_HEADS / draft).is_dir() or model_folder(draft).is_dir()
+        return packaged_head(draft) is not None or model_folder(draft).is_dir()
     return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
 
 
 def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
     """Names of drafters that the model of that name may have: none, its packaged head, those that come from the model
     itself, packaged models smaller than it, and those measured before."""
-    heads = [name] if name in PACKAGED_MODELS and (_HEADS / name).is_dir() else []
+    heads = [name] if packaged_head(name) is not None else []
     most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
     smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
     measured = [each.draft for each in known_results(About.of_model(model))]
