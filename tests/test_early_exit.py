@@ -292,6 +292,21 @@ def test_agreement_is_how_often_the_exit_chooses_the_models_token(model):
     assert estimate.agreement == pytest.approx(sum(map(int.__eq__, chosen, answer)) / 32)
 
 
+def test_answers_end_where_the_model_ends_them_and_at_the_end_of_its_context():
+    model = tiny_model(max_position_embeddings=len(PROMPT) + 6)
+    (estimate,) = estimate_exits(model, [PROMPT], [2])
+    answer = Engine(model, policy="off").generate(PROMPT, max_new_tokens=6).ids
+    model.generation_config.eos_token_id = [answer[1]]
+    (shorter,) = estimate_exits(model, [PROMPT], [2])
+    with torch.no_grad():
+        hidden = model(torch.tensor([PROMPT + answer]), output_hidden_states=True).hidden_states[2]
+        chosen = model.lm_head(model.model.norm(hidden))[0].argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist()
+    same = [mine == its for mine, its in zip(chosen, answer, strict=True)]
+    assert estimate.agreement == pytest.approx(sum(same) / 6) and shorter.agreement == pytest.approx(sum(same[:2]) / 2)
+    with pytest.raises(GraftError, match="a prompt of 14 tokens leaves no room for an answer in a context of 14"):
+        estimate_exits(model, [PROMPT + answer], [2])
+
+
 def test_a_layer_that_will_hardly_pay_is_said_to():
     model = tiny_model()
     with torch.no_grad():

@@ -119,8 +119,9 @@ def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[
     """The model's answers [n] to the prompts, and the hidden states [n, layers * H] that each token was chosen from."""
     configured = getattr(runner.model.generation_config, "eos_token_id", None)
     ends = set(configured) if isinstance(configured, list) else {configured}
-    longest = max(map(len, prompts))
-    num_steps = int(min(_MAX_NEW_TOKENS, (runner.max_positions or math.inf) - longest))
+    longest, context = max(map(len, prompts)), runner.max_positions or math.inf
+    require(longest < context, f"a prompt of {longest} tokens leaves no room for an answer in a context of {context}")
+    num_steps = int(min(_MAX_NEW_TOKENS, context - longest))
     cache = runner.open(len(prompts), longest + num_steps)
     tokens, hidden = [], []  # by step, of all rows
     try:
