@@ -134,6 +134,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     """A hash of a model's shape and a few of its weights, rounded so that the dtype does not matter."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
     shape = [getattr(config, key, None) for key in _SHAPE]
     return _digest(json.dumps(shape).encode() + _few_weights([embedding[len(embedding) // 2]]))
 

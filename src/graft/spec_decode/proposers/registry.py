@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.hub.home import is_gguf
@@ -122,6 +123,7 @@ def load_drafter(
         return _load_small_model(draft, model, tree, tokenizer)
     folder = folder_of(source)
     embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
     if kind == "block":
         lm_head = model.get_output_embeddings().weight
         block_head = block.load_head(folder, model.config, model.dtype, model.device, embedding, lm_head)
