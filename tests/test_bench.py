@@ -15,7 +15,7 @@ import torch
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
-from graft.bench.ablations import ABLATIONS
+from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
 from graft.bench.peers import make_peer
 from graft.bench.replay import read_traces, save_traces
@@ -26,7 +26,6 @@ from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
 from graft.compare import transformers_answer
-from graft.spec_decode.policies import POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.stats import Stats
@@ -41,7 +40,7 @@ PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-
 
 # test_policies.py asks the same of the policies by themselves.
 OWN = sorted(("graft", *ABLATIONS)) + [
-    pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(POLICIES) - {"graft"})
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted(("off", *BASELINES))
 ]
 
 

@@ -9,10 +9,10 @@ import torch
 
 from graft import Engine, SamplingSettings
 from graft.bench import methods
+from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter

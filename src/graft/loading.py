@@ -42,7 +42,6 @@ from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vocabulary
 from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
-_USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 AnyDrafter = Eagle3Drafter | BlockDrafter | MtpDrafter | SmallModelDrafter
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -120,7 +119,7 @@ def load(
         rank_group().meet()
     if draft == "auto":
         usual = name if name is not None and packaged_head(name) is not None else None
-        draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
+        draft = _best_or(usual, model) if policy == DEFAULT_POLICY or POLICIES[policy].drafts else None
     tree = tree_settings(policy, model.device)
     drafter = load_drafter(draft, model, tree, tokenizer, draft_tokenizer) if draft is not None else None
     engine = Engine(

@@ -11,14 +11,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from graft.bench.baselines import native
+from graft.bench.baselines.adjacency import AdjacencyMatrix
+from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
+from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
 from graft.core.batch import Batch
 from graft.model import TargetRunner
 from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.policies.base import DraftResult, Policy
-from graft.spec_decode.policies.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
-from graft.spec_decode.policies.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
-from graft.spec_decode.proposers.adjacency import AdjacencyMatrix
 from graft.spec_decode.proposers.drafter import Drafter
 from graft.stats import Clock
 
@@ -47,7 +48,8 @@ class Recycle(Policy):
         with clock("graft"):
             candidates = self.new_candidates(batch, roots)
             source = self.sources.index("adjacency")
-            candidates.fill(self._matrix.tables.structs, [self._template] * len(roots), LIKELY, source, batch.max_depth)
+            templates = [self._template] * len(roots)
+            native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, source, batch.max_depth)
             candidates.merge()
             return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())
 
@@ -80,7 +82,7 @@ class Paper(Policy):
         drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level)
         with clock("graft"):
             stops = self._stops(drafted)
-            candidates.keep_best([self._kept[stop] for stop in stops])
+            native.keep_best(candidates, [self._kept[stop] for stop in stops])
             self._retrieve(candidates, stops, batch.max_depth)
             candidates.merge()
             return DraftResult(candidates.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
@@ -94,7 +96,7 @@ class Paper(Policy):
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         templates = [self._templates[stop] for stop in stops]
-        candidates.fill(self._matrix.tables.structs, templates, LIKELY, ADJACENCY, max_depth)
+        native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, ADJACENCY, max_depth)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | self.gates.state()
@@ -119,4 +121,4 @@ class Tail(Root):
 
     def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
         count = (self._budget - self._kept[NEVER - 1]) // 2
-        candidates.extend_leaves(self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)
+        native.extend_leaves(candidates, self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)

@@ -9,12 +9,13 @@ token's likeliest successor, and ends where the matrix has none or the chain is 
 
 from __future__ import annotations
 
+from graft.bench.baselines import native
+from graft.bench.baselines.dense import Dense
+from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
+from graft.bench.baselines.paper import ADJACENCY, Paper
+from graft.bench.baselines.template import LIKELY
 from graft.model import TargetRunner
 from graft.spec_decode.candidates import Candidates
-from graft.spec_decode.policies.dense import Dense
-from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
-from graft.spec_decode.policies.paper import ADJACENCY, Paper
-from graft.spec_decode.policies.template import LIKELY
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
@@ -41,4 +42,4 @@ class BlockPaper(Paper):
         length = min(self._budget, max_depth)
         shortest = min(length if stop == NEVER else GATES[stop] + 1 for stop in stops)
         for _ in range(shortest, length):  # a chain has one leaf: a row's is extended until it is long enough
-            candidates.extend_leaves(self._matrix.tables.structs, 1, 1, LIKELY, ADJACENCY, length)
+            native.extend_leaves(candidates, self._matrix.tables.structs, 1, 1, LIKELY, ADJACENCY, length)

@@ -1,13 +1,14 @@
-"""Ablations: the policy `graft` with one part left out, to measure what that part is worth. Benchmark only."""
+"""Ablations: the policy `graft` with one part left out, to measure what that part is worth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graft.bench.baselines.native import keep_best
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.candidates import Candidates, Ranking
 from graft.spec_decode.grafter import Grafter
-from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, PolicySettings
+from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
 
@@ -75,12 +76,12 @@ class WithoutMerging(Grafter):
     """`graft` without merging: a path proposed by several sources takes one node of the budget for each."""
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
-        candidates.keep_best(caps)
+        keep_best(candidates, caps)
         return super().best_of(candidates, total, caps)
 
 
 def _policy(ablation: type[Grafter]) -> type[Graft]:
-    """The policy whose rounds are decided so."""
+    """The policy `graft` with this grafter."""
     return type(ablation.__name__, (Graft,), {"grafter_class": ablation, "__doc__": ablation.__doc__})
 
 
@@ -97,5 +98,3 @@ ABLATIONS: dict[str, type[Graft]] = {
         ("merging", WithoutMerging),
     )
 }
-# Every policy that the benchmark can run, by method name.
-POLICY_METHODS: dict[str, type[Policy]] = {**POLICIES, **ABLATIONS}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 
+from graft.bench.baselines.native import TemplateStruct
 from graft.model.verified import NUM_SUCCESSORS
-from graft.spec_decode.native import TemplateStruct
 
 ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
 LIKELY = 0.5  # every node's probability after its parent: paths' only have to fall with depth

@@ -17,9 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from graft.bench.ablations import POLICY_METHODS
 from torch import Tensor
 
-from graft.bench.ablations import POLICY_METHODS
 from graft.bench.replay import ReplayedDrafter, replay, replayed_target
 from graft.bench.replayed import Recorded, read_recorded
 from graft.spec_decode.candidates import Level
