@@ -1,17 +1,16 @@
-"""A tool-calling agent against `graft serve`: accepted length with and without grafts; forced calls that must be valid.
+"""What is speculation worth to an agent that calls tools, and are forced calls always valid?
 
-    python bench/agent_loop.py [--policies graft,prune,off] [--steps 6] [--agents 2] [--calls 200] [serve options ...]
+    python benchmarks/agent_loop.py [--policies graft,off] [--steps 6] [--agents 2] [--calls 200] [serve options ...]
 
-An agent asks for the weather of one city after the other: each step is a call that the grammar forces, and its result
-goes back as a message, so that every prompt holds all calls before it. Each policy has a server of its own, which has
-learned nothing; greedy texts must be the same under all. `prune` drafts as `graft` does, and retrieves nothing.
---calls: so many calls at temperature 1, by the first policy's server; each must be valid JSON of the function's schema.
+An agent asks for the weather of one city after the other. Each step is a call that the grammar forces, and its result
+goes back as a message, so every prompt holds all calls before it. Each policy has a server of its own, which has
+learned nothing; greedy texts must be the same under all. `--calls` asks the first policy's server for so many calls at
+temperature 1, each of which must be valid JSON of the function's schema.
 The exit status is 1 if a text differs or a call is invalid.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -20,27 +19,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
-from server_faults import CHAT, free_port, server
+from common import CHAT, command_line, server
 
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Paris", "Accra", "Hanoi")
-UNITS = ("celsius", "fahrenheit")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather_forecast",
-        "description": "The weather forecast of a city for some days.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "description": "name of the city", "maxLength": 24},
-                "unit": {"type": "string", "enum": list(UNITS)},
-                "days": {"type": "integer", "minimum": 1, "maximum": 7},
-                "include_humidity": {"type": "boolean"},
-            },
-            "required": ["city", "unit", "days", "include_humidity"],
-        },
+NAME = "get_weather_forecast"
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "name of the city", "maxLength": 24},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "include_humidity": {"type": "boolean"},
     },
+    "required": ["city", "unit", "days", "include_humidity"],
+    "additionalProperties": False,
 }
+DESCRIPTION = "The weather forecast of a city for some days."
+TOOL = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}}
 
 
 @dataclass
@@ -58,8 +53,8 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default="graft,prune,off")
+    parser = command_line(__doc__)
+    parser.add_argument("--policies", default="graft,off", help="a comma between them")
     parser.add_argument("--steps", type=int, default=6, help="calls of an agent")
     parser.add_argument("--agents", type=int, default=2, help="one after the other")
     parser.add_argument("--calls", type=int, default=0, help="forced calls at temperature 1")
@@ -67,7 +62,7 @@ def main() -> None:
     runs: dict[str, Run] = {}
     num_invalid = 0
     for number, policy in enumerate(arguments.policies.split(",")):
-        with server(free_port(), ["--policy", policy, *options]) as (_, client):
+        with server(["--policy", policy, *options]) as (_, client):
             runs[policy] = agents(client, arguments.agents, arguments.steps)
             if number == 0 and arguments.calls:
                 num_invalid = forced_calls(client, arguments.calls)
@@ -101,7 +96,7 @@ def agents(client: httpx.Client, num_agents: int, num_steps: int) -> Run:
 
 
 def call(client: httpx.Client, messages: list[Any], **options: Any) -> Any:
-    choice = {"type": "function", "function": {"name": TOOL["function"]["name"]}}  # type: ignore[index]
+    choice = {"type": "function", "function": {"name": NAME}}
     body = {"messages": messages, "tools": [TOOL], "tool_choice": choice, "max_tokens": 160, **options}
     answer = client.post(CHAT, json=body)
     if answer.status_code != 200:
@@ -129,20 +124,20 @@ def fault_of(choice: Any) -> str | None:
     """What is wrong with an answer that must be one call of the function, if anything is."""
     try:
         (made,) = choice["message"]["tool_calls"]
+        if made["function"]["name"] != NAME or choice["finish_reason"] != "tool_calls":
+            return str(choice)
         given = json.loads(made["function"]["arguments"])
-        good = (
-            choice["finish_reason"] == "tool_calls"
-            and made["function"]["name"] == TOOL["function"]["name"]  # type: ignore[index]
-            and set(given) == {"city", "unit", "days", "include_humidity"}
+        is_valid = (
+            set(given) == set(PARAMETERS["required"])
             and isinstance(given["city"], str)
             and len(given["city"]) <= 24
-            and given["unit"] in UNITS
+            and given["unit"] in ("celsius", "fahrenheit")
             and given["days"] in range(1, 8)
             and isinstance(given["include_humidity"], bool)
         )
     except (KeyError, TypeError, ValueError) as error:
         return f"{error}: {choice}"
-    return None if good else str(choice)
+    return None if is_valid else str(choice)
 
 
 if __name__ == "__main__":

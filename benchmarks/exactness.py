@@ -1,15 +1,16 @@
-"""Counts where decoding with trees departs from plain decoding, with and without exact steps, and by how much.
+"""On a GPU, how often does decoding with trees depart from plain decoding, with and without exact steps?
 
-    python bench/exactness.py --tokens 50000 --rows 16 --out exactness.json
+    python benchmarks/exactness.py --tokens 50000 --rows 16 --out exactness.json
 
 Answers the benchmark's prompts plainly, then once more with trees along the same text: whatever a round would choose,
-it goes on with the token of the plain answer. So every place is compared, not only those before a first departure. A
-departure is a place whose likeliest token is another. `bits` counts places whose highest logit has other bits. A gap is
-how far the plain token's logit lies below the highest, in the round that departs. Trees are those of a policy, or with
-`--policy known` as wide as the budget, with some of the tokens that really follow and random ones around them. Without
-exact steps large batches have matrix products that round by their size: that shows in wide models, for which `--shape`
-makes one of random weights (its text is none, and its logits lie closer together than a trained model's). `--dry-run`
-goes through all of it with a tiny model, without a GPU in Triton's interpreter.
+it goes on with the token of the plain answer. So every place is compared, not only those before a first departure.
+
+A departure is a place whose likeliest token is another. `bits` counts places whose highest logit has other bits. A gap
+is how far the plain token's logit lies below the highest, in a round that departs. Trees are those of `--policy graft`,
+or with `known` as wide as the budget, with some of the tokens that really follow and random ones around them.
+
+Without exact steps, large batches have matrix products that round by their size. That shows in wide models: `--shape`
+makes one of random weights, whose text means nothing and whose logits lie closer together than a trained model's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -25,13 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from common import MODELS, TINY, add_dry_run, command_line, make_model, require_gpu
 from torch import Tensor
-
-if "--dry-run" in sys.argv:  # before Triton is imported
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    import interpreter  # noqa: F401
-
-from step_time import MODELS, make_model
 
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
 from graft.core.batch import Batch
@@ -165,8 +160,8 @@ class Known(Policy):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="whose answers are compared")
     parser.add_argument("--shape", choices=MODELS, help="a model of random weights of that shape instead")
     parser.add_argument("--data", action="append", type=Path, help="prompt files; the built-in tasks if none")
     parser.add_argument("--tokens", type=int, default=50_000, help="places to compare")
@@ -176,16 +171,15 @@ def main() -> None:
         "--temperature", type=float, default=0.7, help="of the plain answers; greedy ones go in circles"
     )
     parser.add_argument("--policy", default="known", help="whose trees; known: wide ones along the text")
-    parser.add_argument("--budget", type=int, default=60)
+    parser.add_argument("--budget", type=int, default=60, help="nodes of a tree")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    parser.add_argument("--dry-run", action="store_true")
+    add_dry_run(parser)
     options = parser.parse_args()
-    if not torch.cuda.is_available() and not options.dry_run:
-        parser.error("no GPU; --dry-run runs a tiny model without one")
+    require_gpu(parser, options.dry_run)
     if options.dry_run:
         CapturedTarget.widths = (1, 2)
         options.tokens, options.answer, options.rows, options.budget = 8, 4, 2, 1
-        engine, prompts = tiny_engine(), [[5, 6, 7], [8, 9]]
+        engine, prompts = Engine(make_model(TINY, 64, max_positions=256), policy="off"), [[5, 6, 7], [8, 9]]
     elif options.shape is not None:
         shape, vocab = MODELS[options.shape]
         rng = random.Random(0)
@@ -249,13 +243,6 @@ def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespac
 def run(engine: Engine, batch: list[TokenSequence], chooser: Plain | Forced) -> None:
     for _ in engine.rounds(batch, chooser):
         pass
-
-
-def tiny_engine() -> Engine:
-    from tiny import tiny_model
-
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_attention_heads": 2, "head_dim": 32}
-    return Engine(tiny_model(num_hidden_layers=1, **sizes), policy="off")
 
 
 if __name__ == "__main__":

@@ -1,48 +1,45 @@
-"""Benchmark of our matrix products and PyTorch's, by number of tokens, and whether a token's bits depend on it.
+"""How long do our matrix products take beside PyTorch's, and do a token's bits depend on the tokens beside it?
 
-    python bench/products.py --shape llama-8b
-    python bench/products.py --shape llama-8b --tokens 512,1024,2048
+    python benchmarks/products.py --shape llama-8b
+    python benchmarks/products.py --shape llama-8b --tokens 512,1024,2048
 
-For each weight of a model's shape and 1 to 512 tokens, or those of `--tokens`: the kernel of `model/kernels/matmul.py`,
-PyTorch's product, and how long reading the weight takes at the bandwidth of a copy in the same run; then a layer's
-products together, and how much longer ours take. Weights are read from memory, not from the device's cache: each is
-there many times over.
-`same` says whether tokens had the same bits beside any number of others, at any place and beside other tokens.
-`--dry-run` goes through it in Triton's interpreter.
+For each weight of a model's shape and each number of tokens: the kernel of `model/kernels/matmul.py`, PyTorch's
+product, and how long reading the weight takes at the bandwidth of a copy measured in the same run. Then a layer's
+products together, and how much longer ours take. Each weight exists many times over, so that it is read from memory and
+not from the device's cache. `same` says whether tokens had the same bits beside any number of others, at any place and
+beside other tokens.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
-from torch import Tensor
+from common import (
+    DEVICE,
+    DTYPE,
+    FAR_FROM_CACHED,
+    MODELS,
+    add_dry_run,
+    command_line,
+    copy_bandwidth,
+    microseconds,
+    numbers,
+    require_gpu,
+)
 from torch.nn.functional import linear
-
-if "--dry-run" in sys.argv:  # before Triton is imported
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    import interpreter  # noqa: F401
-
-from step_time import DEVICE, DTYPE, MODELS, copy_bandwidth, milliseconds
 
 from graft.model.kernels.matmul import Products, can_multiply
 
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-FAR_FROM_CACHED = 600e6  # bytes of one kind of weight
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=MODELS)
-    parser.add_argument("--tokens", default=TOKENS, type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--dry-run", action="store_true")
+    parser = command_line(__doc__)
+    parser.add_argument("--shape", action="append", choices=MODELS, help="weights of this model; may be repeated")
+    parser.add_argument("--tokens", default=TOKENS, type=numbers, metavar="N,N", help="numbers of tokens")
+    add_dry_run(parser)
     options = parser.parse_args()
     counts = sorted(options.tokens)
-    if DEVICE.type == "cpu" and not options.dry_run:
-        parser.error("no GPU; --dry-run runs a small weight without one")
+    require_gpu(parser, options.dry_run)
     bandwidth = copy_bandwidth(2**31 if DEVICE.type == "cuda" else 2**20)
     print(f"copy {bandwidth / 1e12:.2f} TB/s; microseconds, by the number of tokens")
     print(f"{'weight':24s}{'read':>8s}{'':12s}{''.join(f'{count:8d}' for count in counts)}")
@@ -105,22 +102,6 @@ def compare(size: tuple[int, int], counts: list[int]) -> tuple[list[list[float]]
         for row, run in zip(times, (products.multiply, linear), strict=True):
             row.append(microseconds(lambda weight, x=x, run=run: run(x, weight), weights))
     return times, same
-
-
-def microseconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """Of one product: a graph of one with every weight."""
-
-    def all_of_them() -> None:
-        for weight in weights:
-            run(weight)
-
-    all_of_them()
-    if DEVICE.type == "cpu":
-        return milliseconds(all_of_them) / len(weights) * 1e3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        all_of_them()
-    return milliseconds(graph.replay, count=5) / len(weights) * 1e3
 
 
 if __name__ == "__main__":

@@ -1,79 +1,45 @@
-"""Fault test of a real `graft serve` process: disconnects, floods, malformed requests, kills; and JSON schemas.
+"""Does a real `graft serve` process survive disconnects, floods, malformed requests and being killed?
 
-    python bench/server_faults.py [--json 100] [serve options ...]
+    python benchmarks/server_faults.py [serve options ...]
 
-Each line says what was done, what was seen and whether that is right; the exit status is how many are wrong.
+Each line says what was done, what was seen and whether that is right. The exit status is how many are wrong.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx2 as httpx
+from common import CHAT, command_line, free_port, metric, server
 
-CHAT = "/v1/chat/completions"
 STORY = {"messages": [{"role": "user", "content": "Tell me a long story about the sea."}], "ignore_eos": True}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "colour": {"enum": ["red", "green", "blue"]},
-        "likes": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1, "maxItems": 3},
-        "married": {"type": "boolean"},
-    },
-    "required": ["name", "age", "colour", "likes", "married"],
-    "additionalProperties": False,
-}
 wrong: list[str] = []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=int, default=100, help="answers that must fit a schema")
-    arguments, options = parser.parse_known_args()
+    parser = command_line(__doc__)
+    _, options = parser.parse_known_args()
     port = free_port()
-    with server(port, options) as (process, client):
+    with server(options, port) as (process, client):
         malformed(client)
         gone_clients(client)
-        json_answers(port, arguments.json)
         flood(client, 500)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with server(port, options) as (process, client):
+    with server(options, port) as (process, client):
         say("killed and started again on the same port", client.get("/health").status_code, 200)
         say("it answers", status(client, {**STORY, "max_tokens": 4}), 200)
         terminated(process, client)
     sys.exit(len(wrong))
-
-
-@contextmanager
-def server(port: int, options: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    command = [sys.executable, "-c", "from graft.cli import main; main()", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-        try:
-            while not is_up(client):
-                if process.poll() is not None:
-                    sys.exit(f"graft serve ended with {process.returncode}")
-                time.sleep(0.5)
-            yield process, client
-        finally:
-            process.kill()
-            process.wait()
 
 
 def malformed(client: httpx.Client) -> None:
@@ -106,41 +72,6 @@ def gone_clients(client: httpx.Client) -> None:
         time.sleep(0.2)
     say("after 5 clients went: running", metric(client, "num_requests_running"), 0)
     say("and cache in use", metric(client, "kv_cache_usage_perc"), 0)
-
-
-def json_answers(port: int, count: int) -> None:
-    from jsonschema import ValidationError, validate
-    from openai import OpenAI
-
-    openai = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600)
-    name = openai.models.list().data[0].id
-    seen: Counter[str] = Counter()
-    texts = set()
-
-    def ask(number: int) -> None:
-        answer = openai.chat.completions.create(
-            model=name,
-            messages=[{"role": "user", "content": f"Describe person {number} as JSON."}],
-            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
-            temperature=1.0,
-            seed=number,
-            max_tokens=200,
-        )
-        text = answer.choices[0].message.content or ""
-        texts.add(text)
-        try:
-            validate(json.loads(text), SCHEMA)
-            seen["valid"] += 1
-        except (ValueError, ValidationError):
-            seen[f"not valid: {text!r}"] += 1
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask, range(count)))
-    say(
-        f"{count} answers at temperature 1 that must fit a schema ({len(texts)} different ones)",
-        dict(seen),
-        {"valid": count},
-    )
 
 
 def flood(client: httpx.Client, count: int) -> None:
@@ -182,24 +113,6 @@ def say(what: str, seen: object, *right: object) -> None:
 
 def status(client: httpx.Client, body: dict[str, Any]) -> int:
     return client.post(CHAT, json=body).status_code
-
-
-def metric(client: httpx.Client, name: str) -> float:
-    lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
-
-
-def is_up(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Soak test of a running server: resident memory under mixed load, to find leaks.
+"""Does a running server leak memory under mixed load?
 
-    graft serve --port 8000 & python bench/server_soak.py --pid $! --minutes 20
+    graft serve --port 8000 & python benchmarks/server_soak.py --pid $! --minutes 20
 
-Chats and completions, streamed and whole, greedy and sampled, constrained, plain beside speculating, cancelled and
-invalid, a few at a time. Resident memory is sampled every ten seconds. Freed memory is returned when the next request
-comes, so the least of each minute counts, and after the load what is held after a few short requests. Then no request
-may run and no page of the KV cache be in use; else the exit status is 1.
+Requests are streamed and whole, greedy and sampled, constrained, plain beside speculating, cancelled and invalid, a few
+at a time. Resident memory is sampled every ten seconds. Freed memory is returned when the next request comes, so the
+least of each minute counts, and after the load what is held after a few short requests. Then no request may run and no
+page of the KV cache be in use; else the exit status is 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -21,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+from common import CHAT, command_line, metric
 
 from graft.bench.tasks import built_in_tasks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--pid", type=int, required=True)
+    parser.add_argument("--pid", type=int, required=True, help="of the server")
     parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--concurrency", type=int, default=6)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--concurrency", type=int, default=6, help="users at once")
+    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     arguments = parser.parse_args()
     end = time.monotonic() + 60 * arguments.minutes
     seen: Counter[Any] = Counter()
@@ -56,7 +56,8 @@ def main() -> None:
     least = [min(megabytes for _, megabytes in samples[start : start + 6]) for start in range(0, len(samples), 6)]
     print(f"MB by the minute: {', '.join(f'{megabytes:.0f}' for megabytes in least)}")
     print(f"after the load: {resident_megabytes(arguments.pid):.0f} MB; {dict(seen)}")
-    left = {name: metric(arguments.url, name) for name in ("num_requests_running", "kv_cache_usage_perc")}
+    with httpx.Client(base_url=arguments.url) as client:
+        left = {name: metric(client, name) for name in ("num_requests_running", "kv_cache_usage_perc")}
     print(f"left: {left}")
     sys.exit(any(left.values()))
 
@@ -74,17 +75,12 @@ def use(url: str, number: int, end: float, seen: Counter[Any]) -> None:
             )  # fmt: skip
             body["messages"] = [{"role": "user", "content": chance.choice(prompts)}]
             streams = chance.random() < 0.5
-            with client.stream("POST", "/v1/chat/completions", json=body | {"stream": streams}) as response:
+            with client.stream("POST", CHAT, json=body | {"stream": streams}) as response:
                 leaves = chance.random() < 0.15
                 for place, _ in enumerate(response.iter_lines()):
                     if leaves and place > 3:
                         break
             seen[response.status_code] += 1
-
-
-def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
 
 
 def resident_megabytes(pid: int) -> float:

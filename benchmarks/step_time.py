@@ -1,42 +1,44 @@
-"""Benchmark of target steps: time by width and context, at the shapes of small and large models.
+"""How long does a step of the target take, by tree width and context, and how far is it from the memory's limit?
 
-    python bench/step_time.py --out step_time.json
-    python bench/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
-    python bench/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
-    python bench/step_time.py --shape llama-1b5 --width 1 --width 64 --context 2000 --without-overlap
+    python benchmarks/step_time.py --out step_time.json
+    python benchmarks/step_time.py --shape llama-8b --width 1 --width 64 --context 2000 --against eager
+    python benchmarks/step_time.py --shape llama-8b --rows 64 --width 1 --width 4 --context 300
+    python benchmarks/step_time.py --shape llama-1b5 --width 1 --width 64 --context 2000 --without-overlap
 
-Models have random weights in bfloat16, made on the GPU. `graph` is a step's CUDA graph alone, `verify` all of
-`TargetRunner.verify` until the device is done, `limit` the time to read the weights and the keys and values once at the
-bandwidth of a copy measured in the same run, and `ratio` graph over limit. `eager` is the same verify by transformers'
-own forward. `--rows` texts are verified together, each with a tree of `--width` tokens; a step is padded to the next of
-the sizes in `cuda_graphs.STEP_SIZES`. `--exact` makes all products by our own kernel.
-`--without-overlap` times a graph of launches that do not overlap (see `kernels/overlap.py`), too, both in turns, and
-compares the bits of their logits.
-`--dry-run` goes through all of it with a tiny model, without a GPU in Triton's interpreter.
+Models have random weights in bfloat16. `graph` is a step's CUDA graph alone, `verify` all of `TargetRunner.verify`
+until the device is done, `eager` the same verify by transformers' own forward. `limit` is the time to read weights,
+keys and values once at the bandwidth of a copy measured in the same run, `ratio` graph over limit. Steps are padded to
+the next of the sizes in `cuda_graphs.STEP_SIZES`.
+
+`--without-overlap` also times a graph whose launches do not overlap (see `kernels/overlap.py`), in turns with the usual
+one, and compares the bits of their logits.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-
-if "--dry-run" in sys.argv:  # before Triton is imported
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    import interpreter  # noqa: F401
-
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from common import (
+    DEVICE,
+    DTYPE,
+    MODELS,
+    TINY,
+    add_dry_run,
+    command_line,
+    copy_bandwidth,
+    make_model,
+    milliseconds,
+    require_gpu,
+)
+from transformers import PreTrainedModel
 from tree_attention import Tree, random_tree
 
-from graft.bench.shapes import SHAPES, Shape
 from graft.model import KVCache, TargetRunner
 from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
@@ -44,15 +46,8 @@ from graft.model.kernels import overlap
 from graft.model.llama import why_not
 from graft.spec_decode.tree import DraftTree
 
-SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
-MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
-    name: (SHAPES[name], vocab) for name, vocab in (("llama-1b5", 128256), ("llama-8b", 128256), ("qwen-32b", 151936))
-}
-TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # which can be exact
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
 TURNS = 5
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 @dataclass
@@ -81,19 +76,18 @@ class Line:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=MODELS)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--width", action="append", type=int)
-    parser.add_argument("--context", action="append", type=int)
+    parser = command_line(__doc__)
+    parser.add_argument("--shape", action="append", choices=MODELS, help="may be repeated; all if not given")
+    parser.add_argument("--rows", type=int, default=1, help="texts verified together")
+    parser.add_argument("--width", action="append", type=int, help="nodes of a row's tree; may be repeated")
+    parser.add_argument("--context", action="append", type=int, help="tokens of each text; may be repeated")
     parser.add_argument("--against", choices=["eager"], help="transformers' own forward too")
     parser.add_argument("--exact", action="store_true", help="all products by our own kernel, also where it is slower")
     parser.add_argument("--without-overlap", action="store_true", help="launches that do not overlap too")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    parser.add_argument("--dry-run", action="store_true")
+    add_dry_run(parser)
     options = parser.parse_args()
-    if DEVICE.type == "cpu" and not options.dry_run:
-        parser.error("no GPU; --dry-run runs a tiny model without one")
+    require_gpu(parser, options.dry_run)
 
     models = {name: MODELS[name] for name in options.shape or MODELS}
     widths, contexts, copied = options.width or WIDTHS, options.context or CONTEXTS, 2**31
@@ -135,18 +129,6 @@ def main() -> None:
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=vocab,
-        num_hidden_layers=shape.layers,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-        **shape.attention_and_mlp,
-    )
-    with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
 
 
 def time_step(
@@ -240,36 +222,6 @@ def verify(target: TargetRunner, cache: KVCache, tree: DraftTree) -> None:
 def num_weight_bytes(model: PreTrainedModel) -> int:
     """Of the weights that every step reads: all but the embeddings."""
     return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-
-
-def milliseconds(run: Callable[[], object], count: int = 20, each: bool = False) -> float:
-    """The mean of runs in a row by the device's clock; or, of each by itself, the median by the host's."""
-    if DEVICE.type == "cpu":
-        count = 1
-    else:
-        run()
-    if each or DEVICE.type == "cpu":
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return sorted(times)[count // 2] * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count
-
-
-def copy_bandwidth(num_bytes: int) -> float:
-    """Bytes read and written per second."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def write(
