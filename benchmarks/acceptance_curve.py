@@ -1,23 +1,23 @@
-"""Accepted lengths by budget and draft passes, replayed from recorded answers: the curves that `graft plan` reads.
+"""How many tokens are accepted, by budget and draft passes? Makes the curves that `graft plan` reads.
 
     graft bench --record traces --limit 5 --rows 5 --max-new-tokens 96
-    python bench/acceptance_curve.py traces --out src/graft/plan/acceptance.json
+    python benchmarks/acceptance_curve.py traces --out src/graft/plan/acceptance.json
 
-A point is the policy `graft` with a fixed budget. Its passes are a fixed number, as in a batch, where a pass is made
-for all rows; or each round stops drafting by itself, at a pass cost, which only a single row can. `dense` is EAGLE-3's
-tree. Learning goes on from prompt to prompt. Shares are means over tasks, each with the same weight.
+It replays recorded answers. A point is the policy `graft` with a fixed budget. Either its passes are a fixed number, as
+in a batch, where a pass is made for all rows; or each round stops drafting by itself, at a pass cost, which only a
+single row can. `dense` is EAGLE-3's tree. Learning goes on from prompt to prompt. Shares are means over tasks, each
+with the same weight.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from graft.bench.ablations import POLICY_METHODS
+from common import command_line
 from torch import Tensor
 
 from graft.bench.replay import ReplayedDrafter, replay, replayed_target
@@ -51,10 +51,10 @@ class _FewPasses(ReplayedDrafter):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
+    parser = command_line(__doc__)
+    parser.add_argument("traces", type=Path, help="what graft bench --record wrote")
+    parser.add_argument("--out", required=True, type=Path, help="a JSON file")
+    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="nodes of a round")
     options = parser.parse_args()
 
     recorded = read_recorded([options.traces])
@@ -86,7 +86,6 @@ def _point(
         method,
         replayed_target(recorded.about),
         None if num_passes == 0 else drafter,
-        POLICY_METHODS,
     )
     reached: list[float] = []
     passes = 0.0

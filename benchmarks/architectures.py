@@ -1,12 +1,13 @@
-"""Which architectures give, through Graft, the text of transformers' own `generate`: a table for docs/models.md.
+"""Which architectures give, through Graft, the text of transformers' own `generate`? Makes a table for docs/models.md.
+
+    python benchmarks/architectures.py                 # print the table
+    python benchmarks/architectures.py llama gemma2    # of these
+    python benchmarks/architectures.py --write docs/models.md
 
 Models are tiny and random, in fp32, with weights large enough that texts are varied: one that repeats itself proves
-little. Of each, three prompts are decoded alone, greedily; together, padded on the left; and sampled after the same
-`torch.manual_seed`, alone and together, always with a tree in every round. A model that is refused has the reason.
-
-    python bench/architectures.py                 # print the table
-    python bench/architectures.py llama gemma2    # of these
-    python bench/architectures.py --write docs/models.md
+little. Three prompts are decoded alone, greedily; together, padded on the left; and sampled after the same
+`torch.manual_seed`, alone and together, always with a tree in every round. For a model that is refused, the table has
+the reason.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 import transformers
+from common import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import graft
 
-START, END = "<!-- made by bench/architectures.py -->", "<!-- end -->"
+START, END = "<!-- made by benchmarks/architectures.py -->", "<!-- end -->"
 VOCAB, NUM_TOKENS = 97, 28
 COMMON = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
@@ -258,16 +260,20 @@ def table(names: list[str]) -> str:
 def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    words = sys.argv[1:]
-    page = Path(words[words.index("--write") + 1]) if "--write" in words else None
-    names = [word for word in words if word in ARCHITECTURES] or list(ARCHITECTURES)
-    made = table(names)
-    if page is None:
+    parser = command_line(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures as transformers names them; else all")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(ARCHITECTURES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    made = table(options.names or list(ARCHITECTURES))
+    if options.write is None:
         print(made)
         return
-    before, _, rest = page.read_text().partition(START)
+    before, _, rest = options.write.read_text().partition(START)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{START}\n\n{made}\n\n{END}{after}")
+    options.write.write_text(f"{before}{START}\n\n{made}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Throughput of batched serving, plain and with Graft: what speculation is worth as the batch grows.
+"""What is speculation worth as the batch grows? Throughput of the scheduler, plain and with Graft.
 
-    python bench/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
+    python benchmarks/batched_serving.py --data gsm8k.jsonl --data alpaca.jsonl --limit 4 --warmup train.jsonl
 
 The scheduler of `graft serve` runs in this process, without HTTP. At each concurrency the same prompts are asked in a
 closed loop, one starting when one has ended, plainly and with Graft in turns, and the medians of the turns count.
-`--fixed-budgets 1,3,7` adds Graft with so many nodes in every row's tree, whatever they cost: what the budget that it
-chooses itself is to be compared with. No text is kept from turn to turn: the prefix cache is empty, and Graft's tables
-start each turn as the warm-up left them. The cost model goes on learning, as in a server.
-`--as-cost-of` makes the model as dear as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
+`--fixed-budgets 1,3,7` adds Graft with so many nodes in every row's tree, whatever they cost, to compare with the
+budget that it chooses itself. No text is kept from turn to turn: the prefix cache is empty, and Graft's tables start
+each turn as the warm-up left them. The cost model goes on learning, as in a server.
+
+`--as-cost-of` makes the model as expensive as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
 On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
 
@@ -24,11 +25,12 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from common import command_line, mixed_questions, numbers
 
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
 from graft.bench.shapes import Shape
-from graft.bench.tasks import Question, Task, questions, read_tasks
+from graft.bench.tasks import Question
 from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine
 from graft.hub.registry import DEFAULT_MODEL
@@ -100,8 +102,11 @@ class Turn:
 def main() -> None:
     arguments = parsed()
     engine = make_engine(arguments)
-    asked = all_questions(arguments.data, engine, arguments)
-    lessons = all_questions([arguments.warmup], engine, arguments)[: arguments.warmup_limit] if arguments.warmup else []
+    limits = (arguments.max_new_tokens, arguments.limit, arguments.max_prompt_tokens)
+    asked, lessons = mixed_questions(arguments.data, engine, *limits), []
+    if arguments.warmup is not None:
+        limits = (arguments.max_new_tokens, arguments.warmup_limit, arguments.max_prompt_tokens)
+        lessons = mixed_questions([arguments.warmup], engine, *limits)
     rows = max(arguments.max_rows, *arguments.concurrency)
     room = max(len(question.ids) for question in [*asked, *lessons]) + arguments.max_new_tokens + 256
     settings = SchedulerSettings(
@@ -172,15 +177,6 @@ def make_engine(arguments: argparse.Namespace) -> Engine:
     engine = Engine(model, plain.tokenizer, policy="graft", drafter=drafter)
     equip(engine, "auto")
     return engine
-
-
-def all_questions(paths: list[Path], engine: Engine, arguments: argparse.Namespace) -> list[Question]:
-    """One prompt of each file after the other, so that a batch is as mixed as its users."""
-    limit = arguments.limit if paths != [arguments.warmup] else arguments.warmup_limit
-    tasks: list[Task] = read_tasks(paths, limit)
-    by_task = [questions(task, engine, arguments.max_new_tokens, arguments.max_prompt_tokens) for task in tasks]
-    longest = max(map(len, by_task))
-    return [asked[place] for place in range(longest) for asked in by_task if place < len(asked)]
 
 
 def take_turn(method: Method, asked: list[Question], concurrency: int, arguments: argparse.Namespace) -> Turn:
@@ -264,12 +260,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"mean": mean(ordered), **ranks}
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--draft", help="an EAGLE-3 head, or none; the packaged one of the model")
     parser.add_argument("--device", default="auto")

@@ -1,13 +1,13 @@
-"""Benchmark of a cold start: the clock of `graft` against `off`, prompt by prompt, with nothing learned before.
+"""Is Graft ever slower than plain decoding when it has learned nothing yet?
 
-    python bench/cold_start.py --model qwen2.5-coder-0.5b --draft none
-    python bench/cold_start.py --draft none --from process --prompts 5 --max-new-tokens 1
-    python bench/cold_start.py --beside 1
+    python benchmarks/cold_start.py --model qwen2.5-coder-0.5b --draft none
+    python benchmarks/cold_start.py --draft none --from process --prompts 5 --max-new-tokens 1
+    python benchmarks/cold_start.py --beside 1
 
 A ratio is the seconds of `off` over those of `graft` for the same answer, prompt and set-up included: below 1, Graft is
-slower. Both answer each prompt in turns, off, graft, off, so that both meet the same machine; `noise` is the first off
-over the second, which would be 1 on a quiet one. `cpu` is the ratio of CPU seconds of all threads, which others disturb
-less than the clock.
+slower. Each prompt is answered by off, graft and off again, so that both meet the same machine; `noise` is the first
+off over the second, which would be 1 on a quiet machine. `cpu` is the ratio of CPU seconds of all threads, which other
+processes disturb less than the clock.
 
 `--from engine` gives every prompt an engine that knows nothing, `session` one engine for all prompts, which learns from
 the earlier ones, and `process` a new process for each call, whose model is loaded before the clock starts. `--beside N`
@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import NamedTuple
+
+from common import command_line
 
 from graft import Engine, load
 from graft.bench.tasks import built_in_tasks
@@ -107,11 +109,11 @@ def engine_of(args: argparse.Namespace, policy: str, like: Engine | None = None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="what answers")
     parser.add_argument("--draft", default="none", help="a drafter, or none")
     parser.add_argument("--profile", default="none", help="a profile, auto, or none")
-    parser.add_argument("--policy", default="graft")
+    parser.add_argument("--policy", default="graft", help="compared with off")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=1, help="turns for each prompt; the medians count")

@@ -1,18 +1,16 @@
-"""SGLang's or vLLM's own engine, with and without Graft's plugin: so many requests under way at a time until all
-prompts are answered.
+"""How many tokens a second do SGLang (with and without Graft's plugin) and vLLM give, at so many requests at a time?
 
-    python bench/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \
+    python benchmarks/engine_closed_loop.py --engine sglang --model DIR/model --head DIR/head --ids DIR/ids.json \\
         --warmup DIR/warmup.json --method eagle3 --steps 3 --topk 1 --places 4
 
-`bench/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Every number of requests has
-prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice: Graft knows an answer that it has
-given before. All methods are asked the same. `--turns N` asks methods that learn nothing the first `--limit` prompts at
-every number of requests, N times, as `bench/batched_serving.py` does, and the medians count. One engine, hence one
-setting, for each process. The plugin is asked for as anywhere else, by GRAFT_SGLANG=1 or GRAFT_VLLM=1, and
-`--method graft` says that it is meant.
+`benchmarks/widened_model.py --limit 32 --warmup FILE` writes DIR. Prompts are token ids. Every number of requests has
+prompts of its own, 64 (48 for one request at a time), and no prompt is asked twice, since Graft knows an answer that it
+has given before. All methods are asked the same. `--turns N` asks methods that learn nothing the first `--limit`
+prompts at every number of requests, N times, as `batched_serving.py` does, and the medians count. `--method graft`
+needs GRAFT_SGLANG=1, as the plugin does anywhere.
 
-An engine takes a minute or more to start, so several may be started at once (`--group`) and be measured one after the
-other, each while the others are idle.
+One process measures one setting. `--compare` says how many texts differ from those that another process wrote with
+`--out`.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ from statistics import median
 from typing import Any
 
 Answer = tuple[list[int], int]  # token ids, and in how many steps after the prefill (0: the engine does not say)
-
-_TRACED = 30  # steps
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +54,7 @@ def arguments() -> argparse.Namespace:
         "--prefill-graphs", type=int, default=512, help="SGLang: prompts up to so many tokens are read by CUDA graphs"
     )
     parser.add_argument("--deterministic", action="store_true", help="SGLang's deterministic mode")
-    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling (vLLM's plugin needs that)")
+    parser.add_argument("--no-overlap", action="store_true", help="no overlapped scheduling")
     parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--cache-tokens", type=int, default=60000, help="SGLang's KV cache")
@@ -67,16 +63,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--log", default="error")
     parser.add_argument("--compare", nargs="*", default=[], help="files that earlier runs have written by --out")
     parser.add_argument("--out", help="a JSON file for figures and answers")
-    parser.add_argument(
-        "--trace", help="SGLang: a folder for its profiler's trace of some steps at each number, timed apart"
-    )
-    parser.add_argument("--group", nargs=3, metavar=("FOLDER", "I", "N"), help="the Ith of N engines started at once")
     options = parser.parse_args()
-    variable = f"GRAFT_{options.engine.upper()}"
-    if (os.environ.get(variable, "") == "1") != (options.method == "graft"):
-        parser.error(f"{variable}=1 belongs to --method graft, and to no other")
-    if options.trace and options.engine != "sglang":
-        parser.error("--trace is for SGLang")
+    if options.engine == "vllm" and options.method == "graft":
+        parser.error("Graft has a plugin for SGLang only")
+    if (os.environ.get("GRAFT_SGLANG", "") == "1") != (options.method == "graft"):
+        parser.error("GRAFT_SGLANG=1 belongs to --method graft, and to no other")
     if options.turns is not None and (options.turns < 1 or options.method == "graft" or options.prefix_cache):
         parser.error("--turns is at least 1, and for methods that keep nothing of a prompt asked before")
     if options.memory is None:
@@ -113,7 +104,6 @@ class SGLang:
             cuda_graph_max_bs_decode=most,
             log_level=options.log,
             random_seed=0,
-            sleep_on_idle=True,  # engines of a group do not disturb each other
         )
         if options.no_graphs:
             flags |= dict(disable_decode_cuda_graph=True)
@@ -160,13 +150,6 @@ class SGLang:
             return "off"
         return f"{options.method} steps {options.steps} topk {options.topk} places {options.places}"
 
-    async def trace(self, folder: str, size: int) -> None:
-        """Lets its profiler record the steps to come."""
-        from sglang.srt.managers.io_struct import ProfileReq
-
-        wanted = dict(output_dir=folder, num_steps=_TRACED, activities=["CPU", "GPU"], profile_prefix=f"at-{size}")
-        await self._engine.tokenizer_manager.start_profile(ProfileReq(**wanted, with_stack=False, record_shapes=False))
-
     def counters(self) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
 
@@ -179,8 +162,7 @@ class VLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._options = options
-        method = "eagle3" if options.method == "graft" else options.method
-        speculation = dict(method=method, model=options.head, num_speculative_tokens=options.steps)
+        speculation = dict(method=options.method, model=options.head, num_speculative_tokens=options.steps)
         self._flags: dict[str, Any] = dict(
             model=options.model,
             dtype=options.dtype,
@@ -192,7 +174,7 @@ class VLLM:
             disable_log_stats=False,
             speculative_config=None if options.method == "off" else speculation,
         )
-        if options.no_overlap or options.method == "graft":
+        if options.no_overlap:
             self._flags |= dict(async_scheduling=False)
         self._make: Callable[[], Any] = lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**self._flags))
         self._engine: Any = None
@@ -269,21 +251,8 @@ def departures(ours: list[list[int]], theirs: list[list[int]]) -> str:
     return f"{len(firsts)} of {min(len(ours), len(theirs))} texts depart" + (f", first at {firsts}" if firsts else "")
 
 
-async def wait_for_turn(group: list[str] | None) -> None:
-    """Until all engines of the group have started (or ended) and all earlier ones are done, which whoever starts them
-    tells by files: I.ready and I.done, where the Ith has ended."""
-    if group is None:
-        return
-    folder, place, number = Path(group[0]), int(group[1]), int(group[2])
-    (folder / f"{place}.ready").touch()
-    wanted = [folder / f"{n}.ready" for n in range(number)] + [folder / f"{n}.done" for n in range(place)]
-    while not all(path.exists() for path in wanted):
-        await asyncio.sleep(0.2)
-
-
 async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: list[int], begun: float) -> None:
     print(f"engine started in {time.perf_counter() - begun:.1f} s", flush=True)
-    await wait_for_turn(options.group)
     prompts = json.loads(Path(options.ids).read_text())
     others = json.loads(Path(options.warmup).read_text()) if options.warmup else []
     every = [int(part) for part in options.concurrency.split(",")]
@@ -337,11 +306,6 @@ async def measure(options: argparse.Namespace, engine: SGLang | VLLM, sizes: lis
             for other in json.loads(path.read_text())["results"] if path.is_file() else ():
                 if other["concurrency"] == size:
                     print(f"  against {path.stem}: {departures(texts, other['answers'])}", flush=True)
-        if options.trace and isinstance(engine, SGLang):
-            under_way = asyncio.create_task(turn(others[-max(size, 8) :], size))
-            await asyncio.sleep(0.5)  # prompts are read first
-            await engine.trace(options.trace, size)
-            await under_way
         if options.out:
             Path(options.out).write_text(json.dumps({"settings": vars(options), "results": results}))
 

@@ -1,11 +1,12 @@
-"""Chi-square of one token drawn 8,000 times through SGLang with Graft's plugin, against the target's own distribution.
+"""Are tokens that SGLang samples with Graft's plugin distributed as the target says? A chi-square test.
 
-    GRAFT_SGLANG=1 python bench/engine_sampling.py --engine sglang --model DIR/model --head DIR/head \
+    GRAFT_SGLANG=1 python benchmarks/engine_sampling.py --engine sglang --model DIR/model --head DIR/head \\
         --ids DIR/ids.json --method graft --steps 3 --topk 4 --places 16 --seed 1
 
-A request's first token is the prefill's, so the token after it is judged: the one that the verify draws. A prompt is
-taken whose first token is almost certain and whose second is not. What is expected are the probabilities that the
-verify itself gave at each draw, as SGLang returns them: those of a prefill are others in bf16.
+One token is drawn 8,000 times. The prefill draws a request's first token, so the one after it is judged, which the
+verify draws. The script takes a prompt whose first token is almost certain and whose second is not. Expected are the
+probabilities that the verify itself gave at each draw, as SGLang returns them: in bf16 those of a prefill differ.
+Options are those of `engine_closed_loop.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Answers of one prompt sampled together, as reinforcement learning does, against the same answers one by one.
+"""What is it worth to sample many answers to one prompt as a group, as reinforcement learning does?
 
-    python bench/group_rollouts.py --data gsm8k.jsonl --limit 4 --n 16
+    python benchmarks/group_rollouts.py --data gsm8k.jsonl --limit 4 --n 16
 
-For each prompt `n` answers at temperature 1, in three ways that must give the same texts: plainly and together; each
-by itself with Graft, which learns from the answers before; and together as a group with Graft, whose answers learn from
-each other while they are decoded. Each way starts every prompt with nothing learned. It prints tokens per second, and
-the mean accepted length of all answers, of those that ended first, as the fourth and so on.
+For each prompt it samples `n` answers at temperature 1 in three ways that must give the same texts: plainly and
+together; each by itself with Graft, which learns from the answers before; and together as a group with Graft, whose
+answers learn from each other while they are decoded. Each way starts every prompt with nothing learned. It prints
+tokens per second and the mean accepted length: of all answers, and of those that ended first, fourth and so on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
+from common import command_line, mixed_questions
+
 from graft.bench.methods import PLAIN
-from graft.bench.tasks import Question, questions, read_tasks
+from graft.bench.tasks import Question
 from graft.engine import Engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head
@@ -63,9 +65,7 @@ def main() -> None:
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, n=options.n, seed=0
     )
     ways = {PLAIN: Way(), ALONE: Way(), GROUP: Way()}
-    asked = [
-        q for task in read_tasks(options.data, options.limit) for q in questions(task, plain, options.max_new_tokens)
-    ]
+    asked = mixed_questions(options.data, plain, options.max_new_tokens, options.limit)
     for engine, at_once in ((plain, True), (graft, False), (graft, True)):  # what is made once is made here
         answer(engine, asked[0], sampling, at_once)
     for question in asked:
@@ -106,7 +106,7 @@ def answer(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--draft", help="a draft head or small model, or none; the packaged head of the model")
     parser.add_argument("--device", default="auto")

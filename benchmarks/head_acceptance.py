@@ -1,14 +1,14 @@
-"""Mean accepted length and draft passes of a drafter, by task and policy; and whether texts are plain decoding's.
+"""How many tokens of a drafter are accepted, by task and method, and are texts plain decoding's?
 
-    python bench/head_acceptance.py --draft HEAD --policy dense,block,block-paper,graft --data gsm8k.jsonl --compare
+    python benchmarks/head_acceptance.py --draft HEAD --policy dense,block,graft --data gsm8k.jsonl --compare
 
-HEAD is what `--draft` of `graft generate` takes, but auto: EAGLE-3's head, a block head, a small model ...; with none
-`graft` has what it retrieves. `dense` is a drafter's whole tree of 60 nodes by cumulative probability, `block` its
-chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing from each other
-(each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one; but EAGLE-3 has fewer
-beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times are not measured here: `graft bench` does
-that. `modelled` is the speed over plain decoding where a step takes as long as plain decoding's, whatever its width,
-and a draft pass `--pass-cost` of that.
+HEAD is an EAGLE-3 head, a block head, a small model and so on; with none, `graft` has what it retrieves. `dense` is a
+drafter's whole tree of 60 nodes by cumulative probability, `block` its chain; docs/policies.md has the others.
+
+Prompts of a task decode together in one batch and learn nothing from each other, so each gets the text it would get
+alone. On a GPU, EAGLE-3 has fewer beams the more rows there are: `--rows 1` shows its whole tree. Times are not
+measured here: `graft bench` does that. `modelled` is the speed over plain decoding if a step took as long as plain
+decoding's, whatever its width, and a draft pass `--pass-cost` of that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line
 from transformers import PreTrainedModel
 
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
@@ -39,12 +40,12 @@ _AVERAGED = ("mean_accepted", "passes", "modelled")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--data", action="append", required=True, type=Path)
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="the target")
+    parser.add_argument("--draft", required=True, help="what --draft of graft generate takes, but auto; or none")
+    parser.add_argument("--data", action="append", required=True, type=Path, help="prompts; may be repeated")
     parser.add_argument("--policy", default="dense", help="dense, block, block-paper, graft ...; a comma between them")
-    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--depth", type=int, help=f"EAGLE-3: draft passes behind the first; {_TREE.depth}")
@@ -56,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rows", type=int, default=40, help="prompts that decode together")
     parser.add_argument("--compare", action="store_true", help="also decode plainly and compare the texts")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
     return parser.parse_args()
 
 

@@ -1,18 +1,17 @@
-"""Time that the host takes in a round of a GPU's engine, measured on any machine without a GPU.
+"""How long is a GPU idle because of the host, round by round? Measured on any machine, without a GPU.
 
-    python bench/host_time.py --rows 1 4 16 64
-    python bench/host_time.py --rows 64 --plain --profile
+    python benchmarks/host_time.py --rows 1 4 16 64
+    python benchmarks/host_time.py --rows 64 --plain --profile
 
-The scheduler, the policy and the captured runners are the real ones, over a tiny model; but nothing that a GPU would
-replay is run. In its place a device is played: every replay keeps it busy for as long as it takes at the cost of an 8B
-model on an H200, events happen when it has come so far, and what it would have computed is made up so that some drafted
-tokens are accepted. The clock is the thread's processor time, and leaves out what playing takes; native code has one
-thread, so that it is counted whole. What launches and transfers cost the host on a real GPU is missing: the counts of
-replays, transfers and events say how many there are.
+The scheduler, the policy and the captured runners are the real ones, over a tiny model, but nothing that a GPU would
+replay is run. A simulated device takes its place: every replay keeps it busy for as long as an 8B model takes on an
+H200, events happen when it has come so far, and its results are made up so that some drafted tokens are accepted. The
+clock is the thread's processor time, without what the simulation takes. Native code has one thread, so that it is
+counted whole. What launches and transfers cost the host on a real GPU is missing; their counts are shown.
 
-Columns, milliseconds a round (medians): `host`, what the host does from the moment when a step's results are there to
-the launch of the next step; `behind`, what it does while the step runs; `idle`, how long the device has nothing to do;
-`round`. Then the means of the clock's phases, and of tokens and nodes by row.
+Columns, milliseconds a round (medians): `host`, from the moment a step's results are there to the launch of the next
+step; `behind`, what the host does while the step runs; `idle`, how long the device has nothing to do; `round`. Then the
+means of the clock's phases, and of tokens and nodes by row.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import command_line
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import graft.engine
@@ -320,14 +320,14 @@ def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: De
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--warm-up", type=int, default=60)
+    parser = command_line(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64], help="requests decoded together")
+    parser.add_argument("--rounds", type=int, default=200, help="that count")
+    parser.add_argument("--warm-up", type=int, default=60, help="rounds before them")
     parser.add_argument("--answer", type=int, default=3000, help="tokens of an answer; others follow")
     parser.add_argument("--plain", action="store_true", help="the policy never looks for trees")
     parser.add_argument("--off", action="store_true", help="no speculation at all")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="show the functions that take longest")
     parser.add_argument("--sort", default="tottime")
     parser.add_argument("--top", type=int, default=60)
     given = parser.parse_args()

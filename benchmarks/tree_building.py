@@ -1,20 +1,15 @@
-"""CPU time of a round of `graft` outside the models, by phase: growing its tree, merging, learning.
+"""How much processor time does a round of `graft` take outside the models, phase by phase?
 
-    python bench/tree_building.py
-    python bench/tree_building.py --rows 64 --threads 8
+    python benchmarks/tree_building.py
 
 No model runs. Texts are made of repeated phrases; draft levels (9 of them, top-k 10) and logits are synthetic, made
-around the tokens that really follow; every draft pass is made, so that all proposers are at work. The median over
-rounds is printed for each phase, in processor time, so that other work on the machine does not count. Between rounds
-logits are generated, which leaves as little in the processor's caches as a verify does.
-
-With --rows it times, in seconds of the clock, what C does for a batch of as many rows: the same texts, tables and
-levels, 1,024 nodes in all, by the number of threads.
+around the tokens that really follow; every draft pass is made, so that all proposers are at work. For each phase it
+prints the median over rounds, in processor time, so that other work on the machine does not count. Between rounds
+logits are generated, which leaves as little in the processor's caches as a verify does. `host_time.py` has batches.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import defaultdict
@@ -25,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from common import command_line
 from torch import Tensor
 
 import graft.model.verified
@@ -33,11 +29,9 @@ from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.sequence import Sequence, TreeRow
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.candidates import Candidates, Level
+from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
-from graft.spec_decode.native import native
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.proposers import NgramTables, SuffixLookup
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
 from graft.spec_decode.tree import ROOT, DraftTree
@@ -186,47 +180,6 @@ def run(
     return counts
 
 
-def time_rows(num_rows: int, num_threads: int, num_rounds: int = 50) -> None:
-    """Prints milliseconds of each call for a batch of so many rows."""
-    phrases, rng = Phrases(0), random.Random(1)
-    drafter, calibration = SyntheticDrafter(rng), torch.rand(3, 6, 32, generator=torch.Generator().manual_seed(0))
-    texts = [Sequence(phrases.text(400), SamplingSettings()) for _ in range(num_rows)]
-    tables, lookup = NgramTables(VOCAB), SuffixLookup()
-    rows = []
-    for _ in texts:
-        drafter.make(phrases.text(9))
-        rows.append(list(drafter.levels(None, None)))
-    levels = [
-        Level(*(torch.cat([getattr(level, name) for level in each]) for name in Level.__dataclass_fields__))
-        for each in zip(*rows, strict=True)
-    ]
-    native().graft_use_threads(num_threads)
-    took: defaultdict[str, list[float]] = defaultdict(list)
-    most = -(-1024 // num_rows)
-    for _ in range(num_rounds):
-        candidates = Candidates(torch.tensor([text.ids[-1] for text in texts]), [text.ids for text in texts])
-        candidates.most_nodes = 2 * most
-
-        def draft(pool: Candidates = candidates) -> None:
-            for number, level in enumerate(levels):
-                pool.add_level(level, calibration, 1, number + 1, 0, [True] * num_rows, drafter.settings.topk)
-
-        calls = {
-            "drafted levels": draft,
-            "copies": lambda pool=candidates: lookup.propose(pool, texts, 2, calibration, 16),
-            "tables": lambda pool=candidates: tables.propose(pool, texts, 3, calibration, 16),
-            "merge": lambda pool=candidates: pool.merge(1, calibration),
-            "rank and tree": lambda pool=candidates: pool.ranked(1024, [127] * num_rows).tree(16),
-        }
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            took[name].append(time.perf_counter() - start)
-    for name, times in took.items():
-        print(f"{name:36}{1e3 * median(times):8.3f} ms")
-    print(f"{'all':36}{1e3 * sum(map(median, took.values())):8.3f} ms; {num_rows} rows, {num_threads} threads")
-
-
 def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
     columns = (tree.parents, tree.tokens, tree.sources)
     rows = enumerate(zip(*(column[0].tolist() for column in columns), strict=True))
@@ -241,15 +194,10 @@ def accepted_nodes(tree: DraftTree, following: list[int]) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--texts", type=int, default=10, help="of 400 tokens each, the second half decoded")
-    parser.add_argument("--rows", type=int, help="time the calls of a batch of so many rows")
-    parser.add_argument("--threads", type=int, default=1, help="with --rows: that share them")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.rows:
-        time_rows(options.rows, options.threads)
-        return
 
     phrases, target_model, watch = Phrases(0), SyntheticTarget(), Stopwatch()
     drafter = SyntheticDrafter(random.Random(1))

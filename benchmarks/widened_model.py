@@ -1,20 +1,20 @@
-"""Writes a model as dear as a large one, its head and prompts as token ids, for another engine to load.
+"""Writes a model as expensive as a large one, its head and prompts as token ids, for another engine to load.
 
-    python bench/widened_model.py --shape llama-8b --data gsm8k.jsonl --data alpaca.jsonl --out DIR
+    python benchmarks/widened_model.py --shape llama-8b --data gsm8k.jsonl --data alpaca.jsonl --out DIR
 
-`DIR/model` and `DIR/head` are what `bench/batched_serving.py --as-cost-of` runs, in the usual file formats, and
-`DIR/ids.json` the prompts it asks, in its order (see docs/benchmark.md).
+`DIR/model` and `DIR/head` are what `batched_serving.py --as-cost-of` runs, in the usual file formats, and
+`DIR/ids.json` the prompts it asks, in its order (see docs/benchmark.md). `engine_closed_loop.py` reads them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from common import command_line, mixed_questions
+
 from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.shapes import Shape
-from graft.bench.tasks import questions, read_tasks
 from graft.errors import GraftError
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, tree_settings
@@ -26,25 +26,22 @@ NUM_WARMUP = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--draft", default=DEFAULT_MODEL)
-    parser.add_argument("--shape", default="llama-8b")
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the small model")
+    parser.add_argument("--draft", default=DEFAULT_MODEL, help="its EAGLE-3 or block head")
+    parser.add_argument("--shape", default="llama-8b", help="the model whose cost it gets")
     parser.add_argument("--data", type=Path, action="append", required=True, help="a file of prompts; may be repeated")
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-prompt-tokens", type=int, default=1200)
     parser.add_argument("--warmup", type=Path, help="a file of other prompts, written as DIR/warmup.json")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
     plain, shape = load(options.model, draft=None, policy="off"), Shape.named(options.shape)
 
     def prompts(paths: list[Path], limit: int) -> list[list[int]]:
-        by_task = [
-            questions(task, plain, options.max_new_tokens, options.max_prompt_tokens)
-            for task in read_tasks(paths, limit)
-        ]
-        return [task[place].ids for place in range(limit) for task in by_task if place < len(task)]
+        asked = mixed_questions(paths, plain, options.max_new_tokens, limit, options.max_prompt_tokens)
+        return [question.ids for question in asked]
 
     ids = prompts(options.data, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
