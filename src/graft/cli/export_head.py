@@ -20,7 +20,7 @@ def export_head(
     ] = None,
     load: Annotated[
         list[Path] | None,
-        typer.Option(help="What benchmarks/batched_serving.py --out wrote, for the card; repeatable."),
+        typer.Option(help="What benchmarks/batched_serving.py --out wrote; repeatable."),
     ] = None,
 ) -> None:
     """Write a draft head for another engine, as heads are published: config, weights, model card, training log.

@@ -100,7 +100,8 @@ def export_head(
 ) -> None:
     """Writes a head as an engine reads it, with a card.
 
-    model: what the card calls the target. results: files of `graft bench --out`; load: of `benchmarks/batched_serving.py`.
+    model: what the card calls the target. results: files of `graft bench --out`. load: files of
+    `benchmarks/batched_serving.py --out`.
     """
     require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
     tables = [_accepted_table(_read_json(path), path) for path in results]
