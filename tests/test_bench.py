@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -42,6 +43,14 @@ PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-
 OWN = sorted(("graft", *ABLATIONS)) + [
     pytest.param(name, marks=pytest.mark.slow) for name in sorted(("off", *BASELINES))
 ]
+
+
+def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    monkeypatch.delitem(sys.modules, "graft.bench.load", raising=False)
+    result = graft("bench", "serve", "--requests", "1")
+    assert result.status == 2
+    assert result.err == "error: httpx2 is missing: pip install 'graft-decoding[bench]'\n"
 
 
 class Learner(Method):
