@@ -1,6 +1,7 @@
 """`graft bench`: methods take turns, states do not leak, all methods are counted alike, and results are written."""
 
 import csv
+import inspect
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
 from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
-from graft.bench.peers import make_peer
+from graft.bench.peers import PEERS, make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
@@ -26,6 +27,7 @@ from graft.bench.runner import BenchSettings, check_states, rotated, run, varian
 from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
+from graft.cli.bench import bench as bench_command
 from graft.compare import transformers_answer
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
@@ -43,6 +45,12 @@ PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-
 OWN = sorted(("graft", *ABLATIONS)) + [
     pytest.param(name, marks=pytest.mark.slow) for name in sorted(("off", *BASELINES))
 ]
+
+
+def test_help_names_every_method() -> None:
+    (option,) = inspect.signature(bench_command, eval_str=True).parameters["methods"].annotation.__metadata__
+    named = option.help.removesuffix("; comma between.").split(", ")
+    assert named == ["off", *BASELINES, "graft", "graft-without-...", *PEERS]
 
 
 def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
