@@ -230,7 +230,6 @@ def test_policy_that_does_not_draft_is_spared_the_features_of_a_drafter():
     assert PolicyMethod("dense", model, drafter)._engine.drafter is drafter
 
 
-PEERS = ("hf", "hf-lookup", "hf-assisted")
 QUICK_PEERS = [(name, each) for name in PEERS for each in ("gpt_neox", "llama", "qwen2_window")]
 OTHER_PEERS = sorted({(name, each) for name in PEERS for each in ARCHITECTURES} - set(QUICK_PEERS))
 

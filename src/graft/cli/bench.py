@@ -68,8 +68,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, graft-without-..., hf, "
-            "hf-lookup, hf-assisted; comma between."
+            help="off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, graft-without-..., "
+            "hf, hf-lookup, hf-assisted; comma between."
         ),
     ] = "off,graft",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each task.")] = None,
