@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import garbage
+import graft.bench.baselines
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model

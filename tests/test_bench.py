@@ -1,8 +1,10 @@
 """`graft bench`: methods take turns, states do not leak, all methods are counted alike, and results are written."""
 
 import csv
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
-from graft.bench.ablations import ABLATIONS
+from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
-from graft.bench.peers import make_peer
+from graft.bench.peers import PEERS, make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
@@ -25,8 +27,8 @@ from graft.bench.runner import BenchSettings, check_states, rotated, run, varian
 from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
+from graft.cli.bench import bench as bench_command
 from graft.compare import transformers_answer
-from graft.spec_decode.policies import POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.stats import Stats
@@ -41,8 +43,22 @@ PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-
 
 # test_policies.py asks the same of the policies by themselves.
 OWN = sorted(("graft", *ABLATIONS)) + [
-    pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(POLICIES) - {"graft"})
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted(("off", *BASELINES))
 ]
+
+
+def test_help_names_every_method() -> None:
+    (option,) = inspect.signature(bench_command, eval_str=True).parameters["methods"].annotation.__metadata__
+    named = option.help.removesuffix("; comma between.").split(", ")
+    assert named == ["off", *BASELINES, "graft", "graft-without-...", *PEERS]
+
+
+def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    monkeypatch.delitem(sys.modules, "graft.bench.load", raising=False)
+    result = graft("bench", "serve", "--requests", "1")
+    assert result.status == 2
+    assert result.err == "error: httpx2 is missing: pip install 'graft-decoding[bench]'\n"
 
 
 class Learner(Method):
@@ -214,7 +230,6 @@ def test_policy_that_does_not_draft_is_spared_the_features_of_a_drafter():
     assert PolicyMethod("dense", model, drafter)._engine.drafter is drafter
 
 
-PEERS = ("hf", "hf-lookup", "hf-assisted")
 QUICK_PEERS = [(name, each) for name in PEERS for each in ("gpt_neox", "llama", "qwen2_window")]
 OTHER_PEERS = sorted({(name, each) for name in PEERS for each in ARCHITECTURES} - set(QUICK_PEERS))
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from graft import Engine, SamplingSettings
+from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter
 from graft.model import target_for
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.gates import THRESHOLDS
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings

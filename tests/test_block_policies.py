@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from graft import Engine, SamplingSettings
-from graft.bench import methods
+from graft.bench.baselines import gate_calibration
+from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -225,7 +225,7 @@ def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])
 def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, kind, monkeypatch):
     drafter, seen = make_drafter(model, kind), []
-    monkeypatch.setattr(methods, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
+    monkeypatch.setattr(gate_calibration, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
     (method,) = make_methods(["block-paper"], model, drafter)
     settings = SamplingSettings(max_new_tokens=12)
     state = method.warm_up([[PROMPT], [LONG]], settings)

@@ -1,4 +1,4 @@
-"""The C code of `native.c` against the slow reference, to the last bit; and the same trees on every machine."""
+"""The C code of `native.c` and `baselines.c` against the slow reference, to the last bit; the same trees everywhere."""
 
 import importlib.util
 import itertools
@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from graft.bench.baselines.native import extend_leaves, fill, keep_best
+from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
 from graft.spec_decode import candidates as candidates_module
 from graft.spec_decode import native
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
-from graft.spec_decode.policies.template import make_template
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
 from graft.spec_decode.proposers.suffix import SuffixIndex
@@ -221,8 +222,9 @@ def test_what_was_put_to_the_test_is_counted(both, data):
 def test_only_the_best_are_kept_and_a_copy_stays_as_it_is(both, counts):
     kept = copy(both.pools[1])
     before = kept.nodes.paths.clone()
-    for candidates in both.pools:
-        candidates.keep_best(counts[: both.num_rows])
+    counts = counts[: both.num_rows]
+    both.pools[0].keep_best(counts)
+    keep_best(both.pools[1], counts)
     both.assert_equal()
     assert torch.equal(kept.nodes.paths, before)
 
@@ -295,11 +297,11 @@ def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_success
     templates = [make_template(both.rng.choice([(), (2,), (3, 4, 2), (8, 1)])) for _ in range(both.num_rows)]
     written = [list(zip(t.parents[: t.count], t.ranks[: t.count], t.depths[: t.count], strict=True)) for t in templates]
     both.pools[0].fill(known, written, 0.5, 2, max_depth)
-    both.pools[1].fill(tables.structs, templates, 0.5, 2, max_depth)
+    fill(both.pools[1], tables.structs, templates, 0.5, 2, max_depth)
     both.assert_equal()
     count = both.rng.randrange(5)
-    for candidates, each in zip(both.pools, (known, tables.structs), strict=True):
-        candidates.extend_leaves(each, count, 2, 0.5, 3, max_depth)
+    both.pools[0].extend_leaves(known, count, 2, 0.5, 3, max_depth)
+    extend_leaves(both.pools[1], tables.structs, count, 2, 0.5, 3, max_depth)
     both.assert_equal()
 
 

@@ -23,7 +23,6 @@ from graft.spec_decode.profile import About, Profile, equip
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.registry import NAMED, check_draft, is_possible, load_drafter, packaged_head
 
-_USE_A_HEAD = {name for name, policy in POLICIES.items() if policy.drafts} | {DEFAULT_POLICY}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,7 +86,7 @@ def load(
     check_supported(model)
     if draft == "auto":
         usual = name if name is not None and packaged_head(name) is not None else None
-        draft = _best_or(usual, model) if policy in _USE_A_HEAD else None
+        draft = _best_or(usual, model) if policy == DEFAULT_POLICY or POLICIES[policy].drafts else None
     if isinstance(draft, str) and draft in NAMED:
         draft = best_variant(About.of_model(model), draft) or draft
     tree = tree_settings(policy, model.device)

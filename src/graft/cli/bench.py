@@ -66,7 +66,11 @@ def bench(
     ] = None,
     data: Annotated[list[Path] | None, typer.Option(help="Prompts; a file is a task; may be repeated.")] = None,
     methods: Annotated[
-        str, typer.Option(help="Policies, graft-without-..., hf, hf-lookup, hf-assisted; comma between.")
+        str,
+        typer.Option(
+            help="off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, graft-without-..., "
+            "hf, hf-lookup, hf-assisted; comma between."
+        ),
     ] = "off,graft",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each task.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,

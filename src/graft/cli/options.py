@@ -46,9 +46,7 @@ LOADING: Group = MODEL | {
         "auto",
         metavar="HEAD",
     ),
-    "policy": _model(
-        str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft.", "graft"
-    ),
+    "policy": _model(str, "--policy", "off, graft.", "graft"),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
     "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),

@@ -100,7 +100,8 @@ def export_head(
 ) -> None:
     """Writes a head as an engine reads it, with a card.
 
-    model: what the card calls the target. results: files of `graft bench --out`; load: of `bench/batched_serving.py`.
+    model: what the card calls the target. results: files of `graft bench --out`. load: files of
+    `benchmarks/batched_serving.py --out`.
     """
     require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
     tables = [_accepted_table(_read_json(path), path) for path in results]
@@ -174,14 +175,14 @@ def _accepted_table(facts: Any, path: Path) -> str:
 
 
 def _load_table(facts: Any, path: Path) -> str:
-    """Tokens per second by concurrency, of a file that `bench/batched_serving.py --out` wrote."""
+    """Tokens per second by concurrency, of a file that `benchmarks/batched_serving.py --out` wrote."""
     try:
         rows = [
             f"| {r['concurrency']} | {r['plain']['tokens_per_second']:,.0f} | {r['graft']['tokens_per_second']:,.0f} |"
             for r in facts["results"]
         ]
     except (KeyError, TypeError) as error:
-        raise GraftError(f"{path} is not what bench/batched_serving.py --out writes: it has no {error}") from error
+        raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: it has no {error}") from error
     return "\n".join(["## Tokens per second by concurrency\n", "| at once | plain | Graft |", "|---|---|---|", *rows])
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
-from graft.spec_decode.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, TemplateStruct, native, plain
+from graft.spec_decode.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
 from graft.spec_decode.tree import DraftTree
 
 NOBODY = -1  # no source
@@ -125,7 +125,7 @@ class Candidates:
         self._move_into(_room_for(self.num_rows))
         self._is_alone = True
         roots, columns = plain(roots), [array("q", column) for column in before_roots(histories)]
-        self._native.graft_begin(self._ref, roots.data_ptr(), *map(address_of, columns))
+        self._native.graft_begin(self.ref, roots.data_ptr(), *map(address_of, columns))
 
     def __del__(self) -> None:
         if self._is_alone:
@@ -134,7 +134,8 @@ class Candidates:
     def _move_into(self, room: _Room) -> None:
         room.struct.salts = address_of(self._salts)
         self._room, self._fields, self._paths = room, room.fields, room.paths
-        self._struct, self._ref = room.struct, room.ref
+        self._struct = room.struct
+        self.ref = room.ref  # for C; it points elsewhere once more room is reserved
 
     def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
         """Switches to other memory, into which everything was copied."""
@@ -142,7 +143,7 @@ class Candidates:
         self._move_into(_Room(fields, paths))
         self._struct.width, self._struct.deepest = old.width, old.deepest
 
-    def _make_room(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Makes room for `count` more nodes in each row."""
         width, capacity = self.width, self._struct.capacity
         if width + count > capacity:
@@ -189,11 +190,11 @@ class Candidates:
 
         needs: draft passes they need; as many as their parents if None.
         """
-        self._make_room(tokens.shape[1])
+        self.reserve(tokens.shape[1])
         tokens, parents, sources, score_bucket = (plain(column) for column in (tokens, parents, sources, score_bucket))
         probabilities = plain(probabilities, torch.float32)
         self._native.graft_add(
-            self._ref,
+            self.ref,
             tokens.shape[1],
             tokens.data_ptr(),
             parents.data_ptr(),
@@ -220,12 +221,12 @@ class Candidates:
         down to one of the level's first `num_beams` nodes.
         """
         count = level.tokens.shape[1]
-        self._make_room(count)
+        self.reserve(count)
         tokens, parents = plain(level.tokens), plain(level.parents)
         probabilities = plain(level.probabilities, torch.float32)
         reached = (ctypes.c_double * len(going))()
         self._native.graft_add_level(
-            self._ref,
+            self.ref,
             count,
             tokens.data_ptr(),
             parents.data_ptr(),
@@ -246,13 +247,13 @@ class Candidates:
         width = max(counts)
         if width == 0:
             return
-        self._make_room(width)
+        self.reserve(width)
         columns, lengths = array("q"), array("q", counts)
         for column in (0, 1, 3, 4):  # depths follow from the parents
             for row, count in zip(rows, counts, strict=True):
                 columns.extend(row[column])
                 columns.extend([0] * (width - count))
-        self._native.graft_add_rows(self._ref, width, address_of(columns), address_of(lengths), self._weigh_by(chances))
+        self._native.graft_add_rows(self.ref, width, address_of(columns), address_of(lengths), self._weigh_by(chances))
 
     def attach_copies(
         self,
@@ -274,7 +275,7 @@ class Candidates:
         count, width = ctypes.c_int64(), self.width
         while True:
             self._native.graft_attach_copies(
-                self._ref,
+                self.ref,
                 address_of(own),
                 address_of(past),
                 *(address_of(part) for part in beside),
@@ -289,7 +290,7 @@ class Candidates:
             )
             if self.width == width + count.value:
                 break
-            self._make_room(count.value)  # nothing was added, for lack of room
+            self.reserve(count.value)  # nothing was added, for lack of room
 
     def follow(
         self, tables: Array[TableStruct], chances: Tensor, first: int, waves: int, beam: int, max_depth: int
@@ -299,35 +300,8 @@ class Candidates:
         A node's source is its table's number, counted from `first`.
         """
         waves = min(waves, max_depth)
-        self._make_room(waves * beam * tables[0].num_successors)
-        self._native.graft_follow(
-            self._ref, tables, len(tables), self._weigh_by(chances), first, waves, beam, max_depth
-        )
-
-    def fill(
-        self,
-        tables: Array[TableStruct],
-        templates: Sequence[TemplateStruct],
-        chance: float,
-        source: int,
-        max_depth: int,
-    ) -> None:
-        """Adds each row's template below the root, with tokens from the only table; where it has none, padding."""
-        self._make_room(max(template.count for template in templates))
-        addresses = array("q", map(ctypes.addressof, templates))
-        self._native.graft_fill(self._ref, tables, address_of(addresses), chance, source, max_depth)
-
-    def extend_leaves(
-        self, tables: Array[TableStruct], count: int, num_children: int, chance: float, source: int, max_depth: int
-    ) -> None:
-        """Adds to each of the `count` likeliest leaves its first successors in the only table."""
-        self._make_room(count * num_children)
-        self._native.graft_extend_leaves(self._ref, tables, count, num_children, chance, source, max_depth)
-
-    def keep_best(self, counts: Sequence[int]) -> None:
-        """Drops all but the root and the `counts[row]` likeliest nodes of each row; equal paths count separately."""
-        numbers = array("q", counts)
-        self._native.graft_keep_best(self._ref, address_of(numbers))
+        self.reserve(waves * beam * tables[0].num_successors)
+        self._native.graft_follow(self.ref, tables, len(tables), self._weigh_by(chances), first, waves, beam, max_depth)
 
     def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
         """Makes equal paths one node: the likeliest copy stays, the others become padding.
@@ -336,7 +310,7 @@ class Candidates:
         OPPOSED where one does and the source `drafted` proposed something else there, ALONE otherwise. What retrieval
         proposes against the drafter is seldom accepted, however good it is elsewhere.
         """
-        self._native.graft_merge(self._ref, drafted, self._weigh_by(chances))
+        self._native.graft_merge(self.ref, drafted, self._weigh_by(chances))
 
     def ranked(self, total: int, caps: Sequence[int], truths: array[float] | None = None) -> Ranking:
         """The `total` likeliest nodes of all rows together, of each row at most `caps[row]`; no root counts.
@@ -367,7 +341,7 @@ class Candidates:
         values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
         numbers, prices = array("q", counts), array("d", costs)
         self._native.graft_values_by_need(
-            self._ref,
+            self.ref,
             max_passes,
             len(counts),
             address_of(numbers),
@@ -388,7 +362,7 @@ class Candidates:
         num_rows = self.num_rows
         room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
         found = (ctypes.c_int64 * (num_rows * room))()
-        self._native.graft_places(self._ref, count, max_depth, found)
+        self._native.graft_places(self.ref, count, max_depth, found)
         places: list[list[Place]] = []
         at = 0
         for _ in range(num_rows):
@@ -410,7 +384,7 @@ class Candidates:
         came = array("q", [token for tokens in emitted for token in tokens])
         lengths = array("q", map(len, emitted))
         self._native.graft_count(
-            self._ref, address_of(came), address_of(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
+            self.ref, address_of(came), address_of(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
         )
 
 
@@ -431,7 +405,7 @@ class Ranking:
         limits, found = array("q", (min(cap, most) for cap in caps)), ctypes.c_int64()
         gains = (ctypes.c_double * total)()
         addresses = (address_of(limits), truths and address_of(truths), *map(address_of, (self._nodes, self._rows)))
-        candidates._native.graft_rank(candidates._ref, total, most, *addresses, gains, byref(found))
+        candidates._native.graft_rank(candidates.ref, total, most, *addresses, gains, byref(found))
         self.gains: list[float] = gains[: found.value]  # expected accepted tokens of the first 1, 2, 3 ... nodes
 
     def __len__(self) -> int:
@@ -446,7 +420,7 @@ class Ranking:
         shares, width = torch.empty(2 * num_rows * room), ctypes.c_int64()
         memory = (numbers.data_ptr(), shares.data_ptr(), byref(width))
         ranked = (self._stride, address_of(self._nodes), address_of(self._rows))
-        self._candidates._native.graft_tree(self._candidates._ref, count, *ranked, room, *memory)
+        self._candidates._native.graft_tree(self._candidates.ref, count, *ranked, room, *memory)
         size = num_rows * width.value
         tokens, parents, sources, score_bucket = numbers[: 4 * size].view(4, num_rows, -1).unbind()
         probabilities, paths = shares[: 2 * size].view(2, num_rows, -1).unbind()

@@ -91,7 +91,11 @@ class _Outcome(NamedTuple):
 
 
 class Grafter:
-    """Ranks what a drafter and all retrievers propose, and chooses the nodes worth their cost."""
+    """Ranks what a drafter and all retrievers propose, and chooses the nodes worth their cost.
+
+    Four methods are its decisions, and a subclass may decide otherwise: `make_retrievers`, `goes_on` (another draft
+    pass?), `best_of` (which candidates?) and `calibrate`.
+    """
 
     def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
         """num_passes: the most that the drafter makes in a round; 0: there is none. step: what steps cost, where the
@@ -120,9 +124,10 @@ class Grafter:
         self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
         self._unlearned: _Outcome | None = None  # the last round's, of which neither calibration nor budget know yet
 
-    # What ablations override
+    # Decisions
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
+        """The sources of candidates beside the drafter."""
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(isolated=settings.isolated),

@@ -91,22 +91,12 @@ class ScaleStruct(ctypes.Structure):
     )
 
 
-class TemplateStruct(ctypes.Structure):
-    _fields_ = (
-        ("count", c_int64),
-        ("parents", POINTER(c_int64)),
-        ("ranks", POINTER(c_int64)),
-        ("depths", POINTER(c_int64)),
-    )
-
-
 _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
     "graft_begin": [c_void_p] * 4,
     "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
     "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
     "graft_merge": [c_void_p, c_int64, c_void_p],
-    "graft_keep_best": [c_void_p] * 2,
     "graft_use_threads": [c_int64],
     "graft_rank": [c_void_p, *[c_int64] * 2, *[c_void_p] * 6],
     "graft_tree": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
@@ -120,8 +110,6 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
     "graft_flat_levels": [*[c_int64] * 4, *[c_void_p] * 3, c_int64, *[c_void_p] * 4],
     "graft_tree_links": [*[c_int64] * 3, *[c_void_p] * 5],
     "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
-    "graft_fill": [*[c_void_p] * 3, c_float, *[c_int64] * 2],
-    "graft_extend_leaves": [*[c_void_p] * 2, *[c_int64] * 2, c_float, *[c_int64] * 2],
     "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],
     "graft_restore": [c_void_p, *[c_int64] * 2, *[c_void_p] * 3],
     "graft_index_free": [c_void_p],
@@ -134,14 +122,20 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
 @cache
 def native() -> Any:
     """The compiled library, loaded once."""
-    library: Any = compiled(HERE, "_native", ctypes.PyDLL)
-    for name, arguments in _ARGUMENTS.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError as error:  # built from an older source
-            raise _unusable("_native", error) from error
-        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_int, _check
+    library = load_library(HERE, "_native", _ARGUMENTS)
     library.graft_use_threads(_num_cores())
+    return library
+
+
+def load_library(folder: Path, name: str, arguments: dict[str, list[Any]]) -> Any:
+    """A library whose functions keep the GIL, take these arguments, and raise an exception where they fail."""
+    library: Any = compiled(folder, name, ctypes.PyDLL)
+    for function_name, types in arguments.items():
+        try:
+            function = getattr(library, function_name)
+        except AttributeError as error:  # built from an older source
+            raise _unusable(name, error) from error
+        function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, _check
     return library
 
 

@@ -176,8 +176,8 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 
 def _is_general(key: str) -> bool:
-    """Whether a part of a state holds no text: acceptance probabilities and thresholds, not tokens."""
-    return key.startswith(("calibration/", "paths/", "prospect/", "gates/"))
+    """Whether a part of a state holds no text: acceptance probabilities, not tokens."""
+    return key.startswith(("calibration/", "paths/", "prospect/"))
 
 
 def _candidates() -> list[Path]:
