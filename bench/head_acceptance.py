@@ -4,7 +4,7 @@
 
 HEAD is what `--draft` of `graft generate` takes, but auto: EAGLE-3's head, a block head, a small model ...; with none
 `graft` has what it retrieves. `dense` is a drafter's whole tree of 60 nodes by cumulative probability, `block` its
-chain; docs/policies.md has the others. Prompts of a task decode together in one batch and learn nothing from each other
+chain; docs/measuring.md has others. Prompts of a task decode together in one batch and learn nothing from each other
 (each gets the text it would get alone), so a GPU does in seconds what takes minutes one by one; but EAGLE-3 has fewer
 beams the more rows there are on a GPU: `--rows 1` shows its whole tree. Times are not measured here: `graft bench` does
 that. `modelled` is the speed over plain decoding where a step takes as long as plain decoding's, whatever its width,
