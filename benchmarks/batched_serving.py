@@ -8,7 +8,7 @@ closed loop, one starting when one has ended, plainly and with Graft in turns, a
 budget that it chooses itself. No text is kept from turn to turn: the prefix cache is empty, and Graft's tables start
 each turn as the warm-up left them. The cost model goes on learning, as in a server.
 
-`--as-cost-of` makes the model as expensive as a large one (see docs/benchmark.md). In fp32 all texts must be equal.
+`--as-cost-of` makes the model as expensive as a large one (see docs/measuring.md). In fp32 all texts must be equal.
 On a machine that others use too, `--processor-time` with OMP_NUM_THREADS=1 counts what this process itself took.
 """
 

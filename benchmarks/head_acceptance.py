@@ -3,7 +3,7 @@
     python benchmarks/head_acceptance.py --draft HEAD --policy dense,block,graft --data gsm8k.jsonl --compare
 
 HEAD is an EAGLE-3 head, a block head, a small model and so on; with none, `graft` has what it retrieves. `dense` is a
-drafter's whole tree of 60 nodes by cumulative probability, `block` its chain; docs/policies.md has the others.
+drafter's whole tree of 60 nodes by cumulative probability, `block` its chain; docs/measuring.md has the others.
 
 Prompts of a task decode together in one batch and learn nothing from each other, so each gets the text it would get
 alone. On a GPU, EAGLE-3 has fewer beams the more rows there are: `--rows 1` shows its whole tree. Times are not

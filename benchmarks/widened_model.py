@@ -3,7 +3,7 @@
     python benchmarks/widened_model.py --shape llama-8b --data gsm8k.jsonl --data alpaca.jsonl --out DIR
 
 `DIR/model` and `DIR/head` are what `batched_serving.py --as-cost-of` runs, in the usual file formats, and
-`DIR/ids.json` the prompts it asks, in its order (see docs/benchmark.md). `engine_closed_loop.py` reads them.
+`DIR/ids.json` the prompts it asks, in its order (see docs/measuring.md). `engine_closed_loop.py` reads them.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def bench(
 
     Without --data, the six tasks of ten prompts that come with the package are taken.
 
-    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/benchmark.md.
+    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/measuring.md.
 
     --record DIR writes down the model's answers and the head's drafts; --replay DIR then tries policies in seconds.
 

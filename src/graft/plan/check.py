@@ -1,4 +1,4 @@
-"""Predictions beside what was measured on one H200: docs/performance.md, docs/server.md. Fitted points are marked."""
+"""Predictions beside what was measured on one H200: docs/benchmarks.md. Fitted points are marked."""
 
 from __future__ import annotations
 

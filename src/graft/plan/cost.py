@@ -1,6 +1,6 @@
 """Cost of a round by roofline: seconds to read weights, keys and values, to multiply, to launch and to all-reduce.
 
-What is reached of a data sheet was measured on one H200 (docs/performance.md) and is taken for every GPU. The times of
+What is reached of a data sheet was measured on one H200 (docs/benchmarks.md) and is taken for every GPU. The times of
 an all-reduce are assumptions: nothing was measured on more than one GPU.
 """
 
