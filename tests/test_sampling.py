@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -119,6 +120,28 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
         sampler = Sampler([settings], [PROMPT], [], VOCAB, torch.device("cpu"))
         ours = sampler._truncated(sampler._penalized(logits) / 0.7)
         torch.testing.assert_close(ours, processors(torch.tensor([PROMPT]), logits.clone()))
+
+
+def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():
+    """Tokens come again and again: what is taken off for each time adds up."""
+    settings = SamplingSettings(
+        repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.45, logit_bias={2: 1.5, 5: -2.0}
+    )
+    prompt, rng = [3, 1, 3], np.random.default_rng(0)
+    usual, bias = np.array([3.0, 0, 2, 0, 1, 4, 0, 0]), np.array([0, 0, 1.5, 0, 0, -2.0, 0, 0])
+    sampler = Sampler([settings], [prompt], [], 8, torch.device("cpu"))
+    seen, counts = set(prompt), np.zeros(8)
+    for _ in range(40):
+        logits = usual + rng.normal(size=8)
+        scores = logits + bias
+        for token in seen:
+            scores[token] = scores[token] / 1.2 if scores[token] > 0 else scores[token] * 1.2
+        scores -= 0.3 * (counts > 0) + 0.45 * counts
+        token = int(scores.argmax())
+        assert sampler.choose(torch.tensor(logits, dtype=torch.float32)[None], [True]).item() == token
+        seen.add(token)
+        counts[token] += 1
+    assert counts.max() > 5 and len(seen) == 8, "some come often, and all at last"
 
 
 def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():

@@ -151,6 +151,23 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
         assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
 
 
+def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts(model, schedule):
+    """Its kept pages hold nothing of the drafter's, which would propose from nowhere."""
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
+    scheduler = schedule("dense", drafter)
+    prompt, options = "It was a dark and stormy night. " * 6 + "It", {"max_new_tokens": 40, "ignore_eos": True}
+    cached, accepted = [], []
+    for speculates in (False, True, False, True):
+        request = Asked(scheduler, prompt, speculates=speculates, **options)
+        assert request.wait() == alone(model, prompt, **options)
+        cached.append(request.job.num_cached_tokens)
+        accepted.append(request.job.sequences[0].stats.accepted)
+    assert cached == [0, 0, 3 * PAGE - 1, 3 * PAGE - 1], "each finds what its own kind has read"
+    fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
+    expected = fresh.generate(prompt, **options).stats.accepted
+    assert accepted == [0, expected, 0, expected]
+
+
 def test_kept_pages_are_never_read_under_another_salt(schedule):
     scheduler = schedule()
     prompt = "abcdefgh" * 20
@@ -533,6 +550,31 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
             assert "".join(update.text for update in own) == text, "every piece is told once"
             assert [token for update in own for token in update.ids] == request.job.sequences[index].new_ids
     assert asked[2].job in backs and asked[0].job not in backs, "the youngest go"
+
+
+def test_a_request_that_was_put_back_goes_on_before_those_that_wait(schedule, monkeypatch):
+    scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
+    make_room, backs, heard = scheduler._make_room, [], []
+
+    def and_put_back():
+        if not backs and asked["second"].job in scheduler._jobs.values():
+            backs.append(asked["second"].job)
+            scheduler._put_back(backs[0])
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    with scheduler._changed:  # all of them before the first is taken in
+        asked = {
+            name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
+            for name, count in (("first", 120), ("second", 20), ("third", 3), ("fourth", 3))
+        }
+        for name, request in asked.items():
+            put = request.job.listener
+            request.job.listener = lambda news, name=name, put=put: (heard.append(name), put(news))
+    for request in asked.values():
+        request.wait()
+    others = [name for name in heard if name != "first"]
+    assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
 def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule, monkeypatch):
