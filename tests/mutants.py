@@ -144,13 +144,15 @@ def _build(copy: Path, source: str) -> None:
     subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True)
 
 
-def run_tests(copy: Path, tests: Sequence[str], output: Path) -> tuple[int | None, float]:
-    """pytest's exit status, None if it took too long, and how many seconds it took. The first failure ends it."""
+def run_tests(
+    copy: Path, tests: Sequence[str], output: Path, *options: str, limit: float = LIMIT
+) -> tuple[int | None, float]:
+    """pytest's exit status, None if it took too long, and how many seconds it took."""
     start = time.perf_counter()
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_pytest, args=(str(copy), list(tests), str(output)))
+    process = context.Process(target=_pytest, args=(str(copy), list(tests), str(output), options))
     process.start()
-    process.join(LIMIT)
+    process.join(limit)
     is_late = process.is_alive()
     if is_late:
         process.kill()
@@ -158,7 +160,7 @@ def run_tests(copy: Path, tests: Sequence[str], output: Path) -> tuple[int | Non
     return None if is_late else process.exitcode, time.perf_counter() - start
 
 
-def _pytest(copy: str, tests: list[str], output: str) -> None:
+def _pytest(copy: str, tests: list[str], output: str, more: Sequence[str]) -> None:
     """In a process of its own: runs the copy's tests on the copy's package."""
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -169,8 +171,8 @@ def _pytest(copy: str, tests: list[str], output: str) -> None:
     sys.path[:] = [os.path.join(copy, "src"), *(path for path in sys.path if path not in own)]
     import pytest
 
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-o", f"timeout={LIMIT // 2}"]
-    status = int(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-o", f"timeout={LIMIT // 2}"]
+    status = int(pytest.main([*options, *more, *(f"tests/{test}" for test in tests)]))
     package = sys.modules.get("graft")
     if status in (0, 1) and not str(getattr(package, "__file__", "")).startswith(copy):
         status = _WRONG_TREE
@@ -183,7 +185,7 @@ def check(fault: Fault, copy: Path) -> Result:
     output = copy / "output.txt"
     try:
         with planted(fault, copy):
-            status, seconds = run_tests(copy, fault.tests, output)
+            status, seconds = run_tests(copy, fault.tests, output, "-x")
     except subprocess.CalledProcessError as error:
         return Result(fault, "it does not compile", 0.0, error.stderr)
     verdicts = {0: "survived", 1: "killed", None: "killed"}
@@ -219,7 +221,7 @@ def check_all(faults: Sequence[Fault], jobs: int) -> list[Result]:
         first = copies.get()
         tests = list(dict.fromkeys(test for fault in faults for test in fault.tests))
         print(f"{len(tests)} tests without a fault", flush=True)
-        status, seconds = run_tests(first, tests, first / "output.txt")
+        status, seconds = run_tests(first, tests, first / "output.txt", "--durations=10", limit=LIMIT * len(tests))
         if status != 0:
             print((first / "output.txt").read_text()[-4000:])
             raise SystemExit("error: these tests must pass before faults are planted")

@@ -198,6 +198,46 @@ def test_whatever_path_is_committed_the_next_logits_are_those_of_the_models_own_
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_rows_that_commit_in_turn_keep_the_texts_of_the_models_own_forward(plain):
+    """Three rows move their paths, then two of them, then one: what was moved before stays."""
+    model, target = model_of("llama"), Small(model_of("llama"))
+    texts, tokens = [PROMPT, PROMPT[:5], PROMPT[3:]], [7, 8, 9, 10]
+    cache = target.open(3, 64)
+    for row, text in enumerate(texts):
+        list(target.prefill(cache, row, text))
+    for paths in ([[1, 3], [2], [1, 3]], [[2], [1, 3], []], [[], [2], [1]]):
+        target.verify(cache, tree_of([tokens] * 3, [[0, 0, 0, 1]] * 3))
+        target.commit(cache, paths)
+        texts = [[*text, 7, *(tokens[node] for node in path)] for text, path in zip(texts, paths, strict=True)]
+    found = logits_of(target.verify(cache, tree_of([[14]] * 3, [[0]] * 3)))[:, 0]
+    expected = [model(torch.tensor([[*text, 14]], device=DEVICE)).logits[0, -1] for text in texts]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_padding_of_a_step_is_written_to_no_text_of_an_earlier_step(plain):
+    model, target = model_of("llama"), Small(model_of("llama"))
+    cache = target.open(2, 64)
+    for row in range(2):
+        list(target.prefill(cache, row, PROMPT))
+    target.verify(cache, tree_of([[7], [7]], [[0], [0]]))
+    target.commit(cache, [[], []])
+    first, second = (cache.with_rows([row]) for row in cache.rows)
+    target.verify(first, tree_of([[8, 9, 10]], [[0, 0, 1]]))  # a fourth token is padding
+    found = logits_of(target.verify(second, tree_of([[14]], [[0]])))[0, 0]
+    expected = model(torch.tensor([[*PROMPT, 7, 14]], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_with_settings_of_their_own_are_decoded_as_alone_in_captured_steps(plain):
+    """Rows that are walked choice by choice stand beside rows whose choices the device makes."""
+    model, prompts = model_of("llama"), [PROMPT, PROMPT[:3], PROMPT[2:9], [5]]
+    each = [{}, {"frequency_penalty": 0.7}, {"temperature": 1.0, "seed": 5}, {"temperature": 1, "top_k": 9, "seed": 2}]
+    plainly, engine = Engine(model, policy="off"), Engine(model, policy=RandomTrees(7, merge=True))
+    alone = [plainly.generate(prompt, max_new_tokens=16, **own).ids for prompt, own in zip(prompts, each, strict=True)]
+    together = engine.generate_batch(prompts, each=each, max_new_tokens=16)
+    assert [answer.ids for answer in together] == alone
+
+
 class AnswerPenalty(LogitsProcessor):
     """Presence and frequency penalties, as OpenAI defines them."""
 

@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -93,6 +94,36 @@ def test_rows_with_their_own_settings_are_sampled_as_if_alone():
         assert [alone.choose(x[row : row + 1], walking[:1]).item() for x in logits] == [d[row] for d in drawn]
 
 
+def test_rows_that_stay_or_join_are_sampled_as_if_alone():
+    """Four steps of three rows, then four without the second, then four with a newcomer."""
+    settings = [
+        SamplingSettings(**{**EVERYTHING, "seed": 3}),
+        SamplingSettings(temperature=0.3, seed=9),
+        SamplingSettings(temperature=2.5, frequency_penalty=0.8, seed=4),
+        SamplingSettings(temperature=1.5, seed=6),
+    ]
+    histories = [PROMPT, [1, 2], [4] * 9, [8]]
+    logits = [torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(i)) * 2 for i in range(12)]
+
+    def sampler_of(*rows):
+        own = [[each[row] for row in rows] for each in (settings, histories)]
+        return Sampler(*own, [2], VOCAB, torch.device("cpu"))
+
+    there, steps, drawn = sampler_of(0, 1, 2), {row: [] for row in range(4)}, {row: [] for row in range(4)}
+    for number, rows in enumerate([(0, 1, 2)] * 4 + [(0, 2)] * 4 + [(0, 2, 3)] * 4):
+        if number == 4:
+            there = there.keeping([0, 2])
+        if number == 8:
+            there = there.joining(sampler_of(3))
+        tokens = there.choose(logits[number][list(rows)], [True] * len(rows)).tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            steps[row].append(number)
+            drawn[row].append(token)
+    for row in range(4):
+        alone = sampler_of(row)
+        assert [alone.choose(logits[number][row : row + 1], [True]).item() for number in steps[row]] == drawn[row]
+
+
 def test_a_row_that_does_not_walk_keeps_its_history():
     settings = [SamplingSettings(temperature=1.0, frequency_penalty=1.0, seed=1)]
     logits = torch.zeros(1, VOCAB)
@@ -166,6 +197,20 @@ def test_min_tokens_forbids_every_ending_until_then():
         options = {"temperature": 2.0, "seed": seed, "max_new_tokens": 40}
         result = engine.generate(PROMPT, min_tokens=6, **options)
         assert len(result.ids) >= 6 and not set(result.ids[:5]) & set(range(30))
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_endings_are_forbidden_for_as_many_tokens_as_in_transformers(min_tokens):
+    processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, [7], device="cpu")
+    sampler = Sampler([SamplingSettings(min_tokens=min_tokens)], [PROMPT], [7], VOCAB, torch.device("cpu"))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 9] = 5.0, 1.0
+    ids = list(PROMPT)
+    for _ in range(min_tokens + 2):
+        expected = processor(torch.tensor([ids]), logits.clone()).argmax().item()
+        assert sampler.choose(logits, [True]).item() == expected
+        ids.append(expected)
+    assert ids[len(PROMPT) :] == [9] * min_tokens + [7, 7]
 
 
 def fit(counts, expected):

@@ -19,7 +19,7 @@ from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from proposers import RandomTrees
+from proposers import Oracle, RandomTrees
 from test_drafter import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -166,6 +166,24 @@ def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_draf
     fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
     expected = fresh.generate(prompt, **options).stats.accepted
     assert accepted == [0, expected, 0, expected]
+
+
+def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before(model, schedule):
+    scheduler = schedule("off", max_batched_tokens=50)
+    prompt = "It was a dark and stormy night. " * 6
+    Asked(scheduler, prompt, max_new_tokens=3).wait()
+    with scheduler._changed:  # before it is taken in
+        request = Asked(scheduler, prompt, max_new_tokens=3)
+        request.job.sequences[0].num_prompt_logprobs = 2
+    request.wait()
+    ids = scheduler.engine.encode(prompt)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(dim=1)
+    found = request.job.sequences[0].prompt_logprobs
+    assert [each.token for each in found] == ids[1:]
+    for place, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(expected[place, each.token]), abs=1e-4)
+        assert list(each.alternatives) == expected[place].topk(2).indices.tolist()
 
 
 def test_kept_pages_are_never_read_under_another_salt(schedule):
@@ -484,6 +502,21 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
     Asked(scheduler, "y" * 300, max_new_tokens=1).wait()
     scheduler.cancel(running.job)
     assert max(sum(size) for size in sizes) in range(36, 41)
+
+
+def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
+    """Trees bring several tokens at once, and the text is looked at a round later."""
+    prompt, options = "grafting", {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    plainly = Engine(model, byte_tokenizer(), policy="off")
+    free = plainly.generate(prompt, **options)
+    expected = plainly.generate(prompt, stop=[free.text[9:11]], **options)
+    scheduler = schedule(Oracle(free.ids, len(free.prompt_ids), depth=4))
+    for watched in (options, {**options, "logprobs": None}):
+        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **watched)
+        assert request.wait() == [expected.text] and 2 < len(expected.ids) < 40
+        assert [token for update in request.updates for token in update.ids] == expected.ids
+        told = [each.token for update in request.updates for each in update.logprobs]
+        assert told == (expected.ids if watched is options else [])
 
 
 # When the cache is full
