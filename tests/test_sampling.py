@@ -20,8 +20,9 @@ from transformers import (
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import VerifyOutput
 from graft.model.sampler import Sampler, gumbel_noise
-from graft.spec_decode.acceptance import walk
+from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
+from graft.spec_decode.tree import PADDING
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
 
@@ -187,6 +188,16 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
         Sampler([settings], [[3]], [], vocab, torch.device("cpu")),
     )
     assert accepted.tokens == [[0, 1, 2, 3]]
+
+
+def test_padding_is_never_accepted():
+    """It has the root's token, which may well be what comes next."""
+    tree = tree_of([[5, 5, 5]], [[0, 0, 0]], [[0, PADDING, PADDING]])
+    logits = torch.eye(8)[[5]]
+    verified = VerifyOutput(tree.tokens, torch.zeros(1, 3, dtype=torch.int64), [1], logits, logits)
+    accepted = walk(tree, verified, Sampler([SamplingSettings()], [[5]], [], 8, torch.device("cpu")))
+    assert (accepted.tokens, accepted.nodes) == ([[5]], [[]])
+    assert paths(tree, torch.full((1, 3), 5)) == accepted
 
 
 def test_min_tokens_forbids_every_ending_until_then():

@@ -25,7 +25,7 @@ def test_a_stream_never_shows_the_beginning_of_a_stop_string():
 
 
 def test_what_might_have_been_a_stop_string_is_shown_once_it_is_none():
-    stream = TextStream(byte_tokenizer(), [], ["END", "Ex"])
+    stream = TextStream(byte_tokenizer(), [], ["Ex", "END"])
     assert pieces_of(stream, "aEENo!") == (["a", "", "E", "", "ENo", "!"], False)
     assert pieces_of(stream, "E") == ([""], False)
     assert stream.take(final=True) == "E", "an answer that ends there ends with it"
