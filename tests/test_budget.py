@@ -297,6 +297,17 @@ def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
     assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 2, "twice"
 
 
+def test_nodes_and_all_other_tokens_fit_the_largest_step():
+    budget = Budget(StepCost((1, 4, 16), usual_shape("cuda")), 0, 0.0)
+    assert [budget.max_nodes(*given) for given in ((3,), (3, 5), (3, 13), (10, 9))] == [13, 8, 0, 0]
+
+
+def test_steps_between_and_beyond_the_known_sizes_cost_in_proportion():
+    padded, others = (StepCost(sizes, lambda num_tokens: 1 + num_tokens / 10) for sizes in ((1, 4, 16), ()))
+    assert [padded.seconds(count) for count in (1, 3, 5, 32)] == pytest.approx([1.1, 1.4, 2.6, 5.2])
+    assert [others.seconds(count) for count in (1, 5, 20, 1024)] == pytest.approx([1.1, 1.5, 3.0, 104.4])
+
+
 def test_costs_are_kept_and_come_back():
     budget, other = (Budget(StepCost(GRID, usual_shape("cuda")), 3, 0.1) for _ in range(2))
     assert budget.costs() == {}

@@ -9,6 +9,16 @@ import warnings
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
@@ -25,6 +35,7 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
+from graft.model.sampler import gumbel_noise
 from graft.model.step import Chunk
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
@@ -170,6 +181,105 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
             assert engine.generate(PROMPT, **options).ids == expected
             assert engine.target._graphs.failure is None
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 4
+
+
+@pytest.mark.parametrize("path", [[], [1], [2], [1, 3], [2, 4], [1, 3, 5], [1, 3, 5, 6]])
+def test_whatever_path_is_committed_the_next_logits_are_those_of_the_models_own_forward(path, plain):
+    """A path without gaps stays where it is, and one may begin at its place and leave it further down."""
+    model, target = model_of("llama"), Small(model_of("llama"))
+    tokens, parents = [7, 8, 9, 10, 11, 12, 13], [0, 0, 0, 1, 2, 3, 5]
+    cache = target.open(1, 64)
+    list(target.prefill(cache, 0, PROMPT))
+    target.verify(cache, tree_of([tokens], [parents]))
+    target.commit(cache, [path])
+    found = logits_of(target.verify(cache, tree_of([[14]], [[0]])))[0, 0]
+    text = [*PROMPT, 7, *(tokens[node] for node in path), 14]
+    expected = model(torch.tensor([text], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_commit_in_turn_keep_the_texts_of_the_models_own_forward(plain):
+    """Three rows move their paths, then two of them, then one: what was moved before stays."""
+    model, target = model_of("llama"), Small(model_of("llama"))
+    texts, tokens = [PROMPT, PROMPT[:5], PROMPT[3:]], [7, 8, 9, 10]
+    cache = target.open(3, 64)
+    for row, text in enumerate(texts):
+        list(target.prefill(cache, row, text))
+    for paths in ([[1, 3], [2], [1, 3]], [[2], [1, 3], []], [[], [2], [1]]):
+        target.verify(cache, tree_of([tokens] * 3, [[0, 0, 0, 1]] * 3))
+        target.commit(cache, paths)
+        texts = [[*text, 7, *(tokens[node] for node in path)] for text, path in zip(texts, paths, strict=True)]
+    found = logits_of(target.verify(cache, tree_of([[14]] * 3, [[0]] * 3)))[:, 0]
+    expected = [model(torch.tensor([[*text, 14]], device=DEVICE)).logits[0, -1] for text in texts]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_padding_of_a_step_is_written_to_no_text_of_an_earlier_step(plain):
+    model, target = model_of("llama"), Small(model_of("llama"))
+    cache = target.open(2, 64)
+    for row in range(2):
+        list(target.prefill(cache, row, PROMPT))
+    target.verify(cache, tree_of([[7], [7]], [[0], [0]]))
+    target.commit(cache, [[], []])
+    first, second = (cache.with_rows([row]) for row in cache.rows)
+    target.verify(first, tree_of([[8, 9, 10]], [[0, 0, 1]]))  # a fourth token is padding
+    found = logits_of(target.verify(second, tree_of([[14]], [[0]])))[0, 0]
+    expected = model(torch.tensor([[*PROMPT, 7, 14]], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_with_settings_of_their_own_are_decoded_as_alone_in_captured_steps(plain):
+    """Rows that are walked choice by choice stand beside rows whose choices the device makes."""
+    model, prompts = model_of("llama"), [PROMPT, PROMPT[:3], PROMPT[2:9], [5]]
+    each = [{}, {"frequency_penalty": 0.7}, {"temperature": 1.0, "seed": 5}, {"temperature": 1, "top_k": 9, "seed": 2}]
+    plainly, engine = Engine(model, policy="off"), Engine(model, policy=RandomTrees(7, merge=True))
+    alone = [plainly.generate(prompt, max_new_tokens=16, **own).ids for prompt, own in zip(prompts, each, strict=True)]
+    together = engine.generate_batch(prompts, each=each, max_new_tokens=16)
+    assert [answer.ids for answer in together] == alone
+
+
+class AnswerPenalty(LogitsProcessor):
+    """Presence and frequency penalties, as OpenAI defines them."""
+
+    def __init__(self, presence=0.0, frequency=0.0):
+        self._presence, self._frequency = presence, frequency
+
+    def __call__(self, input_ids, scores):
+        counts = input_ids[0, len(PROMPT) :].bincount(minlength=scores.shape[1])
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+WARM = TemperatureLogitsWarper(0.8)
+PROCESSORS = {  # by setting: its value, and what transformers does in its place, in its order
+    "logit_bias": ({9: 2.5, 30: -6.0}, [SequenceBiasLogitsProcessor({(9,): 2.5, (30,): -6.0}), WARM]),
+    "repetition_penalty": (2.5, [RepetitionPenaltyLogitsProcessor(2.5), WARM]),
+    "presence_penalty": (5.0, [AnswerPenalty(presence=5.0), WARM]),
+    "frequency_penalty": (5.0, [AnswerPenalty(frequency=5.0), WARM]),
+    "top_k": (2, [WARM, TopKLogitsWarper(2)]),
+    "top_p": (0.5, [WARM, TopPLogitsWarper(0.5)]),
+    "min_p": (0.4, [WARM, MinPLogitsWarper(0.4)]),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too(name, plain):
+    """The text is that of the model's own forwards, with transformers' processor in front of the same noise."""
+    model = model_of("llama")
+    value, processors = PROCESSORS[name]
+
+    def text_by(processors):
+        ids = torch.tensor([PROMPT], device=DEVICE)
+        for position in range(len(PROMPT), len(PROMPT) + 16):
+            scores = LogitsProcessorList(processors)(ids, model(ids).logits[:, -1].float())
+            noise = gumbel_noise(torch.tensor([3]), torch.tensor([position]), 61).to(DEVICE)
+            ids = torch.cat([ids, (scores + noise).argmax(dim=1, keepdim=True)], dim=1)
+        return ids[0, len(PROMPT) :].tolist()
+
+    expected = text_by(processors)
+    assert expected != text_by([WARM]), "without it the text is another"
+    engine = Engine(model, policy=RandomTrees(7))
+    assert engine.generate(PROMPT, temperature=0.8, seed=3, max_new_tokens=16, **{name: value}).ids == expected
+    assert engine.target._graphs.failure is None
 
 
 def test_graphs_move_accepted_paths_in_layers_of_every_shape(plain, monkeypatch):

@@ -140,6 +140,49 @@ def test_a_found_text_loses_its_end_before_its_beginning():
     assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
 
 
+def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have():
+    pool, _ = pool_of(num_pages=9)
+    row, other = pool.open_row(PAGE), pool.open_row(PAGE)
+    for num_pages in (1, 2, 5):
+        pool.ensure(row, num_pages * PAGE)
+        assert pool.sync()[row.line, :num_pages].tolist() == row.pages and len(row.pages) == num_pages
+    other.length = 1
+    pool.copy(other, row)
+    assert pool.sync()[row.line, :5].tolist() == row.pages
+
+
+def test_a_kept_page_is_found_behind_its_own_beginning_alone():
+    """The same tokens behind another beginning have other keys and values."""
+    pool, _ = pool_of(num_pages=12)
+    text = kept_by(pool)
+    first, others = text[:PAGE], list(range(1000, 1000 + PAGE))
+    for changed, num_found in (([*others, *text[PAGE:]], 0), (text[PAGE:], 0), ([*first, *others, *text[PAGE:]], 1)):
+        row = pool.open_like(changed, "", 0)
+        assert row.length == max(num_found * PAGE - 1, 0)
+        pool.release(row)
+
+
+def test_of_a_row_that_is_trimmed_the_page_that_it_ends_in_stays():
+    pool, _ = pool_of(num_pages=9)
+    row = pool.open_row(4 * PAGE)
+    for num_slots, num_left in ((3 * PAGE + 1, 4), (3 * PAGE, 3), (PAGE + 1, 2), (1, 1), (0, 0)):
+        pool.trim(row, num_slots)
+        assert len(row.pages) == num_left == pool.num_pages - pool.num_free
+
+
+def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
+    pool, _ = pool_of(num_pages=9)
+    for first, num_entries, num_found in ((0, 2 * PAGE - 1, 1), (1, 2 * PAGE, 2), (2, PAGE - 1, 0), (3, None, 3)):
+        text, row = text_of(3, first), pool.open_row(3 * PAGE)
+        row.length = 3 * PAGE
+        pool.keep(row, text, "", num_entries)
+        pool.release(row)
+        again = pool.open_like(text, "", 0)
+        assert again.length == max(num_found * PAGE - 1, 0), "the last token of the last page is read again"
+        pool.release(again)
+        pool.forget()
+
+
 def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
     pool, _ = pool_of(num_pages=9)
     row, other = pool.open_row(2 * PAGE), pool.open_row(PAGE)

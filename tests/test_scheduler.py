@@ -19,7 +19,7 @@ from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from proposers import RandomTrees
+from proposers import Oracle, RandomTrees
 from test_drafter import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -149,6 +149,41 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
         fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
         stats = fresh.generate(follow_up, **options).stats
         assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
+
+
+def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts(model, schedule):
+    """Its kept pages hold nothing of the drafter's, which would propose from nowhere."""
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
+    scheduler = schedule("dense", drafter)
+    prompt, options = "It was a dark and stormy night. " * 4 + "It", {"max_new_tokens": 12, "ignore_eos": True}
+    cached, accepted = [], []
+    for speculates in (False, True, False, True):
+        request = Asked(scheduler, prompt, speculates=speculates, **options)
+        assert request.wait() == alone(model, prompt, **options)
+        cached.append(request.job.num_cached_tokens)
+        accepted.append(request.job.sequences[0].stats.accepted)
+    assert cached == [0, 0, 2 * PAGE - 1, 2 * PAGE - 1], "each finds what its own kind has read"
+    fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
+    expected = fresh.generate(prompt, **options).stats.accepted
+    assert accepted == [0, expected, 0, expected]
+
+
+def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before(model, schedule):
+    scheduler = schedule("off", max_batched_tokens=50)
+    prompt = "It was a dark and stormy night. " * 6
+    Asked(scheduler, prompt, max_new_tokens=3).wait()
+    with scheduler._changed:  # before it is taken in
+        request = Asked(scheduler, prompt, max_new_tokens=3)
+        request.job.sequences[0].num_prompt_logprobs = 2
+    request.wait()
+    ids = scheduler.engine.encode(prompt)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(dim=1)
+    found = request.job.sequences[0].prompt_logprobs
+    assert [each.token for each in found] == ids[1:]
+    for place, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(expected[place, each.token]), abs=1e-4)
+        assert list(each.alternatives) == expected[place].topk(2).indices.tolist()
 
 
 def test_kept_pages_are_never_read_under_another_salt(schedule):
@@ -469,6 +504,21 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
     assert max(sum(size) for size in sizes) in range(36, 41)
 
 
+def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
+    """Trees bring several tokens at once, and the text is looked at a round later."""
+    prompt, options = "grafting", {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    plainly = Engine(model, byte_tokenizer(), policy="off")
+    free = plainly.generate(prompt, **options)
+    expected = plainly.generate(prompt, stop=[free.text[9:11]], **options)
+    scheduler = schedule(Oracle(free.ids, len(free.prompt_ids), depth=4))
+    for watched in (options, {**options, "logprobs": None}):
+        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **watched)
+        assert request.wait() == [expected.text] and 2 < len(expected.ids) < 40
+        assert [token for update in request.updates for token in update.ids] == expected.ids
+        told = [each.token for update in request.updates for each in update.logprobs]
+        assert told == (expected.ids if watched is options else [])
+
+
 # When the cache is full
 
 
@@ -533,6 +583,31 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
             assert "".join(update.text for update in own) == text, "every piece is told once"
             assert [token for update in own for token in update.ids] == request.job.sequences[index].new_ids
     assert asked[2].job in backs and asked[0].job not in backs, "the youngest go"
+
+
+def test_a_request_that_was_put_back_goes_on_before_those_that_wait(schedule, monkeypatch):
+    scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
+    make_room, backs, heard = scheduler._make_room, [], []
+
+    def and_put_back():
+        if not backs and asked["second"].job in scheduler._jobs.values():
+            backs.append(asked["second"].job)
+            scheduler._put_back(backs[0])
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    with scheduler._changed:  # all of them before the first is taken in
+        asked = {
+            name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
+            for name, count in (("first", 120), ("second", 20), ("third", 3), ("fourth", 3))
+        }
+        for name, request in asked.items():
+            put = request.job.listener
+            request.job.listener = lambda news, name=name, put=put: (heard.append(name), put(news))
+    for request in asked.values():
+        request.wait()
+    others = [name for name in heard if name != "first"]
+    assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
 def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule, monkeypatch):

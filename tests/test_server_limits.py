@@ -164,7 +164,7 @@ def test_a_proxy_may_keep_its_own_host():
         assert [status(h) for h in ("api.example.com", "API.example.com:443", "a.example.org", "127.0.0.1")] == [
             200
         ] * 4
-        assert [status(h) for h in ("example.com", "evil.example", "example.org", "")] == [400] * 4
+        assert [status(h) for h in ("example.com", "evil.example", "example.org", "evilexample.org", "")] == [400] * 5
         assert "allowed-hosts" in httpx.get(url, headers={"host": "x"}).json()["error"]["message"]
 
 
