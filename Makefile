@@ -13,7 +13,7 @@ VLLM_INSTALLED := $(VLLM)/.installed-$(shell uname -m)
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)
 
-.PHONY: help demo test test-engines lint docs model setup clean
+.PHONY: help demo test test-engines sanitize lint docs model setup clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -27,6 +27,9 @@ test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows 
 
 test-engines: model $(VLLM_INSTALLED)  ## Graft inside vLLM on a CPU: minutes; VLLM_DATA=FILE chooses the prompts
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest -n 0 -m slow tests/test_vllm_engine.py $(PYTEST_ARGS)
+
+sanitize: $(INSTALLED)  ## Tests of native code under ASan and UBSan (needs GCC): minutes; PYTEST_ARGS narrows it
+	@$(BIN)/python tests/sanitize.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .

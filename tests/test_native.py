@@ -613,7 +613,7 @@ def test_a_template_may_not_name_a_parent_that_comes_later():
     candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
     table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
     template = make_template((2, 1))
-    template.parents[0] = 3
+    template.parents[0] = 1 << 40
     with pytest.raises(IndexError):
         candidates.fill(table.structs, [template], 0.5, 2, 4)
     assert candidates.width == 1
