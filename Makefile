@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml constraints.txt src/graft/spec_decode/native.
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)
 
-.PHONY: help demo test lint docs model setup clean
+.PHONY: help demo test sanitize lint docs model setup clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -21,6 +21,9 @@ demo: model  ## See it work: the same text, faster
 test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows it
 	@$(MAKE) --no-print-directory -j2 --output-sync lint model
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+sanitize: $(INSTALLED)  ## Tests of native code under ASan and UBSan (needs GCC): minutes; PYTEST_ARGS narrows it
+	@$(BIN)/python tests/sanitize.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .

@@ -28,10 +28,10 @@ from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
 from graft.cli.bench import bench as bench_command
-from graft.compare import transformers_answer
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.stats import Stats
+from graft.transformers_reference import transformers_answer
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -241,7 +241,7 @@ def test_peer_gives_the_text_of_transformers_and_is_counted_like_ours(name: str,
     model = tiny_model(architecture)
     found = make_peer(name, model, assistant=tiny_model(architecture, seed=1)).answer([PROMPT], SIXTEEN)[0]
     ours = PolicyMethod("off", model).answer([PROMPT], SIXTEEN)[0]
-    assert found.ids == ours.ids == transformers_answer(Engine(model, policy="off"), PROMPT, 16)
+    assert found.ids == ours.ids == transformers_answer(Engine(model, policy="off"), PROMPT, SIXTEEN)
     assert found.stats.tokens == ours.stats.tokens == 16
     assert found.stats.accepted + found.stats.rounds in (16, 17)  # the last round may be cut short
     if name == "hf":

@@ -30,6 +30,7 @@ from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
 from graft.spec_decode.proposers.suffix import SuffixIndex
 from proposers import random_tree
@@ -578,6 +579,45 @@ def test_what_is_out_of_range_is_refused():
     said = (one[None].int(), 0.5 * one[None])
     with pytest.raises(IndexError):
         table.learn(TargetTopK(TOKENS * one, 0 * one, 0 * one, *said, [1], [1], [0]))
+    assert candidates.width == 1
+
+
+def test_no_nodes_are_worth_nothing():
+    """A count of 0 has no last node."""
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    one = torch.ones(1, 1, dtype=torch.int64)
+    candidates.add(one, 0 * one, 0.5 * one, one, one)
+    assert candidates.values_by_need(1, [0, 1], [0.0, 5.0], [1]) == [0.0, 0.0]
+    assert candidates.values_by_need(1, [0, 1], [0.0, 0.25], [1]) == [0.25, 0.25]
+
+
+def test_a_ranking_without_room_for_nodes_gives_the_roots_alone():
+    candidates = Candidates(torch.tensor([1, 2]), [[3, 2, 1], [2]])
+    tree, path_probabilities = candidates.ranked(0, [0, 0]).tree(4)
+    assert tree.tokens.tolist() == [[1], [2]] and path_probabilities.tolist() == [[1.0], [1.0]]
+
+
+def test_a_tree_of_no_levels_has_no_nodes():
+    table = Table(torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2), 0.5), -torch.ones(1, 1, 2).int())
+    assert levels_of(table, num_levels=0, num_nodes=4) == []
+    assert [level.tokens.tolist() for level in levels_of(table, num_levels=1, num_nodes=4)] == [[[1, 1]]]
+
+
+def test_a_row_may_not_rank_more_nodes_than_it_has_room_for():
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    counts, costs, caps, values = array("q", [2]), array("d", [0.0]), array("q", [2]), array("d", [0.0])
+    addresses = [column.buffer_info()[0] for column in (counts, costs, caps, values)]
+    with pytest.raises(IndexError):
+        native.native().graft_values_by_need(candidates._ref, 0, 1, *addresses[:2], 1, addresses[2], None, addresses[3])
+
+
+def test_a_template_may_not_name_a_parent_that_comes_later():
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
+    template = make_template((2, 1))
+    template.parents[0] = 1 << 40
+    with pytest.raises(IndexError):
+        candidates.fill(table.structs, [template], 0.5, 2, 4)
     assert candidates.width == 1
 
 

@@ -302,6 +302,23 @@ def test_the_distribution_test_notices_a_biased_rule():
     assert fit(counts, probability) < 1e-6
 
 
+def splitmix(x):
+    """The finalizer of SplitMix64 on numbers modulo 2^64, as its author published it."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 7), (-5, 4096), (2**61 + 3, 123_456)])
+def test_noise_is_the_gumbel_quantile_of_a_hash_of_seed_position_and_token(seed, position):
+    key = splitmix((splitmix(seed % 2**64) + position) % 2**64)
+    bits = [splitmix((key + token * 0x9E3779B97F4A7C15) % 2**64) for token in range(1000)]
+    uniform = (np.array([each >> 11 for each in bits], dtype=np.float64) + 0.5) / 2**53
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 1000)[0]
+    np.testing.assert_allclose(noise.numpy(), -np.log(-np.log(uniform)), rtol=1e-12)
+
+
 def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():
     seeds, positions = torch.tensor([1, 1, 2]), torch.tensor([7, 8, 7])
     noise = gumbel_noise(seeds, positions, 50_000)

@@ -110,7 +110,11 @@ class SamplingSettings(Settings):
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64."""
+    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64.
+
+    The first 53 bits of mix(mix(mix(seed) + position) + token * GOLDEN) are a number u between 0 and 1, whose quantile
+    -log(-log(u)) is the noise. mix is the finalizer of SplitMix64; all is modulo 2^64.
+    """
     keys = mix64(mix64(seeds) + positions)
     tokens = torch.arange(vocab_size, device=keys.device)
     bits = mix64(keys[:, None] + tokens * GOLDEN)

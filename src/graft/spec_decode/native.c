@@ -568,14 +568,11 @@ static int64_t rank_all(
 int graft_rank(
     Pool *pool, int64_t total, int64_t stride, const int64_t *caps, const double *truths, int64_t *nodes,
     int64_t *rows, double *gains, int64_t *num_ranked) {
+    for (int64_t r = 0; r < pool->num_rows; r++)
+        if (caps[r] > stride) return OUT_OF_RANGE;
     int64_t *memory = malloc((size_t)(3 * pool->num_rows) * sizeof(int64_t));
     if (memory == NULL) return NO_MEMORY;
     Ranking ranking = {total, stride, -1, caps, nodes, memory + 2 * pool->num_rows};
-    for (int64_t r = 0; r < pool->num_rows; r++)
-        if (caps[r] > stride) {
-            free(memory);
-            return OUT_OF_RANGE;
-        }
     int failed = share_work(pool, rank_rows, &ranking, NULL);
     if (!failed) *num_ranked = rank_all(pool, &ranking, truths, rows, gains, memory);
     free(memory);
@@ -604,11 +601,11 @@ int graft_tree(
     }
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
-        const int64_t *chosen = nodes + r * stride - 1;
+        int64_t chosen = r * stride - 1; /* the row's i-th node is nodes[chosen + i], from 1 on */
         place[0] = 0;
-        for (int64_t i = 1; i < counts[r]; i++) place[chosen[i]] = i; /* a parent is likelier, so it has its place */
+        for (int64_t i = 1; i < counts[r]; i++) place[nodes[chosen + i]] = i; /* parents are likelier: they are there */
         for (int64_t i = 0; i < *width; i++) {
-            int64_t at = r * *width + i, node = i == 0 || i >= counts[r] ? 0 : chosen[i];
+            int64_t at = r * *width + i, node = i == 0 || i >= counts[r] ? 0 : nodes[chosen + i];
             int64_t parent = row.fields[PARENT][node];
             int is_node = i < counts[r];
             float path = is_node ? row.paths[node] : 0.0f, above = row.paths[parent];
@@ -632,6 +629,8 @@ int graft_values_by_need(
     const int64_t *caps, const double *truths, double *values) {
     int64_t total = num_counts ? counts[num_counts - 1] : 0;
     int64_t size = pool->num_rows * (stride + 3) + total;
+    for (int64_t r = 0; r < pool->num_rows; r++)
+        if (caps[r] > stride) return OUT_OF_RANGE;
     int64_t *memory = malloc((size_t)size * sizeof(int64_t));
     double *gains = malloc((size_t)(total + 1) * sizeof(double));
     int failed = memory == NULL || gains == NULL ? NO_MEMORY : OK;
@@ -641,7 +640,8 @@ int graft_values_by_need(
         int64_t count = failed ? 0 : rank_all(pool, &ranking, truths, NULL, gains, memory);
         values[passes] = 0.0;
         for (int64_t i = 0; i < num_counts && count; i++) {
-            double value = gains[least(counts[i], count) - 1] - costs[i];
+            int64_t num_nodes = least(counts[i], count);
+            double value = (num_nodes > 0 ? gains[num_nodes - 1] : 0.0) - costs[i];
             if (value > values[passes]) values[passes] = value;
         }
     }
@@ -853,19 +853,20 @@ int graft_best_first(
     Open *heap = malloc((size_t)(2 * num_nodes + 2) * sizeof(Open));
     Open *nodes = malloc(total * sizeof(Open)); /* those taken; `order` is then the place in the level */
     int64_t *depths = malloc((total + (size_t)(num_rows * (num_levels + 1))) * sizeof(int64_t));
-    int64_t *counts = depths + total; /* [num_rows][num_levels], then [num_rows] of all levels */
     int failed = heap != NULL && nodes != NULL && depths != NULL ? OK : NO_MEMORY;
+    int64_t *counts = NULL, *taken = NULL, size = num_entries * num_children;
     if (!failed) {
+        counts = depths + total; /* [num_rows][num_levels] */
+        taken = counts + num_rows * num_levels; /* [num_rows] of all levels */
         memset(counts, 0, (size_t)(num_rows * (num_levels + 1)) * sizeof(int64_t));
-        memset(widths, 0, (size_t)num_levels * sizeof(int64_t));
+        for (int64_t k = 0; k < num_levels; k++) widths[k] = 0;
     }
-    int64_t *taken = counts + num_rows * num_levels, size = num_entries * num_children;
     for (int64_t r = 0; r < num_rows && !failed; r++) {
         const float *own = probabilities + r * size;
         const int32_t *following = entries + r * size;
         Open *row = nodes + r * num_nodes;
         int64_t *deep = depths + r * num_nodes, *by_level = counts + r * num_levels, open = 0, found = 0, count = 0;
-        if (own[0] > 0) push_open(heap, &open, (Open){own[0], found++, 0, -1});
+        if (num_levels > 0 && size > 0 && own[0] > 0) push_open(heap, &open, (Open){own[0], found++, 0, -1});
         while (open > 0 && count < num_nodes) {
             Open node = pop_open(heap, &open);
             int64_t depth = node.parent < 0 ? 0 : deep[node.parent] + 1, next = node.at + 1;
@@ -893,7 +894,7 @@ int graft_best_first(
     int64_t needed = 0;
     for (int64_t k = 0; k < num_levels && !failed; k++) needed += num_rows * widths[k];
     if (!failed && needed > room) failed = OUT_OF_RANGE;
-    if (!failed) {
+    if (!failed && needed > 0) { /* outputs without room may be NULL, which memset must not be given */
         memset(out_tokens, 0, (size_t)needed * sizeof(int64_t));
         memset(out_parents, 0, (size_t)needed * sizeof(int64_t));
         memset(out_probabilities, 0, (size_t)needed * sizeof(float));
@@ -920,13 +921,14 @@ int graft_best_first(
 /* Numbers of nodes by source in trees [num_rows][width]. counts: [num_rows][num_sources] */
 int graft_count_sources(
     int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
-    memset(counts, 0, (size_t)(num_rows * num_sources) * sizeof(int64_t));
-    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources)
+    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources) {
+        for (int64_t s = 0; s < num_sources; s++) counts[s] = 0;
         for (int64_t i = 0; i < width; i++) {
             if (sources[i] == PADDING) continue;
             if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
             counts[sources[i]]++;
         }
+    }
     return OK;
 }
 
@@ -941,6 +943,7 @@ int graft_flat_levels(
     int64_t num_rows, int64_t total, int64_t topk, int64_t width, const int64_t *tokens, const float *scores,
     const int64_t *beams, int64_t num_beams, int64_t *out_tokens, int64_t *out_parents, float *out_probabilities,
     float *out_paths) {
+    if (topk < 1) return OUT_OF_RANGE; /* levels without nodes would never end */
     int64_t *numbers = malloc((size_t)total * sizeof(int64_t));
     if (numbers == NULL) return NO_MEMORY;
     int failed = OK;
@@ -1099,7 +1102,9 @@ int graft_learn(
     const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
     const int64_t *salts, int64_t is_text) {
     int32_t entries[MAX_SUCCESSORS];
-    if (num_successors > tables[0].num_successors || num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
+    if (num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
+    for (int64_t t = 0; t < num_tables; t++)
+        if (num_successors > tables[t].num_successors) return OUT_OF_RANGE;
     for (int64_t r = 0; r < num_rows; r++) {
         for (int64_t n = 0; n < width; n++) {
             int64_t i = is_text ? n : width - 1 - n, first = r * width, node, last, second;
@@ -1248,15 +1253,9 @@ int graft_index_free(SuffixIndex *index) {
     return OK;
 }
 
-/* Makes room for `count` values of a size. */
-static int reserve(void **values, size_t size, int64_t count, int64_t *room) {
-    if (count <= *room) return OK;
-    int64_t more = count > 2 * *room ? count : 2 * *room;
-    void *moved = realloc(*values, (size_t)more * size);
-    if (moved == NULL) return NO_MEMORY;
-    *values = moved;
-    *room = more;
-    return OK;
+/* Room for at least `count` values, from what there is. */
+static int64_t grown(int64_t room, int64_t count) {
+    return count <= room ? room : count > 2 * room ? count : 2 * room;
 }
 
 /* The slot of a pair of tokens, empty if there is none. */
@@ -1303,17 +1302,29 @@ static void drop_oldest(SuffixIndex *index, int64_t max_tokens) {
 
 /* Starts a new text. */
 int graft_index_begin(SuffixIndex *index) {
-    if (reserve((void **)&index->starts, sizeof(int64_t), index->num_texts + 1, &index->text_room)) return NO_MEMORY;
+    int64_t room = grown(index->text_room, index->num_texts + 1);
+    if (room > index->text_room) {
+        int64_t *starts = realloc(index->starts, (size_t)room * sizeof(int64_t));
+        if (starts == NULL) return NO_MEMORY;
+        index->starts = starts;
+        index->text_room = room;
+    }
     index->starts[index->num_texts++] = index->dropped + index->num_tokens;
     return OK;
 }
 
 static int extend(SuffixIndex *index, int64_t count, const int32_t *tokens) {
-    int64_t room = index->token_room;
+    int64_t room = grown(index->token_room, index->num_tokens + count);
     if (index->num_texts == 0) return OUT_OF_RANGE;
-    if (reserve((void **)&index->previous, sizeof(int64_t), index->num_tokens + count, &room)) return NO_MEMORY;
-    if (reserve((void **)&index->tokens, sizeof(int32_t), index->num_tokens + count, &index->token_room))
-        return NO_MEMORY;
+    if (room > index->token_room) {
+        int64_t *previous = realloc(index->previous, (size_t)room * sizeof(int64_t));
+        if (previous == NULL) return NO_MEMORY;
+        index->previous = previous;
+        int32_t *own = realloc(index->tokens, (size_t)room * sizeof(int32_t));
+        if (own == NULL) return NO_MEMORY;
+        index->tokens = own;
+        index->token_room = room;
+    }
     int64_t start = index->starts[index->num_texts - 1] - index->dropped;
     for (int64_t i = 0; i < count; i++) {
         int64_t at = index->num_tokens, place = index->dropped + at + 1;
@@ -1536,9 +1547,14 @@ static void copy_rows(Part *part) {
     int64_t room = 2 * given->num_nodes, end = given->scale->max_match, max_depth = given->max_depth;
     int64_t *memory = malloc((size_t)(given->num_places + 1 + 4 * room) * sizeof(int64_t));
     int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, and a node's path */
-    if (memory == NULL || text == NULL) part->failed = NO_MEMORY;
-    int64_t *places = memory, *columns = places + given->num_places + 1;
-    Subtree subtree = {columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    int64_t *places = memory;
+    Subtree subtree = {0};
+    if (memory == NULL || text == NULL)
+        part->failed = NO_MEMORY;
+    else {
+        int64_t *columns = places + given->num_places + 1;
+        subtree = (Subtree){columns, columns + room, columns + 2 * room, columns + 3 * room, 0};
+    }
     Occurrences found[2], more;
     for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);

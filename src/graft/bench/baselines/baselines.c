@@ -60,7 +60,8 @@ int baselines_fill(
         for (int64_t i = 0; i < widest; i++) {
             int is_real = i < template->count && template->depths[i] <= max_depth, failed;
             int64_t above = is_real ? template->parents[i] : 0, parent = above ? pool->width + above - 1 : 0;
-            if (is_real && (template->ranks[i] < 0 || template->ranks[i] >= table->num_successors))
+            if (is_real && (template->ranks[i] < 0 || template->ranks[i] >= table->num_successors || above < 0 ||
+                            above > i))
                 return OUT_OF_RANGE;
             failed = is_real ? add_successor(
                                    pool, &row, table, pool->width + i, parent, template->ranks[i], pool->salts[r],
