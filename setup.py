@@ -68,7 +68,7 @@ setup(
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
     ext_modules=[
-        library("spec_decode._native", "spec_decode/native.c", EXACT),
+        library("tree._native", "tree/native.c", EXACT),
         library("bench.baselines._baselines", "bench/baselines/baselines.c", EXACT),
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
         *([library("model._cpu_linear_avx2", "model/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),

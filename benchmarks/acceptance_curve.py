@@ -22,9 +22,9 @@ from torch import Tensor
 
 from graft.bench.replay import ReplayedDrafter, replay, replayed_target
 from graft.bench.replayed import Recorded, read_recorded
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.tree.candidates import Level
 
 # With the root, the sizes to which a GPU's steps are padded.
 BUDGETS = (1, 3, 7, 15, 31, 47, 63, 95, 127)

@@ -31,15 +31,16 @@ from graft.bench.cost_emulation import widen, widen_head
 from graft.bench.results import environment
 from graft.bench.shapes import Shape
 from graft.bench.tasks import Question
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine
+from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.scheduler import Scheduler
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head, tree_settings
 from graft.model.sampler import SamplingSettings
-from graft.spec_decode.profile import equip
 from graft.spec_decode.proposers.block.drafter import BlockDrafter
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.factory import drafter_for
+from graft.tuning.profile import equip
 
 PLAIN, GRAFT = "plain", "graft"
 

@@ -150,7 +150,7 @@ def run_graft(options: argparse.Namespace) -> Json:
 def graft_rounds(engine: Any, prompt_ids: list[int], max_new_tokens: int) -> Iterator[Json]:
     """The first token alone, without a draft, as vLLM has it from reading the prompt; then rounds behind it."""
     from graft.model.sampler import SamplingSettings
-    from graft.sequence import Sequence
+    from graft.request.sequence import Sequence
 
     first = engine.generate(prompt_ids, max_new_tokens=1)
     yield {"drafted": [], "new": first.ids}

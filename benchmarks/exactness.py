@@ -29,16 +29,16 @@ from common import MODELS, TINY, add_dry_run, command_line, make_model, require_
 from torch import Tensor
 
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
-from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.loading import load
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.model.verified import Step
-from graft.sequence import Sequence as TokenSequence
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.stats import Clock
 from graft.spec_decode.policies import DraftResult, Policy, make_policy
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
 
 
 @dataclass

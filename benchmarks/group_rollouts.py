@@ -27,7 +27,7 @@ from graft.engine import Engine
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load, load_drafter, packaged_head
 from graft.model.sampler import SamplingSettings
-from graft.sequence import Sequence as TokenSequence
+from graft.request.sequence import Sequence as TokenSequence
 
 GROUP, ALONE = "group", "one by one"
 

@@ -27,13 +27,13 @@ from transformers import PreTrainedModel
 from graft.bench.methods import PLAIN, Answer, PolicyMethod
 from graft.bench.runs import OURS, check_names
 from graft.bench.tasks import questions, read_tasks
-from graft.drafters import NONE
 from graft.errors import GraftError
 from graft.loading import load, load_drafter
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import PolicySettings
 from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST
 from graft.spec_decode.proposers.drafter import Drafter, TreeSettings
+from graft.tuning.drafters import NONE
 
 _TREE = TreeSettings()
 _AVERAGED = ("mean_accepted", "passes", "modelled")

@@ -33,15 +33,16 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import graft.engine
 from graft import Engine, SamplingSettings
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
-from graft.hub.home import model_folder
+from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.scheduler import Scheduler
+from graft.home import model_folder
 from graft.model.captures import Captures, Event
 from graft.model.cuda_graphs import CapturedTarget, Graphs
 from graft.model.kernels import walk as walk_kernels
 from graft.model.runner import TargetRunner
-from graft.spec_decode.native import native
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
+from graft.tree.native import native
 
 STEP, STEP_OF_TOKEN, DRAFT, OTHER = 5.3e-3, 8e-6, 0.12e-3, 0.03e-3  # seconds on the device
 SIZES = {1: 32, 4: 64, 16: 128, 64: 256, 1024: 512}  # tokens of a step with trees, by rows up to which
@@ -203,7 +204,7 @@ def make_engine(tokenizer: Any, draft: bool) -> Engine:
     head = Eagle3Head(Eagle3Config.for_target(config, draft_vocab_size=4096))
     head.set_vocabulary(torch.arange(4096))
     head.target_embedding = model.get_input_embeddings().weight.detach()
-    graft.engine.target_for = CapturedTarget  # type: ignore[attr-defined]
+    graft.engine.engine.target_for = CapturedTarget  # type: ignore[attr-defined]
     return Engine(model, tokenizer, drafter=CapturedEagle3Drafter(head) if draft else None)
 
 

@@ -29,8 +29,9 @@ import torch
 from common import DEVICE, MODELS, command_line, make_model
 
 from graft.bench.tasks import built_in_tasks, questions, read_tasks
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
 from graft.engine import Engine
+from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.scheduler import Scheduler
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load
 from graft.model.sampler import SamplingSettings

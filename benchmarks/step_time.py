@@ -44,7 +44,7 @@ from graft.model.captures import Run
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kernels import overlap
 from graft.model.llama import why_not
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)
 TURNS = 5

@@ -24,8 +24,9 @@ import torch
 from common import DEVICE, FAR_FROM_CACHED, add_dry_run, command_line, copy_bandwidth, microseconds, require_gpu
 from torch import Tensor, nn
 
-from graft.model.attention import Layout, attend
+from graft.model.attention import attend
 from graft.model.kernels.attention import PAGE, Tiles, plan, scratch_size, tiles_for, tree_attention
+from graft.model.layout import Layout
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128), "32b": (64, 8, 128)}  # heads, key heads, head_dim
 WIDTHS, CONTEXTS = (1, 16, 64, 128), (2_000, 16_000, 64_000)

@@ -24,18 +24,18 @@ from common import command_line
 from torch import Tensor
 
 import graft.model.verified
-from graft.core.batch import Batch
 from graft.model import VerifyOutput
 from graft.model.sampler import SamplingSettings
-from graft.sequence import Sequence, TreeRow
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence, TreeRow
+from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import LevelByLevel, TreeSettings
-from graft.spec_decode.tree import ROOT, DraftTree
-from graft.stats import Clock
+from graft.tree.candidates import Level
+from graft.tree.tree import ROOT, DraftTree
 
 VOCAB = 49_152
 BUDGET = 60

@@ -37,12 +37,9 @@ PRELOADED = (
     *("transformers.models.qwen3.modeling_qwen3", "fastapi", "fastapi.testclient", "uvicorn", "httpx", "openai"),
     *("llguidance.hf", "prometheus_client", "yaml", "typer", "rich.console"),
 )
-LIBRARIES = {  # by C source: the library that is built of it, with the flags of setup.py
-    "src/graft/spec_decode/native.c": (
-        "src/graft/spec_decode/_native.abi3.so",
-        ("-std=c99", "-O2", "-ffp-contract=off", "-pthread", "-fPIC", "-shared"),
-    ),
-}
+# The C library, the source that it is built of, which includes all others, and the flags of setup.py.
+LIBRARY, SOURCE = "src/graft/tree/_native.abi3.so", "src/graft/tree/native.c"
+FLAGS = ("-std=c99", "-O2", "-ffp-contract=off", "-pthread", "-fPIC", "-shared")
 HELP = f"""\
 Plants faults in a temporary copy of the tree, one at a time, and runs for each only the tests that should notice.
 A fault that no test notices survives: write the test that kills it. The faults are in tests/planted_faults.py.
@@ -116,14 +113,14 @@ def copy_tree(target: Path) -> None:
 def planted(fault: Fault, copy: Path) -> Iterator[None]:
     """The copy with the fault in it, and its library built anew if the fault is in C."""
     changed = [copy / fault.file]
-    if fault.file in LIBRARIES:
-        changed.append(copy / LIBRARIES[fault.file][0])
+    if fault.file.endswith(".c"):
+        changed.append(copy / LIBRARY)
     before = {path: path.read_bytes() for path in changed}
     text = before[changed[0]].decode()
     _write(changed[0], text.replace(fault.old, fault.new).encode())
     try:
-        if fault.file in LIBRARIES:
-            _build(copy, fault.file)
+        if fault.file.endswith(".c"):
+            _build(copy)
         yield
     finally:
         for path, content in before.items():
@@ -137,10 +134,9 @@ def _write(path: Path, content: bytes) -> None:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def _build(copy: Path, source: str) -> None:
-    library, flags = LIBRARIES[source]
-    (copy / library).unlink()
-    command = [*shlex.split(os.environ.get("CC", "cc")), *flags, source, "-o", library, "-lm"]
+def _build(copy: Path) -> None:
+    (copy / LIBRARY).unlink()
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, SOURCE, "-o", LIBRARY, "-lm"]
     subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True)
 
 

@@ -21,15 +21,15 @@ _ACCEPTANCE = "src/graft/spec_decode/acceptance.py"
 _ATTENTION = "src/graft/model/kernels/attention.py"
 _BUDGET = "src/graft/spec_decode/budget.py"
 _CALIBRATION = "src/graft/spec_decode/calibration.py"
-_DETOKENIZER = "src/graft/detokenizer.py"
-_ENGINE = "src/graft/engine.py"
+_DETOKENIZER = "src/graft/request/detokenizer.py"
+_ENGINE = "src/graft/engine/engine.py"
 _GRAPHS = "src/graft/model/cuda_graphs.py"
 _GUARD = "src/graft/server/guard.py"
-_NATIVE = "src/graft/spec_decode/native.c"
+_NATIVE = "src/graft/tree/native/"
 _PAGES = "src/graft/model/kv_cache.py"
 _SAMPLER = "src/graft/model/sampler.py"
-_SCHEDULER = "src/graft/core/scheduler.py"
-_SEQUENCE = "src/graft/sequence.py"
+_SCHEDULER = "src/graft/engine/scheduler.py"
+_SEQUENCE = "src/graft/request/sequence.py"
 _SERVING = "src/graft/server/serving.py"
 _SUFFIX = "src/graft/spec_decode/proposers/suffix.py"
 _TOOLS = "src/graft/server/tools.py"
@@ -174,14 +174,14 @@ FAULTS = (
     ),
     Fault(
         "acceptance: padding is accepted in a walk by known choices",
-        _NATIVE,
+        _NATIVE + "trees.c",
         "tokens[at] != came[first + count] || sources[at] <= ROOT) continue;",
         "tokens[at] != came[first + count]) continue;",
         ("test_sampling.py::test_padding_is_never_accepted",),
     ),
     Fault(
         "acceptance: a token is accepted below another parent",
-        _NATIVE,
+        _NATIVE + "trees.c",
         "if (parents[at] != node || tokens[at]",
         "if (tokens[at]",
         ("test_native.py::test_nodes_are_counted_by_source_and_the_walk_goes_where_the_choices_lead",),
@@ -209,7 +209,7 @@ FAULTS = (
     ),
     Fault(
         "step: a node is one deeper than the node before it, not than its parent",
-        _NATIVE,
+        _NATIVE + "trees.c",
         "depths[at] = i > 0 ? depths[start + parent] + 1 : 0;",
         "depths[at] = i > 0 ? depths[at - 1] + 1 : 0;",
         ("test_target.py::test_a_nodes_logits_are_those_of_its_path_alone[llama]",),
@@ -591,14 +591,14 @@ FAULTS = (
     ),
     Fault(
         "calibration: a node counts as accepted if its parent was",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "if (came[i] & FITTED) fitted[cell] += 1.0f;",
         "if (came[row.fields[PARENT][i]] & FOLLOWED) fitted[cell] += 1.0f;",
         ("test_native.py::test_what_was_put_to_the_test_is_counted",),
     ),
     Fault(
         "calibration: only failures fade",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "        fitted[cell] *= fade;\n",
         "",
         ("test_learning.py::test_calibration_follows_a_source_that_gets_better",),
@@ -606,21 +606,21 @@ FAULTS = (
     # Merging candidates
     Fault(
         "merge: of equal paths the unlikeliest stays",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "paths[i] > paths[slots[slot]]) slots[slot] = i;",
         "paths[i] < paths[slots[slot]]) slots[slot] = i;",
         ("test_candidates.py::test_the_best_are_the_likeliest_paths_each_once_in_order_and_closed_under_ancestors",),
     ),
     Fault(
         "merge: what hangs under a copy is lost with it",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "            parents[i] = kept[parents[i]];\n",
         "",
         ("test_candidates.py::test_what_hangs_under_a_copy_moves_to_the_one_that_is_kept",),
     ),
     Fault(
         "merge: a proposal of one source counts as agreed on",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "if (kept[i] == i && first_source[i] != last_source[i])",
         "if (kept[i] == i && first_source[i] == last_source[i])",
         (
@@ -630,7 +630,7 @@ FAULTS = (
     ),
     Fault(
         "merge: a copy that needs no pass does not count for a drafted node",
-        _NATIVE,
+        _NATIVE + "candidates.c",
         "needs[k] = least(needs[k], row.fields[NEED][i]);",
         "needs[k] = -least(-needs[k], -row.fields[NEED][i]);",
         (
@@ -641,21 +641,21 @@ FAULTS = (
     # Isolation
     Fault(
         "isolation: the tables of one user are read by another",
-        _NATIVE,
+        _NATIVE + "tables.c",
         "uint64_t key = (uint64_t)salt * (uint64_t)factors[3] + (uint64_t)token",
         "uint64_t key = (uint64_t)token",
         ("test_learning.py::test_texts_under_different_salts_are_kept_apart",),
     ),
     Fault(
         "isolation: another n-gram's successors are taken for a text's own",
-        _NATIVE,
+        _NATIVE + "tables.c",
         "if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) return NULL;",
         "if (place < 0) return NULL;",
         ("test_learning.py::test_another_ngram_on_the_same_row_is_told_apart_and_takes_it_over",),
     ),
     Fault(
         "isolation: a copy goes on from the end of one text into the next",
-        _NATIVE,
+        _NATIVE + "suffix.c",
         "if (place == stop || place - index->dropped < least_start) continue;",
         "if (place - index->dropped < least_start) continue;",
         ("test_native.py::test_copies_are_hung",),
@@ -711,7 +711,7 @@ FAULTS = (
     ),
     Fault(
         "isolation: what another user of the machine has learned is read",
-        "src/graft/spec_decode/learned.py",
+        "src/graft/tuning/learned.py",
         "if path.stat().st_uid != os.geteuid():",
         "if path.stat().st_uid < 0:",
         ("test_learned.py::test_another_users_file_is_not_read",),
@@ -863,7 +863,7 @@ FAULTS = (
     # What is kept for later processes
     Fault(
         "learned: of a table's row the older one is kept",
-        "src/graft/spec_decode/learned.py",
+        "src/graft/tuning/learned.py",
         "torch.cat([known[name].cpu(), new[name].cpu()])[kept]",
         "torch.cat([new[name].cpu(), known[name].cpu()])[kept]",
         ("test_learned.py::test_of_texts_the_latest_are_kept_and_of_a_row_the_new_one",),

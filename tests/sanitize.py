@@ -32,7 +32,7 @@ TESTS = [
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -fPIC -shared"
 EXACT = "-std=c99 -ffp-contract=off -pthread"
 LIBRARIES = [
-    ("spec_decode/native.c", "spec_decode/_native", EXACT),
+    ("tree/native.c", "tree/_native", EXACT),
     ("bench/baselines/baselines.c", "bench/baselines/_baselines", EXACT),
     ("model/cpu_linear.c", "model/_cpu_linear", "-ffp-contract=fast"),
 ]

@@ -14,11 +14,11 @@ from graft import Engine, SamplingSettings
 from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter
 from graft.model import target_for
+from graft.request.stats import Clock
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.stats import Clock
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]

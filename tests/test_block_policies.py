@@ -12,11 +12,11 @@ from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
+from graft.request.stats import Clock
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.stats import Clock
 from test_block_drafter import (
     HEADS,
     LONG,

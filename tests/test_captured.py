@@ -24,7 +24,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, GraftError, SamplingSettings
-from graft.core.scheduler import Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
@@ -37,8 +38,8 @@ from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
 from graft.model.sampler import gumbel_noise
 from graft.model.step import Chunk
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.request.stats import Clock
+from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, random_tree, tree_of
 from test_captured_drafter import SmallDrafter
 from test_drafter import SMALL_TREE, make_head
@@ -65,7 +66,7 @@ def plain(monkeypatch):
     """Without a GPU, PyTorch in place of kernels; engines run captured steps."""
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.target_for", small_target)
+    monkeypatch.setattr("graft.engine.engine.target_for", small_target)
 
 
 def model_of(name, **changes):
@@ -173,7 +174,7 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
     for options in ({}, {"temperature": 1.0, "seed": 5}):
         options = {"max_new_tokens": 16, **options}
         with monkeypatch.context() as ordinary:
-            ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
+            ordinary.setattr("graft.engine.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
         engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
         engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 20)]
@@ -285,7 +286,7 @@ def test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_ste
 def test_graphs_move_accepted_paths_in_layers_of_every_shape(plain, monkeypatch):
     model = model_of("gemma4_text")
     with monkeypatch.context() as ordinary:
-        ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
+        ordinary.setattr("graft.engine.engine.target_for", lambda model, *_: TargetRunner(model))
         expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
     engine = Engine(model, policy=Oracle(expected, len(PROMPT)))
     assert engine.generate(PROMPT, max_new_tokens=12).ids == expected

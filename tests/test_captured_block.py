@@ -199,7 +199,7 @@ def test_another_root_than_was_drafted_ahead_for_is_drafted_for(plain, model):
 def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, target, policy):
     runs = []
     for runner, kind in ((target, SmallDrafter), (lambda model, layers, *_: TargetRunner(model, layers), BlockDrafter)):
-        monkeypatch.setattr("graft.engine.target_for", runner)
+        monkeypatch.setattr("graft.engine.engine.target_for", runner)
         drafter = kind(make_head(model, **HEADS["conditional"]).to(DEVICE), TREE)
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
@@ -214,7 +214,7 @@ def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, tar
 
 
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = CapturedBlockDrafter(make_head(model, **HEADS["marginal"]).to(DEVICE), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.warm_up(max_tokens=64, max_rows=2)

@@ -19,6 +19,7 @@ from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
 from graft.model.step import Chunk
 from graft.model.verified import Step
+from graft.request.stats import Clock
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.grafter import Grafter
@@ -28,8 +29,7 @@ from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
 from proposers import random_tree
 from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
 from tiny import tiny_model
@@ -110,7 +110,7 @@ class Never:
 @pytest.fixture(params=[StaticTarget, SmallTarget])
 def engines(plain, monkeypatch, request):
     """Engines run steps whose output the device can go on from."""
-    monkeypatch.setattr("graft.engine.target_for", request.param)
+    monkeypatch.setattr("graft.engine.engine.target_for", request.param)
     return request.param
 
 
@@ -448,7 +448,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
         (engines, SmallDrafter),
         (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
     ):
-        monkeypatch.setattr("graft.engine.target_for", target)
+        monkeypatch.setattr("graft.engine.engine.target_for", target)
         drafter = drafter_of(kind, model)
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
@@ -459,7 +459,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
 
 
 def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
+    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
     runs = []
     for kind in (SmallDrafter, Eagle3Drafter):
         drafter = drafter_of(kind, model)
@@ -536,7 +536,7 @@ def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
 
 @pytest.mark.parametrize("policy_name", ["graft", pytest.param("dense", marks=pytest.mark.slow)])
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
-    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedEagle3Drafter, model)
     engine = Engine(model, policy=policy_name, drafter=drafter)
     # Whether drafting pays on this machine, and now, is another matter.
@@ -576,7 +576,7 @@ def test_a_recorders_drafts_are_those_after_the_recorded_answer(engines, monkeyp
         (engines, SmallDrafter),
         (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
     ):
-        monkeypatch.setattr("graft.engine.target_for", target)
+        monkeypatch.setattr("graft.engine.engine.target_for", target)
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
         traces.append(record(engine, [PROMPT, PROMPT[3:]], 22))

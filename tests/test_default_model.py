@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graft import Engine, load
-from graft.core.scheduler import Scheduler
+from graft.engine.scheduler import Scheduler
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
 from test_scheduler import Asked

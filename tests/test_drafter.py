@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from graft import Engine, GraftError, SamplingSettings
-from graft.sequence import TreeRow
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock
 from graft.spec_decode.acceptance import walk
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
 from tiny import VOCAB, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]

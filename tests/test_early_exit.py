@@ -14,14 +14,14 @@ from graft import Engine, GraftError, SamplingSettings
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.profile import About, head_fingerprint
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer
 from graft.spec_decode.proposers.early_exit.exit_layer import estimate_exits
 from graft.spec_decode.proposers.factory import with_tree
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
+from graft.tuning.profile import About, head_fingerprint
 from test_drafters import result
 from test_scheduler import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
@@ -188,7 +188,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     drafter = EarlyExitDrafter(model, 2, TREE)
     levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
     monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", Small)
     drafter = EarlyExitDrafter(model, 2, TREE)
     drafter._is_captured = True
@@ -316,7 +316,7 @@ def test_a_layer_that_will_hardly_pay_is_said_to():
 
 
 def test_a_measured_layer_is_taken_before_others_are_tried():
-    from graft.drafters import drafts_for, remember
+    from graft.tuning.drafters import drafts_for, remember
 
     model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
     about = About.of_model(model)

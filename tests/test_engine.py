@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from graft import Engine, GraftError, load
-from graft.detokenizer import TextStream
 from graft.engine import Stream
 from graft.model.sampler import SamplingSettings
+from graft.request.detokenizer import TextStream
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -304,7 +304,7 @@ def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monke
     def broken(stream, token, may_stop=True):
         raise RuntimeError("no such token")
 
-    monkeypatch.setattr("graft.detokenizer.TextStream.push", broken)
+    monkeypatch.setattr("graft.request.detokenizer.TextStream.push", broken)
     with pytest.raises(RuntimeError, match="no such token"):
         engine.generate("abc", max_new_tokens=4)
 

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graft
 from graft import Engine
-from graft import engine as engines
-from graft.core import scheduler as scheduling
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings, Update
-from graft.detokenizer import _decoded_before
+from graft.engine import engine as engines
+from graft.engine import scheduler as scheduling
+from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
+from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
+from graft.request.detokenizer import _decoded_before
 from graft.server.grammar import Grammars, LLMatcher, Wanted
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
@@ -394,7 +395,7 @@ def captured(monkeypatch):
     from test_captured import SmallDrafter, small_target
 
     plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.target_for", small_target)
+    monkeypatch.setattr("graft.engine.engine.target_for", small_target)
     return Shared(SmallDrafter)
 
 

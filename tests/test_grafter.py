@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.spec_decode.acceptance import paths
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.cost_model import StepCost, usual_shape
 from graft.spec_decode.grafter import Grafter, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import PADDING, DraftTree, TreeLinks
+from graft.tree.candidates import Level
+from graft.tree.tree import PADDING, DraftTree, TreeLinks
 
 VOCAB = 50
 DOOR = ("grafter", "acceptance", "candidates", "calibration", "budget", "tree", "proposers")
@@ -29,7 +29,7 @@ import sys
 sys.modules["transformers"] = None
 import {", ".join(f"graft.spec_decode.{name}" for name in DOOR)}
 import graft.model.sampler, graft.model.verified
-assert not [name for name in sys.modules if name in ("graft.engine", "graft.core.batch", "graft.model.runner")]
+assert not [name for name in sys.modules if name in ("graft.engine", "graft.request.batch", "graft.model.runner")]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from graft.model import attention as model_attention
-from graft.model.attention import KernelStep, Layout, two_way_columns
+from graft.model.attention import KernelStep
+from graft.model.layout import Layout, two_way_columns
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
@@ -27,7 +28,7 @@ from graft.model.step import Chunk, FlatStep
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
-from graft.spec_decode.tree import PADDING
+from graft.tree.tree import PADDING
 from proposers import tree_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,10 +14,10 @@ from graft.model import VerifyOutput
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.candidates import NO_TOKEN, Candidates
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
+from graft.tree.candidates import NO_TOKEN, Candidates
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 

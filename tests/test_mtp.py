@@ -11,15 +11,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
 from graft import Engine, GraftError, SamplingSettings, load
-from graft.drafters import full_name
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool
+from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.mtp import has_head, load_head
 from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
-from graft.stats import Clock
+from graft.tuning.drafters import full_name
 from tiny import ARCHITECTURES, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]

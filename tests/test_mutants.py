@@ -24,7 +24,7 @@ def test_every_fault_can_be_planted_in_todays_tree():
 )
 def test_a_fault_that_cannot_be_planted_is_named(changes, problem):
     usual = {
-        "file": "src/graft/detokenizer.py",
+        "file": "src/graft/request/detokenizer.py",
         "old": "def push(self, token: int",
         "new": "",
         "tests": ("test_mutants.py::test_every_fault_can_be_planted_in_todays_tree",),
@@ -35,11 +35,11 @@ def test_a_fault_that_cannot_be_planted_is_named(changes, problem):
 
 
 def test_a_fault_is_planted_in_the_copy_and_taken_out_again(tmp_path):
-    source = mutants.ROOT / "src/graft/detokenizer.py"
-    copy = tmp_path / "src/graft/detokenizer.py"
+    source = mutants.ROOT / "src/graft/request/detokenizer.py"
+    copy = tmp_path / "src/graft/request/detokenizer.py"
     copy.parent.mkdir(parents=True)
     copy.write_bytes(before := source.read_bytes())
-    fault = next(fault for fault in FAULTS if fault.file == "src/graft/detokenizer.py")
+    fault = next(fault for fault in FAULTS if fault.file == "src/graft/request/detokenizer.py")
     with mutants.planted(fault, tmp_path):
         assert copy.read_text() == before.decode().replace(fault.old, fault.new) != before.decode()
     assert copy.read_bytes() == before == source.read_bytes()

@@ -24,15 +24,15 @@ import reference
 from graft.bench.baselines.native import extend_leaves, fill, keep_best
 from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
-from graft.spec_decode import candidates as candidates_module
-from graft.spec_decode import native
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
 from graft.spec_decode.proposers.suffix import SuffixIndex
+from graft.tree import candidates as candidates_module
+from graft.tree import native
+from graft.tree.candidates import NOBODY, Candidates, Columns, Level
 from proposers import random_tree
 
 TOKENS = 4  # few, so that equal paths are common

@@ -19,9 +19,11 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from graft import Engine, GraftError, SamplingSettings
-from graft.core.scheduler import Scheduler, SchedulerSettings
+from graft.engine.jobs import SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.loading import load
 from graft.model import TargetRunner
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -35,7 +37,6 @@ from graft.spec_decode.proposers.text_alignment import (
     VocabularyPair,
     as_target_tokens,
 )
-from graft.stats import Clock
 from test_scheduler import Asked
 from tiny import tiny_model
 
@@ -641,7 +642,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     model, tokenizer, drafter, _ = twins
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
-    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
     monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)

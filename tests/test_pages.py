@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, SamplingSettings
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import Failure, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import NoRoomError, PagePool, cuda_graphs, kv_cache
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kv_cache import PAGE, KVStore
@@ -32,7 +33,7 @@ def captured(monkeypatch):
     if not torch.cuda.is_available():
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr(
-        "graft.engine.target_for",
+        "graft.engine.engine.target_for",
         lambda model, layers=(), chunk_size=256, exact=False: Small(model, layers, chunk_size, exact),
     )
 

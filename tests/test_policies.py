@@ -9,8 +9,8 @@ from graft import Engine, GraftError
 from graft.bench.baselines import BASELINES
 from graft.bench.baselines.paper import _KEPT, _WIDTHS
 from graft.bench.baselines.template import ENVELOPE, make_template, scaled
-from graft.core.batch import Batch
 from graft.model import TargetRunner
+from graft.request.batch import Batch
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter

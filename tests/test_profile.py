@@ -13,10 +13,10 @@ import graft as library
 from conftest import Finished
 from graft import Engine, GraftError
 from graft.loading import load
-from graft.spec_decode import profile as profiles
-from graft.spec_decode.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.tuning import tune
+from graft.tuning import profile as profiles
+from graft.tuning.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
+from graft.tuning.tuning import tune
 from test_drafter import SMALL_TREE, make_head
 from tiny import tiny_model
 
@@ -131,7 +131,7 @@ def test_portable_profile_is_small_of_no_machine_and_holds_no_texts():
 
 
 def test_adjacency_rows_of_the_tokens_seen_most_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("graft.spec_decode.tuning._MAX_ROWS", 2)
+    monkeypatch.setattr("graft.tuning.tuning._MAX_ROWS", 2)
     engine = engine_for()
     answers = [engine.generate(prompt, max_new_tokens=4).ids for prompt in ([7] * 20, [9] * 15)]
     profile = tune(engine_for(), [[7] * 20, [9] * 15], max_new_tokens=4, portable=True)

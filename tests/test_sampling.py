@@ -22,7 +22,7 @@ from graft.model import VerifyOutput
 from graft.model.sampler import Sampler, gumbel_noise
 from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
-from graft.spec_decode.tree import PADDING
+from graft.tree.tree import PADDING
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
 

@@ -42,9 +42,9 @@ def test_a_fault_is_reported_and_ends_the_run(tmp_path, report):
         pytest.skip("there is no GCC with sanitizers")
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text(
-        "from array import array\nfrom graft.spec_decode.native import native\n\n\n"
+        "from array import array\nfrom graft.tree.native import native\n\n\n"
         f"def test_wrong():\n    short = array('q', [0])\n    native().{FAULTS[report]}\n"
     )
     found = subprocess.run([sys.executable, str(SCRIPT), str(wrong)], capture_output=True, text=True, timeout=600)
     assert found.returncode != 0
-    assert report in found.stderr and "native.c:" in found.stderr
+    assert report in found.stderr and "trees.c:" in found.stderr

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import BusyError, Failure, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.model.sampler import Sampler, SamplingSettings
@@ -498,7 +499,7 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
     Asked(scheduler, "x" * 300, max_new_tokens=3).wait()
     assert (1, 79) in sizes and max(sum(size) for size in sizes) == 80
     sizes.clear()
-    monkeypatch.setattr("graft.core.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
+    monkeypatch.setattr("graft.engine.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
     Asked(scheduler, "y" * 300, max_new_tokens=1).wait()
     scheduler.cancel(running.job)
     assert max(sum(size) for size in sizes) in range(36, 41)
@@ -717,7 +718,7 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
 
 
 def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
-    from graft.core.memory import _room
+    from graft.engine.memory import _room
 
     gib = 1 << 30
     assert _room(0.5, free=123 * gib, total=140 * gib, reserved=16 * gib) == (70 - 16 - 1) * gib, "and the context"
@@ -727,7 +728,7 @@ def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
 
 
 def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypatch):
-    from graft.core import memory
+    from graft.engine import memory
 
     engine = Engine(new_model(), byte_tokenizer(), drafter=Eagle3Drafter(make_head(new_model())), budget=12)
     size = memory.bytes_per_token(engine)

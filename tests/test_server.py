@@ -16,11 +16,11 @@ from llguidance import LLMatcher
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
+from graft.request.stats import Stats
 from graft.server import grammar
 from graft.server.app import make_app, make_server
 from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
-from graft.stats import Stats
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 GREEDY = {"temperature": 0, "max_tokens": 12}

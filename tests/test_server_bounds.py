@@ -9,10 +9,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from graft import GraftError
-from graft.core.scheduler import BusyError, Job, Scheduler, SchedulerSettings
-from graft.detokenizer import TextStream
+from graft.engine.jobs import BusyError, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
-from graft.sequence import Sequence
+from graft.request.detokenizer import TextStream
+from graft.request.sequence import Sequence
 from graft.server import answers
 from graft.server.answers import Answers, Shape, TextShape
 from graft.server.grammar import Grammars, SchemasBusyError

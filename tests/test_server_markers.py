@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from graft import Engine, GraftError
-from graft.detokenizer import TextStream
+from graft.request.detokenizer import TextStream
 from graft.server.grammar import Wanted
 from graft.server.serving import Serving
 from test_server import CHAT, post, running

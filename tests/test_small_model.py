@@ -15,16 +15,17 @@ from transformers import AutoConfig, AutoModel
 
 import graft
 from graft import Engine, GraftError, SamplingSettings
+from graft.hub import drafters as registry
 from graft.loading import load_drafter
 from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.profile import head_fingerprint
-from graft.spec_decode.proposers import registry, small_model
+from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.stats import Clock
+from graft.tuning.profile import head_fingerprint
 from test_scheduler import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
@@ -378,7 +379,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     eager = SmallModelDrafter(model, VOCAB, TREE)
     trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
     monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
     drafter = SmallModelDrafter(model, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)

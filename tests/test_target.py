@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import graft
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import TargetRunner
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import ARCHITECTURES, UNUSUAL_ARCHITECTURES, VOCAB, tiny_model
 

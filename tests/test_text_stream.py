@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from graft.detokenizer import TextStream
+from graft.request.detokenizer import TextStream
 from tiny import byte_tokenizer
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.model.grammar import pruned
-from graft.spec_decode.tree import PADDING, DraftTree
+from graft.tree.tree import PADDING, DraftTree
 from proposers import assert_is_tree, random_tree, token_paths, tree_of
 
 

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from graft.engine import Engine, Prompt
 from graft.model import evaluating
 from graft.model.sampler import SamplingSettings
-from graft.stats import Stats
+from graft.request.stats import Stats
 from graft.transformers_reference import processors, transformers_answer
 
 _LOGITS_ALONE = LogitsProcessorList()  # greedy: a token's score is its logit
@@ -105,7 +105,7 @@ def find_difference(
         return None
     before = [*prompt_ids, *expected.ids[:position]]
     logits = next_logits(model, before)
-    scores = rule(torch.tensor([before], device=logits.device), logits[None])[0]
+    scores = rule(torch.tensor([before], device=logits.device), logits[None])[0]  # type: ignore[arg-type]
 
     def candidate(answer: Answer) -> Candidate:
         if position >= len(answer.ids):

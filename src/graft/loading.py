@@ -11,17 +11,17 @@ from transformers import PreTrainedModel
 
 from graft.datastore.format import read_header
 from graft.datastore.lookup import Datastore
-from graft.drafters import NONE, best_draft, best_variant
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.hub.drafters import NAMED, check_draft, is_possible, load_drafter, packaged_head
 from graft.hub.registry import DEFAULT_MODEL
 from graft.model.support import check_supported, usable_model
 from graft.settings import require, require_known
-from graft.spec_decode import learned
 from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, PolicySettings
-from graft.spec_decode.profile import About, Profile, equip
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.registry import NAMED, check_draft, is_possible, load_drafter, packaged_head
+from graft.tuning import learned
+from graft.tuning.drafters import NONE, best_draft, best_variant
+from graft.tuning.profile import About, Profile, equip
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

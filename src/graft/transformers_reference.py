@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from graft.engine import Engine
-from graft.hub.quiet import quiet_transformers
 from graft.model import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
+from graft.quiet import quiet_transformers
 
 _NO_TOKEN = -1
 

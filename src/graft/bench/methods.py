@@ -16,9 +16,9 @@ from graft.bench.baselines.gate_calibration import calibrated_gates
 from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
+from graft.request.stats import Stats
 from graft.spec_decode.policies import Policy, PolicySettings, policy_with
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.stats import Stats
 
 PLAIN = "off"  # what speeds and texts are compared with
 DENSE = "dense"  # what modelled speeds are compared with

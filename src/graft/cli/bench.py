@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graft.bench.shapes import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
-    from graft.spec_decode.proposers.registry import AnyDrafter
+    from graft.hub.drafters import AnyDrafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")

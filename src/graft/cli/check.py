@@ -91,7 +91,7 @@ def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: Sampli
 
 def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
     from graft.compare import comparable_to_transformers
-    from graft.stats import Stats
+    from graft.request.stats import Stats
 
     different = [row for row in rows if row.result.difference is not None]
     ties = [row for row in rows if row.result.is_tie]

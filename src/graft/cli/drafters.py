@@ -29,9 +29,9 @@ def drafters(
     from rich.console import Console
     from rich.table import Table
 
-    from graft.drafters import NONE, best_draft, drafts_for, known_results
     from graft.loading import packaged_head
-    from graft.spec_decode.profile import About
+    from graft.tuning.drafters import NONE, best_draft, drafts_for, known_results
+    from graft.tuning.profile import About
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
@@ -54,8 +54,8 @@ def drafters(
 
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
-    from graft.drafters import NONE, is_here
-    from graft.spec_decode.proposers.registry import NAMED, name_of
+    from graft.hub.drafters import NAMED, name_of
+    from graft.tuning.drafters import NONE, is_here
 
     if draft == NONE:
         return "retrieval alone"

@@ -26,7 +26,7 @@ def env(
 
 
 def _facts() -> dict[str, Any]:
-    from graft.hub.home import graft_home, model_folder
+    from graft.home import graft_home, model_folder
     from graft.hub.registry import PACKAGED_MODELS
     from graft.model.support import TESTED_ARCHITECTURES
     from graft.spec_decode.policies import POLICIES

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Prompt
     from graft.model import TargetRunner
     from graft.model.sampler import SamplingSettings
-    from graft.stats import Stats
+    from graft.request.stats import Stats
 
 ANSWERS: Group = {
     "n": option(int, "--n", "How many answers to give.", "1"),

@@ -36,11 +36,11 @@ def tune(
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
     from graft.bench.tasks import questions, read_tasks
-    from graft.drafters import full_name, measure, remember, split_prompts
+    from graft.hub.drafters import NAMED
     from graft.loading import load, packaged_head
-    from graft.spec_decode.profile import profile_path
-    from graft.spec_decode.proposers.registry import NAMED
-    from graft.spec_decode.tuning import tune as learn
+    from graft.tuning.drafters import full_name, measure, remember, split_prompts
+    from graft.tuning.profile import profile_path
+    from graft.tuning.tuning import tune as learn
 
     require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")

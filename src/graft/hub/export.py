@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from graft import __version__
 from graft.errors import GraftError
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config
 from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
 from graft.spec_decode.proposers.head_kinds import kind_of
+from graft.version import __version__
 
 # By engine: the layout of EAGLE-3 heads that it reads.
 ENGINES = {"sglang": "specforge", "vllm": "safeailab", "speculators": "speculators"}

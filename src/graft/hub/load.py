@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from graft.errors import GraftError, ModelError
-from graft.hub.home import is_gguf
+from graft.home import is_gguf
 from graft.hub.pull import convert_once, pull
-from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
+from graft.quiet import quiet_transformers
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -26,7 +26,6 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
@@ -34,10 +33,11 @@ from graft.model.loan import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
 from graft.model.support import check_supported
 from graft.model.verified import Step
-from graft.sequence import FinishReason, Sequence
+from graft.request.batch import Batch
+from graft.request.sequence import FinishReason, Sequence
+from graft.request.stats import Stats
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY
-from graft.stats import Stats
 
 _WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from graft.errors import GraftError
-from graft.spec_decode.native import compiled
+from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
 _MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight

@@ -23,7 +23,7 @@ from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
 from graft.progress import Report
 from graft.settings import require
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _IN_USE = "the KV cache is in use already: set its size before anything is decoded"
 

@@ -29,12 +29,12 @@ from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, Plan
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.candidates import Candidates, Level, Ranking
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
 from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.base import History, named, part_of, salt_of
-from graft.spec_decode.tree import DRAFTED, DraftTree
+from graft.tree.candidates import Candidates, Level, Ranking
+from graft.tree.tree import DRAFTED, DraftTree
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round

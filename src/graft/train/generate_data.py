@@ -21,7 +21,7 @@ from torch import Tensor
 from graft.errors import GraftError
 from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _SETTINGS = "answers.json"
 

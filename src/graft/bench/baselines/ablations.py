@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from graft.bench.baselines.native import keep_best
 from graft.spec_decode.acceptance import Accepted
-from graft.spec_decode.candidates import Candidates, Ranking
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings
 from graft.spec_decode.policies.graft import Graft
 from graft.spec_decode.proposers import NgramTables, Retriever, SuffixLookup
+from graft.tree.candidates import Candidates, Ranking
 
 
 class WithoutSuffix(Grafter):

@@ -2,10 +2,10 @@
    likeliest leaves, and the likeliest nodes of a row. In C because the time of a method on the host counts in a
    comparison.
 
-   It works on the candidates and tables of `spec_decode/native.c`, and shares their structures and small functions by
+   It works on the candidates and tables of `tree/native.c`, and shares their structures and small functions by
    including that file. */
 
-#include "../../spec_decode/native.c"
+#include "../../tree/native.c"
 
 /* Makes padding of all but the root and the counts[row] likeliest nodes of each row; equal paths count separately. */
 int baselines_keep_best(Pool *pool, const int64_t *counts) {

@@ -15,9 +15,9 @@ from graft.bench.baselines.gates import CHAIN_THRESHOLDS, GATES, NEVER, Gates
 from graft.bench.baselines.paper import ADJACENCY, Paper
 from graft.bench.baselines.template import LIKELY
 from graft.model import TargetRunner
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
+from graft.tree.candidates import Candidates
 
 
 class Block(Dense):

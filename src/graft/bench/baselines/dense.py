@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from graft.bench.baselines.gates import Drafted, Gates, draft_through_gates
-from graft.core.batch import Batch
 from graft.model import TargetRunner
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.stats import Clock
 
 
 class Dense(Policy):

@@ -18,7 +18,7 @@ from graft.model.sampler import SamplingSettings
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.policy_settings import USUAL_BUDGET, USUAL_PASS_COST, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _ENOUGH = 10  # a gate keeps its published threshold unless so many rounds are worth stopping, and so many going on
 

@@ -9,11 +9,11 @@ from itertools import compress, islice
 import torch
 from torch import Tensor
 
-from graft.core.batch import Batch
-from graft.spec_decode.candidates import Candidates, Level
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tree import DRAFTED
-from graft.stats import Clock
+from graft.tree.candidates import Candidates, Level
+from graft.tree.tree import DRAFTED
 
 GATES = (0, 1, 5)  # the levels, from 0, after which drafting may stop
 PUBLISHED = (0.135, 0.14, 0.485)  # thresholds, the middle of the published ranges

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graft.core.batch import Batch
 from graft.model import TargetRunner
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.calibration import Calibration
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers import SuffixLookup
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tree import ROOT
-from graft.stats import Clock
+from graft.tree.tree import ROOT
 
 
 class Lookup(Policy):

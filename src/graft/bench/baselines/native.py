@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from graft.spec_decode.candidates import Candidates, address_of
-from graft.spec_decode.native import TableStruct, load_library
+from graft.tree.candidates import Candidates, address_of
+from graft.tree.native import TableStruct, load_library
 
 _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
     "baselines_keep_best": [c_void_p] * 2,

@@ -15,13 +15,13 @@ from graft.bench.baselines import native
 from graft.bench.baselines.adjacency import AdjacencyMatrix
 from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
 from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
-from graft.core.batch import Batch
 from graft.model import TargetRunner
-from graft.spec_decode.candidates import Candidates
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.stats import Clock
+from graft.tree.candidates import Candidates
 
 _KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped the drafting
 _WIDTHS = (

@@ -22,7 +22,7 @@ from graft.model import TargetRunner
 from graft.model.decoder_layers import layers_of
 from graft.settings import require
 from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 EARLY_EXIT = "early-exit"  # as `--draft` takes it, alone or before a colon and a layer
 _MAX_PROMPTS = 8  # that a layer is chosen by

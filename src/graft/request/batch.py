@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graft.model import Chunk, KVCache
-from graft.sequence import Sequence
-from graft.spec_decode.acceptance import Chooser
+from graft.model.sampler import Chooser
+from graft.request.sequence import Sequence
 
 
 @dataclass

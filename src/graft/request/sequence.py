@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from graft.detokenizer import TextStream
 from graft.model.grammar import Constraint
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import VerifyOutput
-from graft.round_trace import RoundRecord
-from graft.spec_decode.tree import PADDING, ROOT, DraftTree
-from graft.stats import Stats
+from graft.request.detokenizer import TextStream
+from graft.request.round_trace import RoundRecord
+from graft.request.stats import Stats
+from graft.tree.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)

@@ -20,24 +20,24 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.core.batch import Batch
 from graft.data import user_message
 from graft.datastore.lookup import Datastore
 from graft.errors import ContextError, GraftError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
-from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.sampler import Chooser, Sampler, SamplingSettings
 from graft.model.support import usable_model
-from graft.round_trace import RoundRecord
-from graft.sequence import FinishReason, TokenLogprob, TreeRow
-from graft.sequence import Sequence as TokenSequence
+from graft.request.batch import Batch
+from graft.request.round_trace import RoundRecord
+from graft.request.sequence import FinishReason, TokenLogprob, TreeRow
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.stats import Clock, Stats
 from graft.settings import check_size, require, require_known
-from graft.spec_decode.acceptance import Chooser, choose_ahead, walk
+from graft.spec_decode.acceptance import choose_ahead, walk
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
 from graft.spec_decode.policies.base import DraftResult
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock, Stats
+from graft.tree.tree import DraftTree
 
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.hub.home import is_gguf
+from graft.home import is_gguf
 from graft.hub.registry import PACKAGED_MODELS
 from graft.model import TargetRunner
 from graft.model.cpu_linear import quick_linear, speed_up
@@ -36,7 +36,7 @@ from graft.spec_decode.proposers.small_model import SmallModelDrafter, shares_vo
 from graft.spec_decode.proposers.text_alignment import Vocabulary, VocabularyPair
 
 AnyDrafter = Eagle3Drafter | BlockDrafter | MtpDrafter | SmallModelDrafter
-_HEADS = Path(__file__).parents[2] / "heads"
+_HEADS = Path(__file__).parents[1] / "heads"
 
 
 @dataclass(frozen=True)

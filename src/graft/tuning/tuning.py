@@ -12,9 +12,9 @@ from graft.model import target_for
 from graft.progress import Report
 from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
 from graft.spec_decode.policy_settings import USUAL_BUDGET
-from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.factory import with_tree
+from graft.tuning.profile import About, Profile
 
 _PORTABLE = ("calibration/", "prospect/", "adjacency/")
 _MAX_ROWS = 8192  # of the adjacency matrix in a portable profile

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from graft.device_info import device_name
 from graft.errors import GraftError
-from graft.hub.home import graft_home
+from graft.home import graft_home
 from graft.settings import require
 from graft.spec_decode.proposers.base import named, part_of
 from graft.spec_decode.proposers.drafter import Drafter

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
-from graft.spec_decode.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
-from graft.spec_decode.tree import DraftTree
+from graft.tree.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
+from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
 ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers (see `Candidates.merge`)

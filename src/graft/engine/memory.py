@@ -10,8 +10,8 @@ import torch
 from graft.model.kv_cache import PAGE
 
 if TYPE_CHECKING:
-    from graft.core.scheduler import SchedulerSettings
     from graft.engine import Engine
+    from graft.engine.jobs import SchedulerSettings
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone

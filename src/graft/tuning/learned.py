@@ -24,10 +24,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from graft.errors import GraftError
-from graft.hub.home import graft_home
+from graft.home import graft_home
 from graft.settings import require
-from graft.spec_decode.profile import FORMAT, About, Profile, profile_path
 from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
+from graft.tuning.profile import FORMAT, About, Profile, profile_path
 
 if TYPE_CHECKING:
     from graft.engine import Engine

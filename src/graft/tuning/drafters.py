@@ -17,12 +17,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from graft.engine import Engine
-from graft.hub.home import graft_home, is_gguf, model_folder
+from graft.home import graft_home, is_gguf, model_folder
+from graft.hub.drafters import NAMED, name_of, packaged_head
 from graft.hub.registry import PACKAGED_MODELS
 from graft.progress import Report
-from graft.spec_decode.profile import About, machine_digest
-from graft.spec_decode.proposers.registry import NAMED, name_of, packaged_head
-from graft.stats import Stats
+from graft.request.stats import Stats
+from graft.tuning.profile import About, machine_digest
 
 NONE = "none"  # retrieval alone
 _MEASURED = 5  # of so many prompts one is measured, and the others are learned from
