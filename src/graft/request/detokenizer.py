@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from graft.errors import GraftError
 
 _TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
 _SHORT = 4  # tokens whose text is remembered
+_LONGEST = 4  # tokens of one character: it has at most four bytes, and each may be a token
+_DAMAGED = 3 * _LONGEST  # tokens without a whole character at their end: bytes that make none
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
@@ -25,8 +27,9 @@ class TextStream:
         self.kept = kept
         self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: what the tokenizer itself leaves out
         self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
-        self._ids = list(prompt[-_TAIL:])
+        self._ids = self._context(prompt)
         self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
+        self._whole_after = 0  # held ids: fewer are not decoded as a whole again
         self._stop = tuple(stop)
         self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
         self._num_taken = 0
@@ -44,17 +47,42 @@ class TextStream:
         return min(bisect_left(self._lengths, num_characters) + 1, len(self._lengths)) if num_characters else 0
 
     def _push(self, token: int, may_stop: bool) -> bool:
-        self._ids.append(token)
         if may_stop and token in self._stop_ids:
             return True
+        if self._leaves_no_text(token):
+            return False
+        self._ids.append(token)
+        if not self._may_be_whole():
+            return False
         new = self._decode(self._ids[self._decoded_from :])
         if new.endswith(_UNFINISHED):
+            self._whole_after = self._num_held_ids + self._num_held_ids // 8
             return False
         return self._add(new, may_stop)
 
+    @property
+    def _num_held_ids(self) -> int:
+        return len(self._ids) - self._decoded_to
+
+    def _may_be_whole(self) -> bool:
+        """Whether the text may end with a whole character, as far as a few of the held ids can tell.
+
+        To decode all held ids for every token of damaged text would take quadratic time. The last few ids tell how a
+        text ends, wherever they begin within a character: hence several lengths. The first few ids count too, for
+        decoders to which one invalid byte makes all bytes beside it invalid. Where such a byte stands in neither, all
+        ids are decoded in vain; then not again before there are an eighth more.
+        """
+        if self._num_held_ids <= _DAMAGED:
+            return True
+        if self._num_held_ids < self._whole_after:
+            return False
+        first = self._ids[self._decoded_to : self._decoded_to + _LONGEST]
+        ends = (self._ids[-length:] for length in range(_LONGEST, 2 * _LONGEST))
+        return any(not self._decode(first + end).endswith(_UNFINISHED) for end in ends)
+
     def finish(self) -> None:
         """Flushes what was held back when an answer ends inside a character."""
-        if self._decoded_to < len(self._ids):
+        if self._num_held_ids:
             self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
 
     def take(self, final: bool = False) -> str:
@@ -66,7 +94,7 @@ class TextStream:
 
     def _add(self, new: str, may_stop: bool) -> bool:
         known = self._decode(self._ids[self._decoded_from : self._decoded_to])
-        self._decoded_from, self._decoded_to = self._decoded_to, len(self._ids)
+        self._decoded_from, self._decoded_to, self._whole_after = self._decoded_to, len(self._ids), 0
         before = len(self.text)
         self.text += new[len(known) :]
         if not (may_stop and self._stop):
@@ -88,6 +116,22 @@ class TextStream:
                 return len(self.text) - place
             place += 1
         return 0
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, which begin with a whole character if the prompt has one there."""
+        ends = [list(prompt[-length:]) for length in range(_TAIL, _TAIL + _LONGEST)]
+        return next((end for end in ends if _UNFINISHED not in self._decode(end)), ends[0])
+
+    def _leaves_no_text(self, token: int) -> bool:
+        """Whether a token is special and left out, or in no vocabulary: the text goes on as if it were not there."""
+        if self._decode([token]):
+            return False
+        # A space leaves no text either where it stands alone.
+        return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return _special_ids(self._tokenizer)
 
     def _decode(self, ids: list[int]) -> str:
         dropped = self._dropped
