@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import reference
 from graft.errors import GraftError
+from graft.machine import num_cores
 from graft.spec_decode import candidates as candidates_module
 from graft.spec_decode import native
 from graft.spec_decode.acceptance import paths
@@ -451,7 +452,7 @@ def tree_of_many_rows(num_rows=41):
 def use_threads():
     """Sets how many threads may work; afterwards as many as there were."""
     yield native.native().graft_use_threads
-    native.native().graft_use_threads(native._num_cores())
+    native.native().graft_use_threads(num_cores())
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads(use_threads):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
 from graft.device_info import cpu_name
+from graft.machine import num_cores
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
@@ -187,7 +187,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
