@@ -81,6 +81,6 @@ def _fields(file: Path) -> dict[str, int]:
 
 def _text(file: Path) -> str | None:
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return None

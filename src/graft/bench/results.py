@@ -81,7 +81,7 @@ class Results:
         _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
         emulated = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
         rows = [emulated | _flat(run) for run in [*self.runs, *self.averages]]
-        with open(folder / "results.csv", "w", newline="") as file:
+        with open(folder / "results.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
             writer.writerows(rows)
