@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -34,6 +36,14 @@ def pytest_collection_finish() -> None:
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test's engines learn is not to reach other tests, nor the user."""
     monkeypatch.setenv("GRAFT_KEEP_LEARNED", "0")
+
+
+@pytest.fixture
+def executable_folder(tmp_path: Path) -> Path:
+    """An empty folder whose programs and libraries can be run."""
+    if os.statvfs(tmp_path).f_flag & getattr(os, "ST_NOEXEC", 0):
+        pytest.skip("nothing in the temporary folder may be run: name another in TMPDIR")
+    return tmp_path
 
 
 @pytest.fixture(scope="session")
