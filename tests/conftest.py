@@ -18,6 +18,7 @@ import torch
 import garbage
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
+from graft.machine import num_cores, total_memory
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 # httpx reads the certificates of all authorities for every request, which takes longer than most answers.
@@ -26,6 +27,15 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)
 hypothesis.settings.load_profile("graft")
+
+
+WORKER_BYTES = 2 << 30  # that a process of `pytest -n auto` takes at most
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, and no more than there is memory for: a container's share of either may be small."""
+    return max(min(num_cores(), total_memory() // WORKER_BYTES), 1)
 
 
 def pytest_collection_finish() -> None:

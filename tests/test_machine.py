@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import pytest_xdist_auto_num_workers
 from graft import machine
 from graft.device_info import free_memory
 
@@ -135,3 +136,14 @@ def test_this_machine_says_something_that_can_be() -> None:
     free = machine.free_memory()
     assert free is not None and 0 <= free < machine.total_memory()
     assert 1 <= machine.num_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(("memory", "cores", "workers"), [(64, 8, 8), (6, 8, 3), (64, 1, 1), (1, 8, 1)])
+def test_pytest_takes_as_many_processes_as_there_are_cores_and_memory_for(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch, memory: int, cores: int, workers: int
+) -> None:
+    belong(kernel, 2, "/job")
+    limit_memory(kernel, 2, "job", memory << 30)
+    limit_cores(kernel, 2, "job", cores * 100_000)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (128 << 30) // 4096}.__getitem__)
+    assert pytest_xdist_auto_num_workers() == workers
