@@ -20,11 +20,17 @@ CHAT = "**/v1/chat/completions"
 @pytest.fixture(scope="module")
 def browser():
     """Chromium: the one that GRAFT_CHROMIUM names, or else the system's."""
-    path = os.environ.get("GRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    named = os.environ.get("GRAFT_CHROMIUM")
+    path = named or shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("no Chromium: install Debian's package chromium, or name a browser in GRAFT_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            if named:
+                raise
+            pytest.skip(f"{path} does not start here: {str(error).splitlines()[0]}")
         yield browser
         browser.close()
 

@@ -732,7 +732,7 @@ def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypa
 
     engine = Engine(new_model(), byte_tokenizer(), drafter=Eagle3Drafter(make_head(new_model())), budget=12)
     size = memory.bytes_per_token(engine)
-    monkeypatch.setattr(memory, "_machine_memory", lambda: 1000 * PAGE * size)
+    monkeypatch.setattr(memory, "total_memory", lambda: 1000 * PAGE * size)
     assert memory.num_pages_for(engine, SchedulerSettings(memory=0.5), 512) == 500
     assert memory.num_pages_for(engine, SchedulerSettings(), 512) == 250
     assert memory.num_pages_for(engine, SchedulerSettings(max_cache_tokens=700), 512) == 10

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from graft.machine import total_memory
 from graft.model.kv_cache import PAGE
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_token
             room = _room(share or _OF_A_GPU, free, total, torch.cuda.memory_reserved(device))
             num_bytes: float = room - engine.target.step_bytes(max_batched_tokens) - _WORKSPACE
         else:
-            num_bytes = (share or _OF_A_MACHINE) * _machine_memory()
+            num_bytes = (share or _OF_A_MACHINE) * total_memory()
         limits.append(int(num_bytes) // (PAGE * bytes_per_token(engine)))
     return max(min(limits), 0)
 
@@ -50,7 +50,3 @@ def bytes_per_token(engine: Engine) -> int:
     """Bytes that a token takes in the target's KV cache and in the drafter's."""
     own = engine.drafter.bytes_per_token if engine.drafter is not None else 0
     return int(engine.target.bytes_per_token()) + own
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

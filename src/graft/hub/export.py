@@ -84,9 +84,9 @@ def export_custom_generate(folder: Path) -> None:
     """Writes what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
     inner = _new_folder(folder) / "custom_generate"
     inner.mkdir()
-    (inner / "generate.py").write_text(CUSTOM_GENERATE)
-    (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n")
-    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__))
+    (inner / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
+    (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n", encoding="utf-8")
+    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__), encoding="utf-8")
 
 
 def export_head(

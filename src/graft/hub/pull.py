@@ -187,6 +187,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # in whatever language, and encoding, pip speaks
     )
     try:
         said = None

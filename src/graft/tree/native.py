@@ -7,7 +7,6 @@ take microseconds, read Python memory that must not move meanwhile, and share on
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.machine import num_cores
 
 HERE = Path(__file__).parent
 
@@ -123,7 +123,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures a
 def native() -> Any:
     """The compiled library, loaded once."""
     library = load_library(HERE, "_native", _ARGUMENTS)
-    library.graft_use_threads(_num_cores())
+    library.graft_use_threads(num_cores())
     return library
 
 
@@ -137,11 +137,6 @@ def load_library(folder: Path, name: str, arguments: dict[str, list[Any]]) -> An
             raise _unusable(name, error) from error
         function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, _check
     return library
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
