@@ -184,6 +184,8 @@ def check(fault: Fault, copy: Path) -> Result:
             status, seconds = run_tests(copy, fault.tests, output, "-x")
     except subprocess.CalledProcessError as error:
         return Result(fault, "it does not compile", 0.0, error.stderr)
+    except FileNotFoundError as error:
+        return Result(fault, "a fault in C needs a C compiler, by the name of CC or cc", 0.0, str(error))
     verdicts = {0: "survived", 1: "killed", None: "killed"}
     return Result(fault, verdicts.get(status, f"its tests cannot run: status {status}"), seconds, output.read_text())
 

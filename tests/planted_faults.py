@@ -38,6 +38,7 @@ _TOOLS = "src/graft/server/tools.py"
 _MEANING = "test_captured.py::test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too"
 _NUMPY = "test_sampling.py::test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy"
 _PROCESSORS = "test_sampling.py::test_truncation_and_penalties_mean_what_they_mean_in_transformers"
+_TRUNCATION = "test_sampling.py::test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers"
 _CONSTRAINED = "test_scheduler.py::test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar"
 _CALLS = "test_server_tools.py::test_calls_are_read_however_the_text_is_cut"
 
@@ -328,21 +329,21 @@ FAULTS = (
         _SAMPLER,
         "keep = rank < top_k[:, None]",
         "keep = rank <= top_k[:, None]",
-        (_PROCESSORS,),
+        (_TRUNCATION,),
     ),
     Fault(
         "truncation: top-p drops the token that reaches it",
         _SAMPLER,
         "before = probability.cumsum(dim=1) - probability",
         "before = probability.cumsum(dim=1)",
-        (_PROCESSORS,),
+        (_TRUNCATION,),
     ),
     Fault(
         "truncation: min-p is no share of the likeliest token's",
         _SAMPLER,
         "probability >= min_p[:, None] * probability[:, :1]",
         "probability >= min_p[:, None]",
-        (_PROCESSORS,),
+        (_TRUNCATION,),
     ),
     Fault(
         "truncation: top-p counts tokens that top-k has excluded",
@@ -421,7 +422,7 @@ FAULTS = (
         _PAGES,
         "        self._uses[shared] += 1\n        row.pages.extend(shared)\n",
         "        row.pages.extend(shared)\n",
-        ("test_pages.py::test_a_found_text_loses_its_end_before_its_beginning",),
+        ("test_pages.py::test_pages_that_a_row_shares_are_given_to_nobody_else",),
     ),
     # The scheduler
     Fault(
@@ -587,7 +588,7 @@ FAULTS = (
         _CALIBRATION,
         "candidates.count(emitted, self._tried, self._fitted, _MEMORY)\n        self._chances = None\n",
         "candidates.count(emitted, self._tried, self._fitted, _MEMORY)\n",
-        ("test_learning.py::test_calibration_learns_how_often_a_source_is_right",),
+        ("test_learning.py::test_calibration_follows_a_source_that_gets_better",),
     ),
     Fault(
         "calibration: a node counts as accepted if its parent was",
@@ -665,7 +666,7 @@ FAULTS = (
         "src/graft/spec_decode/proposers/base.py",
         "return history.number if history.owner is None else history.owner",
         "return history.owner or 0",
-        ("test_policies.py::test_isolated_texts_learn_nothing_from_each_other",),
+        ("test_learning.py::test_isolated_texts_have_tables_of_their_own_or_those_of_their_owner",),
     ),
     Fault(
         "isolation: finished texts of one owner are looked up by another",

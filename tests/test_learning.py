@@ -15,6 +15,7 @@ from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.base import salt_of
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
 from graft.tree.candidates import NO_TOKEN, Candidates
@@ -530,6 +531,13 @@ def test_where_texts_are_isolated_a_group_needs_an_owner(owner, is_seen):
     histories = [grouped(1, owner, 7, 8, 9, 1, 2), grouped(1, owner, 7, 8, 9, 1, 2, 30)]
     lookup = SuffixLookup(isolated=True)
     assert (set(proposed(lookup, pool_for(*histories), *histories)[0]) == {(30,)}) == is_seen
+
+
+def test_isolated_texts_have_tables_of_their_own_or_those_of_their_owner():
+    histories = [Words(1, 2), Words(1, 2), owned(1 << 56, 1, 2), owned(1 << 56, 3, 4)]
+    one, other, first, second = (salt_of(history, isolated=True) for history in histories)
+    assert len({0, one, other, first}) == 4 and first == second
+    assert {salt_of(history, isolated=False) for history in histories} == {0}
 
 
 def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):

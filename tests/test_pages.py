@@ -184,6 +184,18 @@ def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
         pool.forget()
 
 
+def test_pages_that_a_row_shares_are_given_to_nobody_else():
+    pool, _ = pool_of(num_pages=8)
+    text = kept_by(pool)
+    row = pool.open_like(text, "", 4 * PAGE)  # three pages of the kept text, and a copy of the fourth
+    with pytest.raises(NoRoomError):
+        pool.open_row(5 * PAGE)
+    other = pool.open_row(4 * PAGE)
+    assert len(set(row.pages) | set(other.pages)) == 8
+    pool.release(row)
+    assert pool.num_free == 4, "and they are free when nobody has them any more"
+
+
 def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
     pool, _ = pool_of(num_pages=9)
     row, other = pool.open_row(2 * PAGE), pool.open_row(PAGE)

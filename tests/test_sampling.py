@@ -98,7 +98,7 @@ def test_rows_with_their_own_settings_are_sampled_as_if_alone():
 def test_rows_that_stay_or_join_are_sampled_as_if_alone():
     """Four steps of three rows, then four without the second, then four with a newcomer."""
     settings = [
-        SamplingSettings(**{**EVERYTHING, "seed": 3}),
+        SamplingSettings(**{**EVERYTHING, "seed": 3, "logit_bias": {5: 9.0}}),
         SamplingSettings(temperature=0.3, seed=9),
         SamplingSettings(temperature=2.5, frequency_penalty=0.8, seed=4),
         SamplingSettings(temperature=1.5, seed=6),
@@ -154,6 +154,24 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
         torch.testing.assert_close(ours, processors(torch.tensor([PROMPT]), logits.clone()))
 
 
+@pytest.mark.parametrize(
+    ("setting", "processor"),
+    [
+        ({"top_k": 3}, TopKLogitsWarper(3)),
+        ({"top_p": 0.6}, TopPLogitsWarper(0.6)),
+        ({"min_p": 0.2}, MinPLogitsWarper(0.2)),
+        ({"top_k": 61}, TopKLogitsWarper(61)),
+        ({"top_p": 0.01}, TopPLogitsWarper(0.01)),
+        ({"min_p": 1.0}, MinPLogitsWarper(1.0)),
+    ],
+)
+def test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers(setting, processor):
+    sampler = Sampler([SamplingSettings(temperature=1.0, **setting)], [PROMPT], [], VOCAB, torch.device("cpu"))
+    for seed in range(20):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        torch.testing.assert_close(sampler._truncated(logits), processor(torch.tensor([PROMPT]), logits.clone()))
+
+
 def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():
     """Tokens come again and again: what is taken off for each time adds up."""
     settings = SamplingSettings(
@@ -163,8 +181,8 @@ def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():
     usual, bias = np.array([3.0, 0, 2, 0, 1, 4, 0, 0]), np.array([0, 0, 1.5, 0, 0, -2.0, 0, 0])
     sampler = Sampler([settings], [prompt], [], 8, torch.device("cpu"))
     seen, counts = set(prompt), np.zeros(8)
-    for _ in range(40):
-        logits = usual + rng.normal(size=8)
+    for step in range(40):
+        logits = usual + rng.normal(size=8) - 8 * (step % 2)  # above zero, then below
         scores = logits + bias
         for token in seen:
             scores[token] = scores[token] / 1.2 if scores[token] > 0 else scores[token] * 1.2
