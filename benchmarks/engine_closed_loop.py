@@ -29,8 +29,8 @@ from typing import Any
 Answer = tuple[list[int], int]  # token ids, and in how many steps after the prefill (0: the engine does not say)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--head", help="an EAGLE-3 head, or with --method draft_model a model")

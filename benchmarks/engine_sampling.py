@@ -30,7 +30,7 @@ NUM_LIKELIEST = 50
 
 
 def main() -> None:
-    options = closed_loop.arguments()
+    options = closed_loop.arguments(__doc__)
     if options.engine != "sglang":
         raise SystemExit("only --engine sglang gives the log-probabilities that this compares with")
     options.prefix_cache, options.temperature, options.max_new_tokens = True, 1.0, 2
