@@ -29,8 +29,9 @@ from graft.compare import transformers_answer
 from graft.spec_decode.policies import POLICIES
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.stats import Stats
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from heads import SMALL_TREE, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 
 Run = Callable[..., Finished]

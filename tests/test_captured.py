@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+from captured_parts import Small, SmallDrafter, small_target
 from graft import Engine, GraftError, SamplingSettings
 from graft.core.scheduler import Job, Scheduler, SchedulerSettings
 from graft.model import TargetRunner, captures
@@ -28,25 +29,13 @@ from graft.model.llama import FastLayers, why_not
 from graft.model.step import Chunk
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
+from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from test_captured_drafter import SmallDrafter
-from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 FAST = ["llama", "mistral", "qwen2", "qwen2_window", "qwen3"]
-
-
-class Small(CapturedTarget):
-    """Few and small sizes, whose borders short texts and small trees cross."""
-
-    sizes = (1, 4, 8, 16, 64, 256)
-    contexts = (16, 32)
-
-
-def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
-    return Small(model, hidden_layers, chunk_size, exact)
 
 
 @pytest.fixture

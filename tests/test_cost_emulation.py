@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from block_heads import make_head as make_block_head
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import widen, widen_head
@@ -23,8 +24,7 @@ from graft.spec_decode.proposers.block import save_head as save_block_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_block_drafter import make_head as make_block_head
-from test_drafter import SMALL_TREE, make_head
+from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
 Run = Callable[..., Finished]

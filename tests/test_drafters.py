@@ -13,7 +13,7 @@ from graft.engine import Engine
 from graft.spec_decode.profile import About
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 ABOUT = About("abc", None, "a machine", "float32")

@@ -22,8 +22,7 @@ from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from test_drafters import result
-from test_scheduler import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from scheduling import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -301,13 +300,13 @@ def test_a_layer_that_will_hardly_pay_is_said_to():
 
 
 def test_a_measured_layer_is_taken_before_others_are_tried():
-    from graft.drafters import drafts_for, remember
+    from graft.drafters import Measured, drafts_for, remember
 
     model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
     about = About.of_model(model)
     assert "early-exit" in drafts_for("some-model", model)
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 2
-    remember(about, result("early-exit:3", 1.5))
+    remember(about, Measured("early-exit:3", 1.5, 15.0, 2.5, 3.0, 4, "2026-01-31"))
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 3
     assert graft.load(model, profile=None).drafter.num_layers == 3, "as auto takes the fastest"
     assert "early-exit" not in drafts_for("some-model", model) and "early-exit:3" in drafts_for("some-model", model)

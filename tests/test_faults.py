@@ -30,7 +30,7 @@ from graft.model.sampler import SamplingSettings
 from graft.server.grammar import Grammars, LLMatcher, Wanted
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import SMALL_TREE, make_head
+from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 SOURCE = str(Path(graft.__file__).parent)
@@ -391,7 +391,7 @@ def captured(monkeypatch):
     """The code of a GPU, with plain kernels, where what would be replayed is called."""
     pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
     import plain_kernels
-    from test_captured import SmallDrafter, small_target
+    from captured_parts import SmallDrafter, small_target
 
     plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr("graft.engine.target_for", small_target)

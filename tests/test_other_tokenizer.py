@@ -36,7 +36,7 @@ from graft.spec_decode.proposers.text_alignment import (
     as_target_tokens,
 )
 from graft.stats import Clock
-from test_scheduler import Asked
+from scheduling import Asked
 from tiny import tiny_model
 
 TREE = TreeSettings(depth=3, topk=3, total_token=12)

@@ -8,7 +8,7 @@ import shutil
 import httpx
 import pytest
 
-from test_server import running
+from served import running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -13,7 +13,7 @@ from graft.spec_decode.policies.paper import _KEPT, _WIDTHS
 from graft.spec_decode.policies.template import ENVELOPE, make_template, scaled
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import tiny_model
 
 PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [11]]

@@ -19,7 +19,7 @@ from graft.spec_decode.policies.gates import PUBLISHED
 from graft.spec_decode.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.tuning import best_threshold, chain_thresholds, thresholds, tune
-from test_drafter import SMALL_TREE, make_head
+from heads import SMALL_TREE, make_head
 from tiny import tiny_model
 
 Run = Callable[..., Finished]

@@ -12,7 +12,7 @@ from graft.model import TargetRunner
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import VOCAB, tiny_model
 
 TREE = TreeSettings(depth=5, topk=4, total_token=60)

@@ -1,7 +1,6 @@
 """The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
 import json
-import queue
 import random
 import threading
 import time
@@ -10,89 +9,25 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
+from graft.core.scheduler import BusyError, Failure, Scheduler, SchedulerSettings
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
-from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.sampler import Sampler
 from graft.server.grammar import Grammars, Wanted
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from heads import make_head
 from proposers import RandomTrees
-from test_drafter import make_head
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
-
-
-def new_model():
-    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
+from scheduling import Asked, alone, new_model, unsettled
+from tiny import BYTE_VOCAB, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def model():
     """For answers given alone. A scheduler's model is its own: two threads must not run one at once."""
     return new_model()
-
-
-@pytest.fixture
-def schedule():
-    """Makes schedulers, each over a model of its own, and closes them."""
-    made = []
-
-    def make(policy="graft", drafter=None, **settings):
-        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12)
-        made.append(Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 65536, **settings})))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-        assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
-        pool = scheduler.pool
-        assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
-
-
-class Asked:
-    """A request and all that was heard of it."""
-
-    def __init__(self, scheduler, prompt, *, speculates=True, deadline=None, constraint=None, salt="", **options):
-        engine = scheduler.engine
-        self.scheduler, self.news = scheduler, queue.SimpleQueue()
-        sequences = engine.new_sequences(engine.encode(prompt), SamplingSettings(**options))
-        for sequence in sequences:
-            sequence.speculates = speculates
-            sequence.constraint = constraint() if constraint is not None else None
-        self.job = Job(sequences, self.news.put, salt=salt, deadline=deadline)
-        self.updates = []
-        scheduler.submit(self.job)
-
-    def next(self):
-        news = self.news.get(timeout=60)
-        self.updates.append(news)
-        return news
-
-    def wait(self):
-        """All answers' texts, or what went wrong."""
-        open_answers = set(range(len(self.job.sequences)))
-        while open_answers:
-            news = self.next()
-            if isinstance(news, Failure):
-                return news
-            if news.finish_reason is not None:
-                open_answers.remove(news.index)
-        return [sequence.text.text for sequence in self.job.sequences]
-
-
-_ALONE = {}
-
-
-def alone(model, prompt, **options):
-    """Texts of plain decoding, each decoded once: all tests ask the same model."""
-    asked = repr((prompt, sorted(options.items())))
-    if asked not in _ALONE:
-        answers = Engine(model, byte_tokenizer(), policy="off").generate(prompt, **options)
-        _ALONE[asked] = [choice.text for choice in answers.choices]
-    return _ALONE[asked]
 
 
 def various_options(rng):
@@ -477,22 +412,6 @@ def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=
     scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
     put_back, backs = scheduler._put_back, []
     monkeypatch.setattr(scheduler, "_put_back", lambda job: (backs.append(job), put_back(job)))
-    return scheduler, backs
-
-
-def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
-    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
-    scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    make_room, backs, numbers = scheduler._make_room, [], iter(range(10**9))
-
-    def and_put_back():
-        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
-        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
-            backs.append(youngest)
-            scheduler._put_back(youngest)
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
     return scheduler, backs
 
 

@@ -20,7 +20,7 @@ from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
-from test_server import CHAT, GREEDY, metric, new_engine, post, running
+from served import CHAT, GREEDY, metric, new_engine, post, running
 from tiny import byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from test_server import CHAT, GREEDY, metric, new_engine, post, running, until
+from served import CHAT, GREEDY, metric, new_engine, post, running, until
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from test_server import GREEDY, new_engine, post, running
+from served import GREEDY, new_engine, post, running
 from tiny import byte_tokenizer
 
 LONG = "a text that is longer than a page of the cache, " * 4

@@ -36,7 +36,7 @@ from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
 from graft.spec_decode.tree import DRAFTED, TreeLinks
-from test_grafter import path_of, trees
+from tree_strategies import path_of, trees
 
 VOCAB = sglang_double.VOCAB
 

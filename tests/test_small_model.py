@@ -25,7 +25,7 @@ from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from graft.stats import Clock
-from test_scheduler import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from scheduling import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
