@@ -1,17 +1,18 @@
 """A server of a tiny model on a free port, and how tests ask it."""
 
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
 
+from gates import PATIENCE, until
 from graft import Engine
 from graft.server.app import make_app, make_server
 from graft.server.settings import ServeSettings
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
 def new_engine(**options):
@@ -20,24 +21,25 @@ def new_engine(**options):
 
 
 @contextmanager
-def running(engine=None, waits=True, **settings):
-    """A server on a free port. waits: until it is ready."""
+def running(engine=None, waits=True, clock=None, **settings):
+    """A server on a free port. waits: until it is ready. clock: what its event loop goes by."""
     settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
     app = make_app(engine or new_engine(isolated=settings.shared_by != "all"), settings, "tiny")
-    server = make_server(app, settings, log_level="warning")
+    server = make_server(app, settings, log_level="warning", loop="asyncio")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive())
+    if clock is not None:
+        clock.rule(server.servers[0].get_loop())
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"{'https' if settings.ssl_certfile else 'http'}://127.0.0.1:{port}"
     try:
         if waits:
-            until(lambda: httpx.get(f"{url}/health", verify=False).status_code == 200, 30)
+            until(lambda: app.state.serving.is_warm)
         yield url
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive()
 
 
@@ -48,13 +50,3 @@ def post(url, path="/v1/completions", **body):
 def metric(url, name, **headers):
     lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
-
-
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
