@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batches import prefill
 from graft import Engine, SamplingSettings
 from graft.model import target_for
 from graft.spec_decode.policies import make_policy
@@ -44,7 +45,7 @@ def settings_of(max_new_tokens):
 
 def prefilled(engine, *prompts):
     batch = engine.open([s for prompt in prompts for s in engine.new_sequences(prompt, settings_of(30))])
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 

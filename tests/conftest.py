@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import platform
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import hypothesis
@@ -16,10 +17,17 @@ import torch
 import garbage
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
+from graft.core.scheduler import Scheduler
+from scheduling import schedulers
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 # httpx reads the certificates of all authorities for every request, which takes longer than most answers.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+# On ARM, PyTorch leaves products to oneDNN, which takes six times as long as its own code for matrices as small as most
+# here. Tests of the default model turn it on again.
+if platform.machine() == "aarch64":
+    torch.backends.mkldnn.set_flags(False)
 
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)
@@ -74,6 +82,13 @@ def graft_tiny(graft: Callable[..., Finished], model_folder: str) -> Callable[..
         return graft(*words, "--model", model_folder, "--max-new-tokens", "8", stdin=stdin)
 
     return run
+
+
+@pytest.fixture
+def schedule() -> Iterator[Callable[..., Scheduler]]:
+    """Makes schedulers, each over a model of its own, and closes them."""
+    with schedulers() as make:
+        yield make
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Requests to a scheduler, and the texts that they get alone."""
 
 import queue
+from contextlib import contextmanager
 
-import pytest
-
+from gates import PATIENCE
 from graft import Engine
 from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings
 from graft.model.sampler import SamplingSettings
@@ -14,14 +14,15 @@ def new_model():
     return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
 
 
-@pytest.fixture
-def schedule():
-    """Makes schedulers, each over a model of its own, and closes them."""
+@contextmanager
+def schedulers():
+    """Makes schedulers that are ready, each over a model of its own, and closes them."""
     made = []
 
     def make(policy="graft", drafter=None, **settings):
         engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12)
         made.append(Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 65536, **settings})))
+        assert made[-1].is_ready.wait(PATIENCE), "its first steps, to warm up, would count as those of requests"
         return made[-1]
 
     yield make
@@ -30,6 +31,11 @@ def schedule():
         assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
         pool = scheduler.pool
         assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
+
+
+def undisturbed(scheduler):
+    """While this is held the scheduler takes nobody in: all who ask meanwhile come at once."""
+    return scheduler._changed
 
 
 class Asked:
@@ -47,7 +53,7 @@ class Asked:
         scheduler.submit(self.job)
 
     def next(self):
-        news = self.news.get(timeout=60)
+        news = self.news.get(timeout=PATIENCE)
         self.updates.append(news)
         return news
 

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from batches import prefill
 from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, StaticTarget, Text, assert_alike, drafter_of
 from graft import Engine, SamplingSettings
 from graft.bench.replay import Recorder, record
@@ -467,11 +468,11 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
         settings = [SamplingSettings(max_new_tokens=count) for count in (24, 12, 20)]
         made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
         batch, clock = engine.open(made[:2]), Clock()
-        engine._prefill(batch)
+        prefill(engine, batch)
         for number in range(40):
             if number == 3:  # one joins
                 other = engine.open(made[2:])
-                engine._prefill(other)
+                prefill(engine, other)
                 batch.join(other)
             policy = engine.policy
             if number in (1, 2, 6):  # plain rounds

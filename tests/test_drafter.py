@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
+from batches import prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.sequence import TreeRow
 from graft.spec_decode.acceptance import walk
@@ -31,7 +32,7 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
         pass
     tokens = sequences[0].ids
     batch = engine.open(engine.new_sequences(tokens, _settings(12)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     roots = batch.roots()
     for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5), (2, 1 + 4 * 2), (1, 1 + 4)):
         levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
@@ -55,7 +56,7 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     prompts = [PROMPT, [5, 6], PROMPT * 2]
     sequences = [s for p in prompts for s in engine.new_sequences(p, _settings(20))]
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     for _ in range(6):
         engine.run_round(batch, Clock())
     roots = batch.roots()
@@ -63,7 +64,7 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
     for row, sequence in enumerate(sequences):
         fresh = engine.open(engine.new_sequences(sequence.ids, _settings(4)))
-        engine._prefill(fresh)
+        prefill(engine, fresh)
         new = next(drafter.levels(fresh.draft, roots[row : row + 1]))
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
@@ -119,7 +120,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     engine = Engine(model, policy="dense", drafter=drafter)
     sequences = engine.new_sequences(PROMPT, _settings(20))
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     for _ in range(4):  # plain rounds
         tree = DraftTree.roots(batch.roots())
         verified = engine.target.verify(batch.cache, tree)
@@ -129,7 +130,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
         sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
     late = next(drafter.levels(batch.draft, batch.roots()))
     fresh = engine.open(engine.new_sequences(sequences[0].ids, _settings(4)))
-    engine._prefill(fresh)
+    prefill(engine, fresh)
     new = next(drafter.levels(fresh.draft, fresh.roots()))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)
 
@@ -142,7 +143,7 @@ def test_who_joins_others_that_wait_for_a_draft_drafts_as_alone(model):
         engine.open(engine.new_sequences(prompt, _settings(20))) for prompt in (*prompts, prompts[1])
     )
     for batch in (running, joining, alone):
-        engine._prefill(batch)
+        prefill(engine, batch)
     for _ in range(3):
         engine.run_round(running, Clock())
     running.join(joining)

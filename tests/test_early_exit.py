@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import graft
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
@@ -22,7 +23,7 @@ from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
 from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.tree import DraftTree
 from graft.stats import Clock
-from scheduling import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from scheduling import Asked, undisturbed, unsettled
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -54,7 +55,7 @@ def settled_model(num_settled, **changes):
 
 def prefilled(engine, *texts):
     batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 
@@ -146,7 +147,7 @@ def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt()
     assert answer.stats.mean_accepted == CHAIN.depth + 2
 
 
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """Whatever the exit knew wrongly would be rejected."""
     model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
     monkeypatch.setattr("test_scheduler.new_model", lambda: model)
@@ -160,7 +161,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     ]
     scheduler, backs = unsettled(schedule, monkeypatch, EarlyExitDrafter(model, 1, CHAIN), "dense")
     for _ in range(2):  # at the second time beginnings are known
-        with scheduler._changed:
+        with undisturbed(scheduler):
             asked = [Asked(scheduler, prompt, **common | own) for prompt, own in zip(prompts, various, strict=True)]
         assert [request.wait() for request in asked] == expected
         assert [request.job.sequences[0].stats.rounds for request in asked][:2] == [7, 4], "five tokens a round"
@@ -196,7 +197,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     batch = prefilled(engine, *PROMPTS)
     for level, same in zip(levels, draft(drafter, batch), strict=True):
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
-    graphs = batch.draft.runner._graphs
+    graphs = graphs_of(batch.draft.runner)
     batch.release()
     answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]

@@ -24,13 +24,15 @@ VOCAB = 50
 DOOR = ("grafter", "acceptance", "candidates", "calibration", "budget", "tree", "proposers")
 
 
-def test_the_door_needs_neither_transformers_nor_our_engine():
+def test_the_door_needs_neither_transformers_nor_our_engine_and_our_plugin_no_sglang():
     program = f"""
 import sys
-sys.modules["transformers"] = None
+sys.modules["transformers"] = sys.modules["sglang"] = None
 import {", ".join(f"graft.spec_decode.{name}" for name in DOOR)}
 import graft.model.sampler, graft.model.verified
 assert not [name for name in sys.modules if name in ("graft.engine", "graft.core.batch", "graft.model.runner")]
+import graft.integrations.sglang.plugin, graft.integrations.sglang.rounds
+graft.integrations.sglang.plugin.register()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

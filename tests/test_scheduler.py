@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from gates import PATIENCE, Clock, Gate, until
 from graft import Engine, GraftError
 from graft.core.scheduler import BusyError, Failure, Scheduler, SchedulerSettings
 from graft.model import PagePool
@@ -20,7 +21,7 @@ from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import make_head
 from proposers import RandomTrees
-from scheduling import Asked, alone, new_model, unsettled
+from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, byte_tokenizer
 
 
@@ -101,7 +102,7 @@ def test_kept_pages_are_never_read_under_another_salt(schedule):
 def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
     scheduler = schedule(max_batched_tokens=64)
     beginning = "It was a dark and stormy night. " * 12
-    with scheduler._changed:  # all of them before the first is taken in
+    with undisturbed(scheduler):  # all of them before the first is taken in
         asked = [Asked(scheduler, f"{beginning}{number}", salt="a", max_new_tokens=5) for number in range(3)]
         other = Asked(scheduler, beginning, salt="b", max_new_tokens=5)
     for number, request in enumerate(asked):
@@ -112,21 +113,25 @@ def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
 
 def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
     scheduler = schedule(max_rows=1)
+    gate = Gate(scheduler.engine.target)
     long = Asked(scheduler, "long", max_new_tokens=1500)
+    gate.wait()
     short = Asked(scheduler, "short", max_new_tokens=4)
-    long.next()
     assert scheduler.num_running == 1 and scheduler.num_waiting == 1 and scheduler.cache_use > 0
     scheduler.cancel(long.job)
+    gate.open()
     assert short.wait() == alone(model, "short", max_new_tokens=4)
     assert long.job.sequences[0].finish_reason is None
 
 
 def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
     scheduler = schedule("off", max_batched_tokens=32)
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1000)
-    running.next()
+    gate.wait()
     before = running.job.sequences[0].stats.tokens
     late = Asked(scheduler, "x" * 800, max_new_tokens=1)
+    gate.open()
     late.wait()
     assert running.job.sequences[0].stats.tokens >= before + 800 // 32 - 5, "a round with every chunk"
     scheduler.cancel(running.job)
@@ -134,12 +139,14 @@ def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
 
 def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, schedule):
     scheduler = schedule(max_rows=1, max_waiting=2)
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1500)
-    running.next()
+    gate.wait()
     waiting = [Asked(scheduler, f"ask {i}", max_new_tokens=3) for i in range(2)]
     with pytest.raises(BusyError, match="2 requests are waiting"):
         Asked(scheduler, "one more")
     scheduler.cancel(running.job)
+    gate.open()
     assert [request.wait() for request in waiting] == [alone(model, f"ask {i}", max_new_tokens=3) for i in range(2)]
 
 
@@ -149,9 +156,11 @@ def test_the_cache_is_bounded(schedule):
         Asked(scheduler, "abc", max_new_tokens=200)
     with pytest.raises(GraftError, match="n=20 answers"):
         Asked(scheduler, "abc", n=20)
+    gate = Gate(scheduler.engine.target)
     asked = [Asked(scheduler, "abc", max_new_tokens=100) for _ in range(4)]
-    asked[0].next()
+    gate.wait()
     assert scheduler.num_running == 1 and scheduler.cache_use <= 1
+    gate.open()
     assert len({request.wait()[0] for request in asked}) == 1
 
 
@@ -175,13 +184,16 @@ class Broken:
         return len(tokens)
 
 
-def test_a_request_that_fails_ends_alone(model, schedule):
-    scheduler = schedule()
+def test_a_request_that_fails_ends_alone(model, schedule, monkeypatch):
+    scheduler, clock = schedule(), Clock()
+    monkeypatch.setattr("graft.core.scheduler.time", clock.as_module())
     good = [Asked(scheduler, f"good {i}", max_new_tokens=60) for i in range(2)]
     bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=lambda: Broken(after=7))
     rude = Asked(scheduler, "rude", max_new_tokens=60)
     rude.job.listener = lambda news: 1 / 0
-    late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=time.monotonic() + 0.2)
+    late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=clock.monotonic() + 600)
+    late.next()
+    clock.put_forward(600)
     assert bad.wait() == Failure("request", "nothing may follow")
     assert late.wait() == Failure("timeout", "the request took longer than allowed")
     assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
@@ -223,8 +235,10 @@ def test_closing_lets_requests_end_and_takes_no_more(model, schedule):
 
 def test_closing_ends_what_takes_too_long(schedule):
     scheduler = schedule()
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1800)
-    running.next()
+    gate.wait()
+    gate.open_when(lambda: scheduler.is_closing)
     scheduler.close(drain_seconds=0)
     assert running.wait() == Failure("shutdown", "the server is shutting down")
 
@@ -253,10 +267,13 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
+    gate = Gate(scheduler.engine.target)
     first = Asked(scheduler, "first text here", **LONG)
-    first.next()
+    gate.wait()
     monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
-    assert Asked(scheduler, "second one", max_new_tokens=20).wait().kind == "server"
+    second = Asked(scheduler, "second one", max_new_tokens=20)
+    gate.open()
+    assert second.wait().kind == "server"
     third = Asked(scheduler, "third one is here", max_new_tokens=20)
     assert third.wait() == alone(model, "third one is here", max_new_tokens=20)
     assert first.wait() == alone(model, "first text here", **LONG)
@@ -274,11 +291,14 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
 )
 def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
     scheduler = schedule("dense", Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)))
+    gate = Gate(scheduler.engine.target, num_free=0)
     others = [Asked(scheduler, f"abc {number}" * 20, **LONG) for number in range(2)]
+    gate.let(5)
     for request in others:
         request.next()
     monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
     short = Asked(scheduler, "short" * 20, max_new_tokens=3)
+    gate.open()
     assert short.wait() == alone(model, "short" * 20, max_new_tokens=3)
     assert [request.wait() for request in others] == [alone(model, f"abc {number}" * 20, **LONG) for number in range(2)]
     assert scheduler.is_alive
@@ -287,11 +307,14 @@ def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch,
 
 def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule, monkeypatch):
     scheduler, expected = schedule(), alone(model, "short", max_new_tokens=9)
+    gate = Gate(scheduler.engine.target)
     long = Asked(scheduler, "long", **LONG)
-    long.next()
+    gate.wait()
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "keeping", failing(1000, OUT_OF_MEMORY, Sampler.keeping))
-        assert Asked(scheduler, "short", max_new_tokens=9).wait() == expected
+        short = Asked(scheduler, "short", max_new_tokens=9)
+        gate.open()
+        assert short.wait() == expected
         assert long.wait().kind == "server"
     assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
 
@@ -302,12 +325,12 @@ def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, mon
 
     def slow(*given):
         opened.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(PATIENCE)
         return open_like(*given)
 
     monkeypatch.setattr(scheduler.pool, "open_like", slow)
     first, gone = Asked(scheduler, "first", max_new_tokens=5), Asked(scheduler, "gone", max_new_tokens=5)
-    assert opened.wait(60)
+    assert opened.wait(PATIENCE)
     done = threading.Event()
 
     def others():
@@ -317,7 +340,7 @@ def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, mon
         done.set()
 
     threading.Thread(target=others, daemon=True).start()
-    assert done.wait(5), "they wait for the lock"
+    assert done.wait(PATIENCE / 2), "they wait for the lock"
     may_go_on.set()
     assert first.wait() == alone(model, "first", max_new_tokens=5)
 
@@ -331,11 +354,10 @@ def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, sch
         scheduler.cancel(gone.job)
         return row
 
-    with scheduler._changed:
+    with undisturbed(scheduler):
         gone = Asked(scheduler, "gone", max_new_tokens=1500)
         pool.open_like = and_cancel
-    while scheduler.num_running or scheduler.num_waiting:
-        time.sleep(0.01)
+    until(lambda: not (scheduler.num_running or scheduler.num_waiting))
     pool.open_like = open_like
     assert gone.news.empty() or not isinstance(gone.next(), Failure)
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
@@ -371,12 +393,14 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
 
     monkeypatch.setattr(scheduler.engine, "run_round", note)
     options = options | {"max_new_tokens": 28, "ignore_eos": True}
+    gate = Gate(scheduler.engine.target, num_free=0)
     running = [Asked(scheduler, f"abab {number}", seed=number, **options) for number in range(2)]
+    gate.let(5)
     for request in running:
         request.next()
-    with scheduler._changed:
-        prompts = ["x" * 300, "yz" * 10, "short", "w" * 130]
-        late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
+    prompts = ["x" * 300, "yz" * 10, "short", "w" * 130]
+    late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
+    gate.open()
     for number, request in enumerate(running):
         assert request.wait() == alone(model, f"abab {number}", seed=number, **options)
     for prompt, request in zip(prompts, late, strict=True):
@@ -393,13 +417,20 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
         return step(cache, tree, chunks)
 
     monkeypatch.setattr(scheduler.engine.target, "step", note)
-    running = Asked(scheduler, "abc", max_new_tokens=400, ignore_eos=True)
-    running.next()
-    Asked(scheduler, "x" * 300, max_new_tokens=3).wait()
+    gate = Gate(scheduler.engine.target)
+    running = Asked(scheduler, "abc", max_new_tokens=1500, ignore_eos=True)
+    gate.wait()
+    asked = Asked(scheduler, "x" * 300, max_new_tokens=3)
+    gate.open()
+    asked.wait()
+    gate = Gate(scheduler.engine.target, num_free=0)
+    gate.wait()
     assert (1, 79) in sizes and max(sum(size) for size in sizes) == 80
     sizes.clear()
     monkeypatch.setattr("graft.core.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
-    Asked(scheduler, "y" * 300, max_new_tokens=1).wait()
+    asked = Asked(scheduler, "y" * 300, max_new_tokens=1)
+    gate.open()
+    asked.wait()
     scheduler.cancel(running.job)
     assert max(sum(size) for size in sizes) in range(36, 41)
 
@@ -442,7 +473,7 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
     kept = 0 if kind == "random trees" else None
     scheduler, backs = unsettled(schedule, monkeypatch, drafter, policy, prefix_cache_tokens=kept)
     options = {"max_new_tokens": 30, "ignore_eos": True, **options}
-    with scheduler._changed:
+    with undisturbed(scheduler):
         asked = [Asked(scheduler, f"text {number} " * 9, **options) for number in range(3)]
     for number, request in enumerate(asked):
         texts = request.wait()
@@ -464,7 +495,7 @@ def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule
         options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}
         return Asked(scheduler, f"give {number}", constraint=lambda: grammars.constraint(matcher), **options)
 
-    with scheduler._changed:
+    with undisturbed(scheduler):
         asked = [ask(number) for number in range(3)]
     texts = [request.wait() for request in asked]
     assert asked[2].job in backs
@@ -475,7 +506,8 @@ def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
     scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
     options = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0}
-    asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
+    with undisturbed(scheduler):
+        asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
     for number, request in enumerate(asked):
         assert request.wait() == alone(model, f"ask {number} " * 10, seed=number, **options)
     assert backs and asked[0].job not in backs
@@ -485,7 +517,7 @@ def test_a_request_with_stop_strings_that_was_put_back_ends_where_it_would_have(
     scheduler, backs = unsettled(schedule, monkeypatch)
     whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
     options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
-    with scheduler._changed:
+    with undisturbed(scheduler):
         young = [Asked(scheduler, "young", **options) for _ in range(3)]
     assert [request.wait() for request in young] == [alone(model, "young", **options)] * 3
     assert young[2].job in backs
@@ -509,12 +541,13 @@ def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, mon
     trim, trimmed = scheduler._trim, []
     monkeypatch.setattr(scheduler, "_trim", lambda: trimmed.append(trim()) or trimmed[-1])
     # All decoded plainly, a token a round, so that nobody is far ahead.
+    gate = Gate(scheduler.engine.target)
     whole = Asked(scheduler, "abc", speculates=False, max_new_tokens=200, ignore_eos=True)
-    whole.next()
+    gate.wait()
     assert scheduler.cache_use == pytest.approx(_pages_of(203 + 128) / 15)
     options = {"max_new_tokens": 75, "ignore_eos": True}
-    with scheduler._changed:  # both begin in one round
-        others = [Asked(scheduler, f"other {number}" * 9, speculates=False, **options) for number in range(2)]
+    others = [Asked(scheduler, f"other {number}" * 9, speculates=False, **options) for number in range(2)]
+    gate.open()  # both begin in one round
     for number, request in enumerate(others):
         assert request.wait() == alone(model, f"other {number}" * 9, **options)
     assert True in trimmed and not backs
