@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import platform
 import ssl
 import sys
 from collections.abc import Callable, Iterator
@@ -23,11 +22,6 @@ from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 # httpx reads the certificates of all authorities for every request, which takes longer than most answers.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
-
-# On ARM, PyTorch leaves products to oneDNN, which takes six times as long as its own code for matrices as small as most
-# here. Tests of the default model turn it on again.
-if platform.machine() == "aarch64":
-    torch.backends.mkldnn.set_flags(False)
 
 # An example takes as long as the machine lets it: no test fails by the clock.
 hypothesis.settings.register_profile("graft", deadline=None)

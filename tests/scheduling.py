@@ -11,7 +11,7 @@ from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 
 def new_model():
-    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
+    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
 
 
 @contextmanager

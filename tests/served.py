@@ -15,9 +15,12 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
+def new_model():
+    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024, num_hidden_layers=1)
+
+
 def new_engine(**options):
-    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
-    return Engine(model, byte_tokenizer(), budget=12, **options)
+    return Engine(new_model(), byte_tokenizer(), budget=12, **options)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Never:
         return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
 
 
-@pytest.fixture(params=[StaticTarget, SmallTarget])
+@pytest.fixture(params=[pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget])  # the second is the product's
 def engines(plain, monkeypatch, request):
     """Engines run steps whose output the device can go on from."""
     monkeypatch.setattr("graft.engine.target_for", request.param)

@@ -12,12 +12,6 @@ from scheduling import Asked
 QUESTION = [{"role": "user", "content": "Repeat exactly, twice: the cat sat on the mat, the dog lay by the door."}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def products_as_users_have_them():
-    with torch.backends.mkldnn.flags(enabled=True):
-        yield
-
-
 @pytest.fixture(scope="module")
 def loaded():
     """With the head and the policy that come with the model."""

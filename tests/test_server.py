@@ -22,8 +22,8 @@ from graft.server.app import make_app
 from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
 from graft.stats import Stats
-from served import CHAT, GREEDY, metric, new_engine, post, running, until
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from served import CHAT, GREEDY, metric, new_engine, new_model, post, running, until
+from tiny import byte_tokenizer
 
 PERSON = {
     "type": "object",
@@ -55,8 +55,7 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def alone():
-    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
-    return Engine(model, byte_tokenizer(), policy="off")
+    return Engine(new_model(), byte_tokenizer(), policy="off")
 
 
 # What it answers
