@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
-PATIENCE = 60.0  # seconds: no test waits so long unless something hangs
+PATIENCE = 120.0  # seconds: nothing is waited for so long unless it hangs
 
 
 class Gate:

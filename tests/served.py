@@ -47,7 +47,7 @@ def running(engine=None, waits=True, clock=None, **settings):
 
 
 def post(url, path="/v1/completions", **body):
-    return httpx.post(url + path, json=body, timeout=60)
+    return httpx.post(url + path, json=body, timeout=PATIENCE)
 
 
 def metric(url, name, **headers):
