@@ -1,5 +1,6 @@
 """A server of a tiny model on a free port, and how tests ask it."""
 
+import inspect
 import threading
 from contextlib import contextmanager
 
@@ -10,6 +11,10 @@ from graft import Engine
 from graft.server.app import make_app, make_server
 from graft.server.settings import ServeSettings
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+# httpx gives up after five seconds unless it is told otherwise, which a busy machine may need for a small answer.
+_LIMITS = inspect.signature(httpx.get).parameters["timeout"].default
+_LIMITS.connect = _LIMITS.read = _LIMITS.write = _LIMITS.pool = PATIENCE
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
