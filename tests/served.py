@@ -17,6 +17,7 @@ _LIMITS = inspect.signature(httpx.get).parameters["timeout"].default
 _LIMITS.connect = _LIMITS.read = _LIMITS.write = _LIMITS.pool = PATIENCE
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
+A_LETTER = {"67": 100}  # a bias by which every token is a letter, so that a stream begins with the first
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 

@@ -22,7 +22,7 @@ from graft.server.app import make_app
 from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
 from graft.stats import Stats
-from served import CHAT, GREEDY, metric, new_engine, new_model, post, running, until
+from served import A_LETTER, CHAT, GREEDY, metric, new_engine, new_model, post, running, until
 from tiny import byte_tokenizer
 
 PERSON = {
@@ -285,7 +285,7 @@ def test_a_client_that_goes_frees_its_place(engine, url, monkeypatch, stream):
     gate, cancel = Gate(engine.target), Scheduler.cancel
     monkeypatch.setattr(Scheduler, "cancel", lambda *given: (cancel(*given), gate.open()))
     failures = metric(url, "request_failure_total")
-    body = {"prompt": "abc", "max_tokens": 900, "logit_bias": {"67": 100}, "speculate": False, "stream": stream}
+    body = {"prompt": "abc", "max_tokens": 900, "logit_bias": A_LETTER, "speculate": False, "stream": stream}
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(request_bytes("/v1/completions", body))
@@ -322,7 +322,7 @@ def test_a_crowd_beyond_the_queue_is_told_to_come_later():
 
 def test_a_request_that_takes_too_long_is_ended(engine, url, monkeypatch):
     """The scheduler's clock is put forward while decoding is held: by then a stream has begun."""
-    body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "speculate": False}
+    body = {"prompt": "abc", "max_tokens": 200, "logit_bias": A_LETTER, "speculate": False}
     with ThreadPoolExecutor(1) as pool:
         for stream in (False, True):
             clock, gate = Clock(), Gate(engine.target)

@@ -16,7 +16,7 @@ from gates import PATIENCE, Clock, Gate
 from graft.core.scheduler import Scheduler
 from graft.server.connection import TimedProtocol
 from graft.server.settings import ServeSettings
-from served import CHAT, GREEDY, metric, new_engine, post, running, until
+from served import A_LETTER, CHAT, GREEDY, metric, new_engine, post, running, until
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_refusals_have_their_types_and_are_counted():
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="x")
         gate = Gate(engine.target)
-        slow = {"model": "tiny", "prompt": "abc", "max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
+        slow = {"model": "tiny", "prompt": "abc", "max_tokens": 900, "stream": True, "logit_bias": A_LETTER}
         stream = client.completions.create(**slow)
         gate.wait()
         with pytest.raises(openai.RateLimitError) as refused:
@@ -277,7 +277,7 @@ def test_what_takes_too_long_when_the_server_stops_is_told_so(errors, monkeypatc
     """Decoding is held until the server has begun to stop."""
     monkeypatch.setattr("graft.server.connection._GRACE", PATIENCE)  # clients may be slow here
     close = Scheduler.close
-    body = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "speculate": False}
+    body = {"prompt": "abc", "max_tokens": 1000, "logit_bias": A_LETTER, "speculate": False}
     engine = new_engine()
     with ThreadPoolExecutor(2) as pool, running(engine, shutdown_timeout=1e-6) as url:
         gate = Gate(engine.target)

@@ -101,7 +101,7 @@ def test_answers_fit_what_they_must(url, wanted, pattern):
         if choice["finish_reason"] == "stop":
             assert re.fullmatch(pattern, choice["text"])
         else:
-            assert re.match(pattern[:7], choice["text"])
+            assert re.fullmatch("[a-c]{2}-[0-9]+", choice["text"]), "only digits may go on for ever"
         assert choice["text"] == plain["text"]
 
 

@@ -713,7 +713,6 @@ def test_sizes_of_trees_follow_the_flags_or_the_variable():
 
 def serve_rank(rank, folder):
     """One of two ranks, whose head drafts other tokens than the other's: both must verify the same tree."""
-    torch.set_num_threads(1)  # a forked process has none of its parent's threads
     os.environ["GRAFT_SGLANG"] = "1"
     torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -735,8 +734,7 @@ def serve_rank(rank, folder):
 
 
 def test_all_ranks_verify_the_tree_of_rank_0(tmp_path):
-    # Forked, because new processes would import PyTorch anew, which takes longer than all the rest.
-    torch.multiprocessing.start_processes(serve_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    torch.multiprocessing.spawn(serve_rank, (str(tmp_path),), nprocs=2)
     (trees, texts, decides), (others, their_texts, they_decide) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)
     )
