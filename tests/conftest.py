@@ -7,7 +7,7 @@ import io
 import os
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,9 @@ import garbage
 import graft.bench.baselines
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
+from graft.engine.scheduler import Scheduler
 from graft.machine import num_cores, total_memory
+from scheduling import schedulers
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 # httpx reads the certificates of all authorities for every request, which takes longer than most answers.
@@ -95,6 +97,13 @@ def graft_tiny(graft: Callable[..., Finished], model_folder: str) -> Callable[..
         return graft(*words, "--model", model_folder, "--max-new-tokens", "8", stdin=stdin)
 
     return run
+
+
+@pytest.fixture
+def schedule() -> Iterator[Callable[..., Scheduler]]:
+    """Makes schedulers, each over a model of its own, and closes them."""
+    with schedulers() as make:
+        yield make
 
 
 @pytest.fixture

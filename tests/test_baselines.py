@@ -16,7 +16,8 @@ from graft.bench.methods import PolicyMethod
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policies import POLICIES, register_policy
 from graft.spec_decode.policies.off import Off
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from heads import SMALL_TREE, make_head
 from tiny import tiny_model
 
 SOURCE = Path(graft.__file__).parent

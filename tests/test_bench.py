@@ -31,8 +31,9 @@ from graft.cli.bench import bench as bench_command
 from graft.request.stats import Stats
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.transformers_reference import transformers_answer
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from heads import SMALL_TREE, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 
 Run = Callable[..., Finished]

@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers, prefilled
 from graft import Engine, SamplingSettings
 from graft.bench.baselines import gate_calibration
 from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
@@ -17,19 +18,9 @@ from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_block_drafter import (
-    HEADS,
-    LONG,
-    PROMPT,
-    hidden_without_cache,
-    make_engine,
-    make_head,
-    plain_answers,
-    prefilled,
-)
-from test_drafter import make_head as make_eagle3_head
-from test_drafter import plain_draft
-from test_learning import judged
+from heads import make_head as make_eagle3_head
+from heads import plain_draft
+from judgements import judged
 from tiny import VOCAB, tiny_model
 
 NO_TOKEN_BEFORE = 0

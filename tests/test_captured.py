@@ -23,6 +23,8 @@ from transformers import (
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+from batches import graphs_of, prefill
+from captured_parts import Small, SmallDrafter, small_target
 from graft import Engine, GraftError, SamplingSettings
 from graft.engine.jobs import Job, SchedulerSettings
 from graft.engine.scheduler import Scheduler
@@ -40,25 +42,13 @@ from graft.model.sampler import gumbel_noise
 from graft.model.step import Chunk
 from graft.request.stats import Clock
 from graft.tree.tree import DraftTree
+from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from test_captured_drafter import SmallDrafter
-from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 FAST = ["llama", "mistral", "qwen2", "qwen2_window", "qwen3"]
-
-
-class Small(CapturedTarget):
-    """Few and small sizes, whose borders short texts and small trees cross."""
-
-    sizes = (1, 4, 8, 16, 64, 256)
-    contexts = (16, 32)
-
-
-def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
-    return Small(model, hidden_layers, chunk_size, exact)
 
 
 @pytest.fixture
@@ -79,7 +69,7 @@ def model_of(name, **changes):
 
 def sizes_of(target):
     """Tokens of the steps that are captured."""
-    return {key[2] for key in target._graphs.steps if key[0] == "step"}
+    return {key[2] for key in graphs_of(target).steps if key[0] == "step"}
 
 
 def logits_of(verified):
@@ -100,7 +90,7 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
         chunks = [logits_of(chunk) for row in (0, 1) for chunk in target.prefill(cache, row, PROMPT[: 12 - 7 * row])]
         verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
         results.append((torch.cat(chunks, dim=1), logits_of(verified), verified.hidden[verified.index]))
-    assert fast._graphs.layers is not None and fast._graphs.failure is None
+    assert graphs_of(fast).layers is not None and graphs_of(fast).failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
@@ -180,7 +170,7 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
         engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
-            assert engine.target._graphs.failure is None
+            assert graphs_of(engine.target).failure is None
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 4
 
 
@@ -290,7 +280,7 @@ def test_graphs_move_accepted_paths_in_layers_of_every_shape(plain, monkeypatch)
         expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
     engine = Engine(model, policy=Oracle(expected, len(PROMPT)))
     assert engine.generate(PROMPT, max_new_tokens=12).ids == expected
-    assert engine.target._graphs.failure is None and len(engine.target._store.pairs) == 3
+    assert graphs_of(engine.target).failure is None and len(engine.target._store.pairs) == 3
 
 
 def test_trees_that_fit_no_step_together_lose_their_least_likely_nodes(plain, monkeypatch):
@@ -454,7 +444,10 @@ def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, 
     model, wait = model_of("llama"), Small.wait_for
     monkeypatch.setattr(Small, "wait_for", lambda *given: (time.sleep(0.002), wait(*given)))  # others go on meanwhile
     engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
-    assert engines[0].target._graphs is engines[1].target._graphs and engines[0].target.pool is engines[1].target.pool
+    assert (
+        graphs_of(engines[0].target) is graphs_of(engines[1].target)
+        and engines[0].target.pool is engines[1].target.pool
+    )
     prompts = [PROMPT, PROMPT[::-1]]
     expected = [Engine(model, policy="off").generate(prompt, max_new_tokens=24).ids for prompt in prompts]
     decoded = [[], []]
@@ -479,7 +472,7 @@ def test_engines_that_take_turns_share_graphs(plain):
     for _ in range(2):
         engine = Engine(model, policy=RandomTrees(6))
         assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-    assert engine.target.num_setups == num_captured and len(engine.target._graphs.buffers) == 1
+    assert engine.target.num_setups == num_captured and len(graphs_of(engine.target).buffers) == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -612,12 +605,12 @@ def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhil
         short.setattr(Captures, "capture", raising(shortage))
         first = engine.generate(PROMPT, max_new_tokens=20)
         assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
-        num_tries = engine.target._graphs.num_shortages
+        num_tries = graphs_of(engine.target).num_shortages
         assert 1 <= num_tries <= 2 and "captured" in engine.target.mode, "twice if there was something to give back"
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected, "in patience"
     assert engine.target.num_setups == num_tries
-    engine.target._graphs._no_memory_until = 0.0
-    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target._graphs.num_captured > 2
+    graphs_of(engine.target)._no_memory_until = 0.0
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and graphs_of(engine.target).num_captured > 2
     assert engine.target.mode.startswith("captured") and engine.target.is_exact == exact
 
 
@@ -636,7 +629,7 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
 
     monkeypatch.setattr(Captures, "capture", interrupted)
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-    assert engine.target.mode.startswith("captured") and engine.target._graphs.num_captured > 0
+    assert engine.target.mode.startswith("captured") and graphs_of(engine.target).num_captured > 0
 
 
 def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
@@ -683,7 +676,7 @@ def test_prompts_are_read_the_same_way_every_time(plain):
     captured_before = []
     for _ in range(3):
         list(target.prefill(target.open(1, 64), 0, PROMPT))
-        captured_before.append(target._graphs.num_captured)
+        captured_before.append(graphs_of(target).num_captured)
     assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
 
 
@@ -712,7 +705,7 @@ def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_t
         assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
     finally:
         CapturedTarget._make_run = run
-    graphs = engine.target._graphs
+    graphs = graphs_of(engine.target)
     assert graphs.num_shortages > 0 and graphs.num_captured == 0 and not kept
     graphs._no_memory_until = 0.0
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
@@ -791,7 +784,7 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy
     sequences = [sequence for batch in batches for sequence in batch.sequences]
     running = batches[0]
     for batch in batches:
-        engine._prefill(batch)
+        prefill(engine, batch)
         if batch is not running:
             running.join(batch)
         engine.run_round(running, clock)
@@ -800,4 +793,4 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy
         if running.sequences:
             engine.run_round(running, clock)
     assert [sequence.new_ids for sequence in sequences] == expected
-    assert engine.target._graphs.failure is None
+    assert graphs_of(engine.target).failure is None

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from block_heads import make_head
+from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
 from graft import Engine
 from graft.model import TargetRunner
 from graft.model.captures import Captures
@@ -23,8 +25,6 @@ from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.block.fused_head import why_not
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
-from test_block_drafter import make_head
-from test_captured_drafter import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)

@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from graft.detokenizer import TextStream
+from graft.request.detokenizer import TextStream
 
 WORDS = ["a", "漢", "é", "😀", "👩‍💻", "👨‍👩‍👧", "🇩🇪", "�", "한국", "ß\n"]
 INVALID = [b"\xff", b"\x80", b"\xe6", b"\xe6\xbc", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5"]

@@ -14,7 +14,7 @@ from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
 from graft.tuning.profile import About
-from test_drafter import make_head
+from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 ABOUT = About("abc", None, "a machine", "float32")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import graft
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
@@ -22,8 +23,7 @@ from graft.spec_decode.proposers.early_exit.exit_layer import estimate_exits
 from graft.spec_decode.proposers.factory import with_tree
 from graft.tree.tree import DraftTree
 from graft.tuning.profile import About, head_fingerprint
-from test_drafters import result
-from test_scheduler import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from scheduling import Asked, undisturbed, unsettled
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -55,7 +55,7 @@ def settled_model(num_settled, **changes):
 
 def prefilled(engine, *texts):
     batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 
@@ -147,7 +147,7 @@ def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt()
     assert answer.stats.mean_accepted == CHAIN.depth + 2
 
 
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """Whatever the exit knew wrongly would be rejected."""
     model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
     monkeypatch.setattr("test_scheduler.new_model", lambda: model)
@@ -161,7 +161,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     ]
     scheduler, backs = unsettled(schedule, monkeypatch, EarlyExitDrafter(model, 1, CHAIN), "dense")
     for _ in range(2):  # at the second time beginnings are known
-        with scheduler._changed:
+        with undisturbed(scheduler):
             asked = [Asked(scheduler, prompt, **common | own) for prompt, own in zip(prompts, various, strict=True)]
         assert [request.wait() for request in asked] == expected
         assert [request.job.sequences[0].stats.rounds for request in asked][:2] == [7, 4], "five tokens a round"
@@ -197,7 +197,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     batch = prefilled(engine, *PROMPTS)
     for level, same in zip(levels, draft(drafter, batch), strict=True):
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
-    graphs = batch.draft.runner._graphs
+    graphs = graphs_of(batch.draft.runner)
     batch.release()
     answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
@@ -316,13 +316,13 @@ def test_a_layer_that_will_hardly_pay_is_said_to():
 
 
 def test_a_measured_layer_is_taken_before_others_are_tried():
-    from graft.tuning.drafters import drafts_for, remember
+    from graft.tuning.drafters import Measured, drafts_for, remember
 
     model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
     about = About.of_model(model)
     assert "early-exit" in drafts_for("some-model", model)
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 2
-    remember(about, result("early-exit:3", 1.5))
+    remember(about, Measured("early-exit:3", 1.5, 15.0, 2.5, 3.0, 4, "2026-01-31"))
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 3
     assert graft.load(model, profile=None).drafter.num_layers == 3, "as auto takes the fastest"
     assert "early-exit" not in drafts_for("some-model", model) and "early-exit:3" in drafts_for("some-model", model)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.model import VerifyOutput
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
@@ -19,6 +18,7 @@ from graft.spec_decode.proposers.base import salt_of
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
 from graft.tree.candidates import NO_TOKEN, Candidates
+from judgements import judged, judged_alone, verified
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
@@ -68,31 +68,6 @@ def proposed(retriever, candidates, *histories, max_depth=8, first=1):
                 found.setdefault(paths[n], (int(nodes.sources[row, n]) - first, int(nodes.score_bucket[row, n])))
         rows.append(found)
     return rows
-
-
-def verified(tokens, logits):
-    """What the target says after tokens [B, W], by logits [B, W, vocabulary]."""
-    rows, width = tokens.shape
-    flat = logits.flatten(0, 1)
-    return VerifyOutput(tokens, torch.arange(rows * width).view(rows, width), [width] * rows, flat, flat)
-
-
-def judged(ngrams, following, salt=0):
-    """A judgement in which `following[i]` is by far the likeliest after the n-gram (earlier, before, token)."""
-    earlier, before, tokens = zip(*ngrams, strict=True)
-    logits = torch.zeros(len(ngrams), 1, VOCAB)
-    for i, token in enumerate(following):
-        logits[i, 0, token] = 8.0
-        logits[i, 0, (token + 1) % VOCAB] = 4.0
-    return judged_alone(tokens, before, earlier, logits, salt)
-
-
-def judged_alone(tokens, before, earlier, logits, salt=0):
-    """A judgement of one token a text. logits: [texts, 1, vocabulary]"""
-    tokens = torch.tensor(tokens)[:, None]
-    zeros = torch.zeros_like(tokens)
-    said = verified(tokens, logits).likeliest()
-    return TargetTopK(tokens, zeros, zeros, *said, before, earlier, [salt] * len(tokens))
 
 
 def learn(table, *judgements):

@@ -112,8 +112,8 @@ def test_files_that_say_something_else_are_passed_over(kernel: Path) -> None:
 
 def test_the_kv_cache_on_a_cpu_takes_its_share_of_what_the_control_group_allows(kernel: Path) -> None:
     from graft import Engine
-    from graft.core.memory import bytes_per_token, num_pages_for
-    from graft.core.scheduler import SchedulerSettings
+    from graft.engine.jobs import SchedulerSettings
+    from graft.engine.memory import bytes_per_token, num_pages_for
     from graft.model.kv_cache import PAGE
     from tiny import tiny_model
 

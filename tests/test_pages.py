@@ -335,7 +335,7 @@ def test_a_request_that_is_just_being_put_back_does_not_outlive_the_server(sched
     monkeypatch.setattr(Scheduler, "_round", round_and_put_back)
     _, news = ask(scheduler, "abc", max_new_tokens=3000)
     failure = end_of(news)
-    closing[0].join(timeout=20)
+    closing[0].join(timeout=60)
     assert isinstance(failure, Failure) and "shutting down" in failure.message
     assert not closing[0].is_alive()
 

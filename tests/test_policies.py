@@ -14,7 +14,7 @@ from graft.request.batch import Batch
 from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import tiny_model
 
 NAMES = ("off", *BASELINES, "graft")

@@ -17,7 +17,7 @@ from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.tuning import profile as profiles
 from graft.tuning.profile import About, Profile, equip, head_fingerprint, model_fingerprint, profile_path
 from graft.tuning.tuning import tune
-from test_drafter import SMALL_TREE, make_head
+from heads import SMALL_TREE, make_head
 from tiny import tiny_model
 
 Run = Callable[..., Finished]

@@ -11,7 +11,8 @@ import sglang_double
 from graft.integrations.sglang import kernels, plugin
 from graft.integrations.sglang.trees import verify_arrays
 from graft.tree.tree import TreeLinks
-from test_kernels import DEVICE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Verify:

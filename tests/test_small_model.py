@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.hub import drafters as registry
 from graft.loading import load_drafter
@@ -26,7 +27,7 @@ from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
 from graft.tuning.profile import head_fingerprint
-from test_scheduler import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -58,7 +59,7 @@ def settings_of(max_new_tokens):
 def prefilled(engine, *texts):
     sequences = [s for text in texts for s in engine.new_sequences(text, settings_of(30))]
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 
@@ -213,7 +214,7 @@ def test_text_beyond_the_draft_models_context_is_decoded_too(model):
 # Requests that join, leave, are put back, and share beginnings
 
 
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """The draft model is the target's equal: whatever it knew wrongly would be rejected."""
     drafter = SmallModelDrafter(new_model(), BYTE_VOCAB, CHAIN)
     scheduler, backs = unsettled(schedule, monkeypatch, drafter, "dense")
@@ -221,7 +222,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     common = {"seed": 4, "ignore_eos": True}
     various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
     for _ in range(2):  # at the second time beginnings are known
-        with scheduler._changed:
+        with undisturbed(scheduler):
             asked = [
                 (Asked(scheduler, prompt, **own), prompt, own)
                 for prompt, own in ((f"{beginning}{number}", common | own) for number, own in enumerate(various))
@@ -386,7 +387,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     drafter.warm_up(engine.target, 3, None)
     num_setups = drafter.num_setups
     batch = prefilled(engine, *PROMPTS)
-    runner, graphs = batch.draft.runner, batch.draft.runner._graphs
+    runner, graphs = batch.draft.runner, graphs_of(batch.draft.runner)
     for tree, same in zip(trees, drafted(drafter, batch), strict=True):
         assert [node[:2] for node in tree] == [node[:2] for node in same]
     batch.release()
@@ -394,5 +395,5 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert sum(answer.stats.accepted for answer in answers) > 12
     assert graphs.failure is None and graphs.layers is not None and num_setups > 0
-    assert graphs is not engine.target._graphs and runner.pool is engine.target.pool
+    assert graphs is not graphs_of(engine.target) and runner.pool is engine.target.pool
     assert drafter.num_setups == num_setups + 1, "only the commit's graph is made later"
