@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from graft import drafters, load
+from graft import load
 from graft.cli import main
 from graft.engine import Engine
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.tuning import drafters
 from graft.tuning.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
 from graft.tuning.profile import About
 from heads import make_head
