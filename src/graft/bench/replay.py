@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import NUM_SUCCESSORS
@@ -158,10 +159,8 @@ def save_traces(
         for name, value in vars(trace).items()
     }
     about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk, **facts}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"about": json.dumps(about)})
-    partial.replace(path)
+    with replacing(path, is_private=True) as file:
+        file.write(save(tensors, metadata={"about": json.dumps(about)}))
 
 
 def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
 from graft.spec_decode.tree import DraftTree
@@ -168,18 +169,15 @@ def spread(answers: Sequence[Answered], count: int) -> list[Answered]:
 
 def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    partial = path.with_suffix(".partial")
     tokens = [token for row in rows for token in row]
     small = max(tokens) < 2**16  # most vocabularies: two bytes a token, which makes large sets easy to move
-    save_file(
-        {
-            "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
-            "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
-            "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
-        },
-        partial,
-    )
-    partial.replace(path)
+    tensors = {
+        "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
+        "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
+        "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
+    }
+    with replacing(path, is_private=True) as file:
+        file.write(save(tensors))
 
 
 def _same_settings(path: Path, settings: dict[str, object]) -> None:

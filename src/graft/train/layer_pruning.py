@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model.split import find_layers
 
 # Fields of a config that speak of single layers; `check_layers` finds what is missing here.
@@ -161,7 +162,5 @@ def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
 
 
 def _write_order(path: Path, facts: Mapping[str, Any], order: RemovalOrder) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n")
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write((json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n").encode())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.settings import Settings, require
 from graft.train.generate_data import Answered
 
@@ -225,18 +226,15 @@ class _State:
             self._parameters[name].copy_(mean)
 
     def save(self, step: int) -> None:
-        partial = self._path.with_suffix(".partial")
-        torch.save(
-            {
-                "head": self._head.state_dict(),
-                "average": self._average,
-                "optimizer": self.optimizer.state_dict(),
-                "step": step,
-                "run": self._run,
-            },
-            partial,
-        )
-        partial.replace(self._path)
+        state = {
+            "head": self._head.state_dict(),
+            "average": self._average,
+            "optimizer": self.optimizer.state_dict(),
+            "step": step,
+            "run": self._run,
+        }
+        with replacing(self._path) as file:
+            torch.save(state, file)
 
     def resume(self, log_path: Path) -> int:
         """Loads the state and returns the step to go on from; later log lines are dropped."""
