@@ -168,13 +168,16 @@ def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
-            require(about.get("format") == FORMAT, f"{path} holds no traces that this version reads; record them anew")
+            is_ours = isinstance(about, dict) and about.get("format") == FORMAT
+            require(is_ours, f"{path} holds no traces that this version reads; record them anew")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
+        count = 1 + max(int(name.split("/")[0]) for name in tensors)
+        fields = Trace.__dataclass_fields__
+        return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
+    except GraftError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise GraftError(f"{path} cannot be read as traces: {error}") from error
-    count = 1 + max(int(name.split("/")[0]) for name in tensors)
-    fields = Trace.__dataclass_fields__
-    return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
 
 
 class ReplayedDrafter(LevelByLevel):

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -152,13 +153,20 @@ def read_answers(folder: Path) -> Iterator[Answered]:
     """Every answer in a folder, in a fixed order."""
     paths = sorted(folder.glob("answers-*.safetensors"))
     require(bool(paths), f"{folder} holds no answers")
-    temperatures = json.loads((folder / _SETTINGS).read_text())["temperatures"]
+    damage = (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError)
+    try:
+        temperatures = list(map(float, json.loads((folder / _SETTINGS).read_text())["temperatures"]))
+    except damage as error:
+        raise GraftError(f"{folder / _SETTINGS} is missing or damaged: make the answers anew") from error
     for path in paths:
-        shard = load_file(path)
-        temperature = float(temperatures[int(path.stem.rsplit("-", 1)[1])])
-        for tokens, num_prompt in zip(
-            shard["tokens"].int().split(shard["lengths"].tolist()), shard["num_prompt_tokens"].tolist(), strict=True
-        ):
+        try:
+            shard = load_file(path)
+            temperature = temperatures[int(path.stem.rsplit("-", 1)[1])]
+            texts = shard["tokens"].int().split(shard["lengths"].tolist())
+            answers = list(zip(texts, shard["num_prompt_tokens"].tolist(), strict=True))
+        except damage as error:
+            raise GraftError(f"{path} is damaged: delete it, and its answers are made anew") from error
+        for tokens, num_prompt in answers:
             yield Answered(tokens, num_prompt, temperature)
 
 

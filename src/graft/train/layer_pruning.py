@@ -156,7 +156,7 @@ def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
         known = content.pop("facts")
         order = RemovalOrder(**content)
         order.removed = [(layer, divergence) for layer, divergence in order.removed]
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraftError(f"{path} is damaged: delete it to measure anew") from error
     return order if known == dict(facts) else None
 

@@ -260,7 +260,10 @@ class _State:
         self.optimizer.load_state_dict(state["optimizer"])
         require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
         lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn
-        lines = [line for line in lines if json.loads(line)["step"] < done]
+        try:
+            lines = [line for line in lines if json.loads(line)["step"] < done]
+        except (ValueError, KeyError, TypeError) as error:
+            raise GraftError(f"{log_path} is damaged: delete it and {self._path.name} to train anew") from error
         log_path.write_text("".join(line + "\n" for line in lines))
         return done
 
