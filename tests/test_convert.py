@@ -1,5 +1,6 @@
 """GGUF conversion: transformers loads the folder, and a turn ends with the token that the registry names."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import Finished
 from graft.hub.convert import convert_gguf
+from graft.hub.pull import convert_once
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
 from graft.tuning.drafters import full_name, is_here
 
@@ -145,6 +148,41 @@ def test_a_gguf_file_is_a_model_and_converted_once(
 
     (folder / "model.safetensors").write_bytes(b"")
     assert "and it is converted again" in graft(*words).err
+
+
+def test_the_conversion_of_a_changed_file_replaces_the_older_one_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(file: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_bytes(file.read_bytes())
+
+    monkeypatch.setenv("GRAFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("graft.hub.convert.convert_gguf", convert)
+    models = tmp_path / "home" / "models"
+
+    def converted(file: Path, content: bytes) -> Path:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+        return convert_once(file)
+
+    mine = tmp_path / "mine" / "tiny.gguf"
+    other = converted(tmp_path / "other" / "tiny.gguf", b"other")
+    longer = converted(tmp_path / "mine" / "tiny-0123456789ab.gguf", b"longer name")
+    older = converted(mine, b"older")
+    unknown, packaged = models / "tiny-ba9876543210", models / "tiny-00"
+    for folder in (unknown, packaged):  # without a manifest, and with a name that no conversion has
+        folder.mkdir()
+    (packaged / "graft.json").write_text(json.dumps({"source": [str(mine)]}))
+    newer = converted(mine, b"newer one")
+    assert not older.exists() and (newer / "weights").read_bytes() == b"newer one"
+    kept = {other, longer, unknown, packaged, newer}
+    assert {path for path in models.iterdir() if not path.name.startswith(".")} == kept
+    assert not list(models.glob(".*scratch*"))
+
+    with FileLock(models / f".{newer.name}.lock"):  # another process is at it
+        newest = converted(mine, b"the newest one")
+    assert newest.exists() and newer.exists()
 
 
 @pytest.mark.parametrize("add_bos", [None, False, True])

@@ -266,6 +266,15 @@ def test_a_model_keeps_what_was_learned_and_can_still_be_copied_and_freed():
     assert gone() is None
 
 
+def test_another_tokenizer_has_an_engine_of_its_own():
+    model, tokenizers = tiny_model(vocab_size=BYTE_VOCAB), [byte_tokenizer(), byte_tokenizer()]
+    ids = torch.tensor([tokenizers[0].encode("graft")])
+    for tokenizer in (*tokenizers, *tokenizers):
+        options = {"text_tokenizer": tokenizer, "max_new_tokens": 4, "do_sample": False}
+        model.generate(ids, custom_generate=graft.decode, **options)
+    assert [engine.tokenizer for engine in model._graft_engines.engines.values()] == tokenizers
+
+
 def test_a_model_whose_weights_change_between_calls_gives_generates_text():
     model, options = tiny_model(), {"max_new_tokens": 20, "do_sample": False}
     ids = torch.randint(5, 50, (1, 150), generator=torch.Generator().manual_seed(0))  # more than a page

@@ -1,12 +1,70 @@
-"""Small things about files that several rooms need."""
+"""Files that are there as a whole or not at all, even if their writer is killed or another writes at the same time."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+_ENDING = ".partial"
 
 
 def sha256_of(path: Path) -> str:
     """The checksum of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
+    """A new file to write, which takes the place of `path` in one step at the end; if writing fails, it is removed.
+
+    Each writer has a file of its own beside `path`, so that several do not mix; the last one stays. What killed writers
+    of `path` have left is removed first. is_private: only the user can read it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial_files(path.parent, f".{path.name}.")
+    file, partial = _new_file(path, 0o600 if is_private else 0o666)
+    with file:  # closed last: until then its lock keeps others from removing it
+        try:
+            yield file
+            file.flush()
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+
+
+def remove_partial_files(folder: Path, beginning: str = "") -> None:
+    """Removes files of this user that `replacing` has left because its process was killed.
+
+    A writer holds a lock on its file, which ends with the process: a file that nobody holds is nobody's any more.
+    """
+    for path in folder.glob("*"):
+        if not (path.name.startswith(beginning) and path.name.endswith(_ENDING)):
+            continue
+        with suppress(OSError):  # another process has removed it, or writes it; or it is no file
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.geteuid():
+                    os.unlink(path)
+            finally:
+                os.close(handle)
+
+
+def _new_file(path: Path, mode: int) -> tuple[BinaryIO, Path]:
+    """A new file beside `path`, on which this process holds a lock."""
+    while True:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_ENDING}")
+        file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if partial.exists():
+                return file, partial
+        file.close()  # before it was locked, another process took it for one that was left

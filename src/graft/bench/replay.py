@@ -18,11 +18,12 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from graft.engine import Engine
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import NUM_SUCCESSORS
@@ -158,10 +159,8 @@ def save_traces(
         for name, value in vars(trace).items()
     }
     about = {"format": FORMAT, "task": task, "vocab_size": vocab_size, "depth": tree.depth, "topk": tree.topk, **facts}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"about": json.dumps(about)})
-    partial.replace(path)
+    with replacing(path, is_private=True) as file:
+        file.write(save(tensors, metadata={"about": json.dumps(about)}))
 
 
 def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
@@ -169,13 +168,16 @@ def read_traces(path: Path) -> tuple[list[Trace], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
-            require(about.get("format") == FORMAT, f"{path} holds no traces that this version reads; record them anew")
+            is_ours = isinstance(about, dict) and about.get("format") == FORMAT
+            require(is_ours, f"{path} holds no traces that this version reads; record them anew")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
+        count = 1 + max(int(name.split("/")[0]) for name in tensors)
+        fields = Trace.__dataclass_fields__
+        return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
+    except GraftError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise GraftError(f"{path} cannot be read as traces: {error}") from error
-    count = 1 + max(int(name.split("/")[0]) for name in tensors)
-    fields = Trace.__dataclass_fields__
-    return [Trace(**{name: _wide(tensors[f"{i}/{name}"]) for name in fields}) for i in range(count)], about
 
 
 class ReplayedDrafter(LevelByLevel):

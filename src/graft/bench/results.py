@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
 from graft.device_info import cpu_name
+from graft.files import replacing
 from graft.machine import num_cores
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
@@ -78,11 +79,12 @@ class Results:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
+        with replacing(folder / "results.json") as file:  # a long run may be stopped at any time
+            file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
         emulated = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
         rows = [emulated | _flat(run) for run in [*self.runs, *self.averages]]
-        with open(folder / "results.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+        with open(folder / "results.csv", "w", newline="", encoding="utf-8") as table:
+            writer = csv.DictWriter(table, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
             writer.writerows(rows)
 
@@ -276,10 +278,3 @@ def _flat(run: Run) -> dict[str, Any]:
         elif name != "by_prompt":
             row[name] = value
     return row
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes atomically: a long run may be stopped at any time."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -111,10 +111,13 @@ def read_header(folder: Path) -> Header:
         raise damaged(path, "has been changed (its checksum differs)")
     if named[2] != sys.byteorder:
         raise DatastoreError(f"{path} was built on a {named[2]}-endian machine: build the index again on this one")
-    shards = content.pop("shards")
-    for shard in shards:
-        shard["parts"] = {name: Part(**part) for name, part in shard["parts"].items()}
-    return Header(**content, shards=tuple(Shard(**shard) for shard in shards))
+    try:
+        shards = content.pop("shards")
+        for shard in shards:
+            shard["parts"] = {name: Part(**part) for name, part in shard["parts"].items()}
+        return Header(**content, shards=tuple(Shard(**shard) for shard in shards))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise damaged(path, "is not a readable header") from error
 
 
 def check_parts(folder: Path, header: Header, whole: bool = False) -> None:

@@ -161,12 +161,14 @@ def _accepted_table(facts: Any, path: Path) -> str:
     """Mean accepted length and speed by task, of a file that `graft bench --out` wrote."""
     try:
         runs = [run for run in [*facts["runs"], *facts["averages"]] if run["method"] != "off"]
-        methods = list(dict.fromkeys(run["method"] for run in runs))
-        tasks = list(dict.fromkeys(run["task"] for run in runs))
+        methods = list(dict.fromkeys(str(run["method"]) for run in runs))
+        tasks = list(dict.fromkeys(str(run["task"]) for run in runs))
         cell = {(r["task"], r["method"]): f"{r['mean_accepted']:.2f} ({r['speedup']:.2f})" for r in runs}
-        place = facts["environment"]
-    except (KeyError, TypeError) as error:
+        place = dict(facts["environment"])
+    except KeyError as error:
         raise GraftError(f"{path} is not what graft bench --out writes: it has no {error}") from error
+    except (TypeError, ValueError) as error:
+        raise GraftError(f"{path} is not what graft bench --out writes: {error}") from error
     head = f"| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}"
     rows = [f"| {task} | {' | '.join(cell.get((task, m), '') for m in methods)} |" for task in tasks]
     device = place.get("gpu") or place.get("device") or place.get("cpu") or "an unnamed device"
@@ -181,8 +183,10 @@ def _load_table(facts: Any, path: Path) -> str:
             f"| {r['concurrency']} | {r['plain']['tokens_per_second']:,.0f} | {r['graft']['tokens_per_second']:,.0f} |"
             for r in facts["results"]
         ]
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: it has no {error}") from error
+    except (TypeError, ValueError) as error:
+        raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: {error}") from error
     return "\n".join(["## Tokens per second by concurrency\n", "| at once | plain | Graft |", "|---|---|---|", *rows])
 
 

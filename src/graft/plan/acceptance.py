@@ -115,7 +115,7 @@ def _averages(path: Path) -> dict[str, dict[str, Any]]:
     except ValueError as error:
         raise GraftError(f"{path} is not JSON: {error}") from error
     runs = content.get("averages") if isinstance(content, dict) else None
-    good = isinstance(runs, list) and all(isinstance(run, dict) and "method" in run for run in runs)
+    good = isinstance(runs, list) and all(isinstance(run, dict) and isinstance(run.get("method"), str) for run in runs)
     if not good or runs is None:
         raise GraftError(f"{path} is not a results.json of graft bench: it has no averages")
     return {run["method"]: run for run in runs}

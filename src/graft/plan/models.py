@@ -144,8 +144,9 @@ def _of_folder(folder: Path) -> ModelShape:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
+    if isinstance(config, dict):
+        config = config.get("text_config", config)  # of a model that sees too
     require(isinstance(config, dict), f"{path} is not a model's config")
-    config = config.get("text_config", config)  # of a model that sees too
     latent = config.get("kv_lora_rank")
     require(not latent, f"{path}: multi-head latent attention is not modelled, its cache and products are others")
     shared = config.get("n_shared_experts") or config.get("shared_expert_intermediate_size")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from graft.errors import GraftError
+
 Log = list[dict[str, float]]
 
 SHOWN = ("loss", "accepted_chain", "accepted_marginal", "accepted_conditional")  # while training
@@ -17,7 +19,11 @@ _TREES = {
 
 
 def read_log(path: Path) -> Log:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        log: Log = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise GraftError(f"{path} is missing or damaged: it is no log of a training run") from error
+    return log
 
 
 def write_card(folder: Path, facts: dict[str, Any], log: Log, text: str) -> None:

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
 from graft.tree.tree import DraftTree
@@ -151,13 +153,20 @@ def read_answers(folder: Path) -> Iterator[Answered]:
     """Every answer in a folder, in a fixed order."""
     paths = sorted(folder.glob("answers-*.safetensors"))
     require(bool(paths), f"{folder} holds no answers")
-    temperatures = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))["temperatures"]
+    damage = (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError)
+    try:
+        temperatures = list(map(float, json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))["temperatures"]))
+    except damage as error:
+        raise GraftError(f"{folder / _SETTINGS} is missing or damaged: make the answers anew") from error
     for path in paths:
-        shard = load_file(path)
-        temperature = float(temperatures[int(path.stem.rsplit("-", 1)[1])])
-        for tokens, num_prompt in zip(
-            shard["tokens"].int().split(shard["lengths"].tolist()), shard["num_prompt_tokens"].tolist(), strict=True
-        ):
+        try:
+            shard = load_file(path)
+            temperature = temperatures[int(path.stem.rsplit("-", 1)[1])]
+            texts = shard["tokens"].int().split(shard["lengths"].tolist())
+            answers = list(zip(texts, shard["num_prompt_tokens"].tolist(), strict=True))
+        except damage as error:
+            raise GraftError(f"{path} is damaged: delete it, and its answers are made anew") from error
+        for tokens, num_prompt in answers:
             yield Answered(tokens, num_prompt, temperature)
 
 
@@ -168,18 +177,15 @@ def spread(answers: Sequence[Answered], count: int) -> list[Answered]:
 
 def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    partial = path.with_suffix(".partial")
     tokens = [token for row in rows for token in row]
     small = max(tokens) < 2**16  # most vocabularies: two bytes a token, which makes large sets easy to move
-    save_file(
-        {
-            "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
-            "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
-            "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
-        },
-        partial,
-    )
-    partial.replace(path)
+    tensors = {
+        "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
+        "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
+        "num_prompt_tokens": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
+    }
+    with replacing(path, is_private=True) as file:
+        file.write(save(tensors))
 
 
 def _same_settings(path: Path, settings: dict[str, object]) -> None:

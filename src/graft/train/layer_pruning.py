@@ -20,7 +20,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.model.decoder_layers import find_layers
+from graft.model.split import find_layers
 
 # Fields of a config that speak of single layers; `check_layers` finds what is missing here.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -155,13 +157,11 @@ def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
         known = content.pop("facts")
         order = RemovalOrder(**content)
         order.removed = [(layer, divergence) for layer, divergence in order.removed]
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise GraftError(f"{path} is damaged: delete it to measure anew") from error
     return order if known == dict(facts) else None
 
 
 def _write_order(path: Path, facts: Mapping[str, Any], order: RemovalOrder) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write((json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n").encode())

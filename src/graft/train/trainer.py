@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.settings import Settings, require
 from graft.train.generate_data import Answered
 
@@ -225,18 +226,15 @@ class _State:
             self._parameters[name].copy_(mean)
 
     def save(self, step: int) -> None:
-        partial = self._path.with_suffix(".partial")
-        torch.save(
-            {
-                "head": self._head.state_dict(),
-                "average": self._average,
-                "optimizer": self.optimizer.state_dict(),
-                "step": step,
-                "run": self._run,
-            },
-            partial,
-        )
-        partial.replace(self._path)
+        state = {
+            "head": self._head.state_dict(),
+            "average": self._average,
+            "optimizer": self.optimizer.state_dict(),
+            "step": step,
+            "run": self._run,
+        }
+        with replacing(self._path) as file:
+            torch.save(state, file)
 
     def resume(self, log_path: Path) -> int:
         """Loads the state and returns the step to go on from; later log lines are dropped."""
@@ -261,9 +259,13 @@ class _State:
         self._average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
         require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
-        lines = log_path.read_text(encoding="utf-8").splitlines()
-        whole = [line for line in lines if line.endswith("}")]  # the last may be torn
-        lines = [line for line in whole if json.loads(line)["step"] < done]
+        lines = [
+            line for line in log_path.read_text(encoding="utf-8").splitlines() if line.endswith("}")
+        ]  # the last may be torn
+        try:
+            lines = [line for line in lines if json.loads(line)["step"] < done]
+        except (ValueError, KeyError, TypeError) as error:
+            raise GraftError(f"{log_path} is damaged: delete it and {self._path.name} to train anew") from error
         log_path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return done
 

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from graft.engine import Engine
+from graft.files import replacing
 from graft.home import graft_home, is_gguf, model_folder
 from graft.hub.drafters import NAMED, name_of, packaged_head
 from graft.hub.registry import PACKAGED_MODELS
@@ -86,11 +87,8 @@ def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[l
 def remember(about: About, result: Measured) -> None:
     """Keeps a result, in place of an earlier one of the same drafter."""
     known = {each.draft: each for each in known_results(about)} | {result.draft: result}
-    path = _path(about)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([asdict(each) for each in known.values()], indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replacing(_path(about)) as file:
+        file.write((json.dumps([asdict(each) for each in known.values()], indent=1) + "\n").encode())
 
 
 def known_results(about: About) -> list[Measured]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from graft.errors import GraftError
+from graft.files import remove_partial_files, replacing
 from graft.home import graft_home
 from graft.settings import require
 from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
@@ -53,6 +53,7 @@ def keep_learned(engine: Engine) -> None:
     """Gives an engine what earlier processes have learned of its model, and keeps what it learns when it goes."""
     about = About.of(engine)
     path = learned_path(about)
+    remove_partial_files(path.parent)  # they hold pieces of the user's texts
     state = _read(path, about)
     # A profile that the user has made since is what the user wants.
     tuned = profile_path(about)
@@ -97,16 +98,11 @@ def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
             both = merged(_read(path, about) or {}, state)
         except (KeyError, IndexError, RuntimeError, ValueError):  # what is there does not fit together
             both = dict(state)
+        remove_partial_files(path.parent)
         tensors = {name: value.cpu().contiguous() for name, value in both.items()}
         facts = {"format": FORMAT, **asdict(About(about.model, about.head, None, None))}
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")  # which the user alone can read
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(save(tensors, metadata={"about": json.dumps(facts)}))
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
+        with replacing(path, is_private=True) as file:
+            file.write(save(tensors, metadata={"about": json.dumps(facts)}))
 
 
 def merged(known: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

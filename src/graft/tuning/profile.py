@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graft.device_info import device_name
 from graft.errors import GraftError
+from graft.files import replacing
 from graft.home import graft_home
 from graft.settings import require
 from graft.spec_decode.proposers.base import named, part_of
@@ -76,11 +77,9 @@ class Profile:
     costs: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {key: value.cpu().contiguous() for key, value in (self.state | named("costs", self.costs)).items()}
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"about": json.dumps({"format": FORMAT, **asdict(self.about)})})
-        partial.replace(path)
+        with replacing(path, is_private=True) as file:
+            file.write(save(tensors, metadata={"about": json.dumps({"format": FORMAT, **asdict(self.about)})}))
 
     @classmethod
     def read(cls, path: Path) -> Profile:

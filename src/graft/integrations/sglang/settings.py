@@ -98,10 +98,10 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
     config = Path(str(server_args.speculative_draft_model_path)) / "config.json"
     if config.is_file():  # of a head on the hub, it is known once it is loaded
         try:
-            architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures")
-        except (OSError, ValueError, AttributeError) as error:
+            architectures = tuple(json.loads(config.read_text(encoding="utf-8")).get("architectures") or ())
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise GraftError(f"cannot read {config}: {' '.join(str(error).split())}") from error
-        check_head(architectures or ())
+        check_head(architectures)
 
 
 class TreeSize(NamedTuple):

@@ -145,6 +145,8 @@ def read_config(folder: Path) -> Json:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise GraftError(f"{path} is missing: give the folder of a draft head or a model") from error
+    except OSError as error:
+        raise GraftError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise GraftError(f"{path} is not valid JSON; copy it again") from error
     require(isinstance(content, dict), f"{path} does not hold settings; copy it again")
@@ -152,7 +154,8 @@ def read_config(folder: Path) -> Json:
 
 
 def architecture_of(config: Json) -> str | None:
-    return (config.get("architectures") or [None])[0]
+    named = config.get("architectures")
+    return str(named[0]) if named and isinstance(named, list) else None
 
 
 def read_weights(
