@@ -26,6 +26,23 @@ UNUSED = {"playwright", "mypy", "ruff"}  # a browser and what reads sources need
 GPU_LIBRARY = re.compile(r"lib(cu|nv|nccl)")
 GPU_FUNCTION = re.compile(r"_*(cu|nv|nccl)", re.IGNORECASE)
 NO_DEVICE = 100  # CUDA's error for a machine without a GPU
+# The kernel's list is of this machine's processors. By it torch finds out whether it may use AVX2.
+PROCESSOR = """processor\t: {0}
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 6
+model name\t: QEMU
+stepping\t: 3
+physical id\t: 0
+core id\t\t: {0}
+apicid\t\t: {0}
+
+"""
+MOUNT = """
+mount -t proc proc "$0/proc"
+if [ -e "$0/cpuinfo" ]; then mount --bind "$0/cpuinfo" "$0/proc/cpuinfo"; fi
+exec chroot "$0" "$@"
+"""
 
 
 def main() -> None:
@@ -41,7 +58,9 @@ def main() -> None:
     archive = subprocess.run(packed, cwd=REPOSITORY, input=files, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", source], input=archive, check=True)
     build(source)
-    enter = ["unshare", "--mount", "sh", "-c", 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"', root]
+    if MACHINE == "x86_64":
+        (root / "cpuinfo").write_text("".join(map(PROCESSOR.format, range(os.cpu_count() or 1))))
+    enter = ["unshare", "--mount", "sh", "-ec", MOUNT, root]
     command = f'cd /src/graft && exec python{PYTHON} -m pytest -p no:cacheprovider -o timeout=3600 "$@"'
     paths = "/src/graft/src:/src/graft/tests:/opt/site"
     # QEMU's usual processor has no AVX2, without which a kernel of ours and most of torch's are not used.
