@@ -36,7 +36,7 @@ from rich.progress import (
 from graft.errors import ModelError
 from graft.files import sha256_of
 from graft.home import model_folder
-from graft.hub.manifest import check_sizes, record_files, sha256_of, sources_of, write_manifest
+from graft.hub.manifest import check_sizes, record_files, sources_of, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 _DIGITS = 12  # of the hash in the name of a converted file's folder

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from graft.errors import GraftError
 from graft.files import replacing
 from graft.model.decoder_layers import find_layers
-from graft.model.split import find_layers
 
 # Fields of a config that speak of single layers; `check_layers` finds what is missing here.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")

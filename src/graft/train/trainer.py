@@ -259,9 +259,8 @@ class _State:
         self._average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
         require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
-        lines = [
-            line for line in log_path.read_text(encoding="utf-8").splitlines() if line.endswith("}")
-        ]  # the last may be torn
+        text = log_path.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.endswith("}")]  # the last may be torn
         try:
             lines = [line for line in lines if json.loads(line)["step"] < done]
         except (ValueError, KeyError, TypeError) as error:
