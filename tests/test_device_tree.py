@@ -257,6 +257,14 @@ def test_candidates_merges_and_steps_are_those_of_the_c_code(seed, made):
     for row, tokens in enumerate(emitted):
         there[row, : len(tokens)] = torch.tensor(tokens)
     lengths = torch.tensor([len(tokens) for tokens in emitted], dtype=torch.int32, device=DEVICE)
+    nodes, places = torch.zeros_like(there), torch.zeros_like(there)
+    accepted, committed = torch.zeros(2, both.num_rows, dtype=torch.int32, device=DEVICE)
+    keys = torch.zeros(both.num_rows, width + 1, dtype=torch.int64, device=DEVICE)
+    outcome.advance(texts, lines, by_row[0], lengths, there, nodes, places, accepted, committed, factors, keys)
+    for text, line, tokens in zip(both.texts, lines.tolist(), emitted, strict=True):
+        ids = [*text.ids, *tokens]
+        assert texts.lengths[line] == len(ids) and texts.own[line, : len(ids)].tolist() == ids
+    assert committed.tolist() == [len(text.ids) - 1 for text in both.texts]
     counted = torch.zeros(2, *both.chances.shape, dtype=torch.int32, device=DEVICE)
-    outcome.count(pool, both.shape, factors, lengths, there, *counted)
+    outcome.count(pool, both.shape, factors, lengths, keys, *counted)
     assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()

@@ -20,7 +20,6 @@ MAX_MATCH = 24  # tokens that are compared
 MAX_LENGTH = 32  # tokens that are copied
 _BLOCK = 1024  # tokens of text that one program scans
 _SPANS = tl.constexpr(16)  # MAX_OCCURRENCES, rounded up to a power of two
-_MATCHES = tuple(tl.constexpr(value) for value in (2, 3, 4, 6, 9, 13, 18, 24))  # lower bounds of the buckets' lengths
 _NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences that go on alike: from 0, 0.3, 0.6 and 0.9
 
 
@@ -357,9 +356,13 @@ def _latest(
 @triton.jit
 def _match_bucket(match: tl.tensor, size: tl.tensor, members: tl.tensor) -> tl.tensor:
     """The score bucket of a copied token: by the length of the match, and the share of occurrences that go on so."""
-    length = tl.zeros_like(size) - 1
-    for bound in tl.static_range(8):
-        length += (match >= _MATCHES[bound]).to(tl.int32)
+    length = (match >= 3).to(tl.int32)  # a match has at least two tokens
+    length += (match >= 4).to(tl.int32)
+    length += (match >= 6).to(tl.int32)
+    length += (match >= 9).to(tl.int32)
+    length += (match >= 13).to(tl.int32)
+    length += (match >= 18).to(tl.int32)
+    length += (match >= 24).to(tl.int32)
     share = (10 * size >= 3 * members).to(tl.int32)
     share += (10 * size >= 6 * members).to(tl.int32)
     share += (10 * size >= 9 * members).to(tl.int32)

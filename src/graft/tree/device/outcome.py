@@ -12,6 +12,7 @@ from graft.tree.device.pool import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape,
 from graft.tree.device.tables import NUM_TABLES, Tables, row_of
 
 _BLOCK = 64  # nodes of one program that learns
+_COUNTED = 128  # nodes of one program that counts
 _NUM_TERMS = tl.constexpr(11)
 # The Taylor series of 2^-f for f from 0 to 1, in parts of 2^30: exponentials are whole numbers, the same everywhere.
 _TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
@@ -31,6 +32,8 @@ def advance(
     places: Tensor,  # [R, P] int32, written: of the accepted nodes in their trees, for the commit
     num_accepted: Tensor,  # [R] int32, written
     lengths: Tensor,  # [R] int32, written: tokens that were committed before the root
+    factors: Tensor,  # int64, by depth
+    emitted: Tensor,  # [R, W + 1] int64, written: by depth, the key of the path that the tokens are
 ) -> None:
     """Appends the new tokens to the texts, and says which keys and values stay."""
     num_rows, width = tokens.shape
@@ -45,6 +48,8 @@ def advance(
         places,
         num_accepted,
         lengths,
+        factors,
+        emitted,
         texts.own.shape[1],
         places.shape[1],
         W=width,
@@ -58,13 +63,12 @@ def count(
     shape: PoolShape,
     factors: Tensor,
     counts: Tensor,  # [R] int32 new tokens of each row
-    tokens: Tensor,  # [R, W] int32
+    emitted: Tensor,  # [R, W + 1] int64 the keys of the paths that they are, see `advance`
     tried: Tensor,  # [agreements, sources, buckets] int32, added to
     fitted: Tensor,  # likewise
 ) -> None:
     """Counts the proposals whose parent's path was emitted with a token behind it, and those that are this token."""
-    width = tokens.shape[1]
-    _count_kernel[(shape.num_rows,)](
+    _count_kernel[(triton.cdiv(shape.width, _COUNTED), shape.num_rows)](
         pool.tokens,
         pool.depths,
         pool.sources,
@@ -74,15 +78,15 @@ def count(
         pool.paths,
         factors,
         counts,
-        tokens,
+        emitted,
         tried,
         fitted,
         *tried.shape[1:],
         pool.capacity,
         shape.width,
-        W=width,
-        WIDTH=triton.next_power_of_2(width + 1),
-        BLOCK=256,
+        emitted.shape[1],
+        BLOCK=_COUNTED,
+        num_warps=2,
     )
 
 
@@ -148,6 +152,8 @@ def _advance_kernel(
     places: tl.tensor,
     num_accepted: tl.tensor,
     lengths: tl.tensor,
+    factors: tl.tensor,
+    emitted: tl.tensor,
     context: tl.int64,
     places_room: int,
     W: tl.constexpr,
@@ -163,6 +169,10 @@ def _advance_kernel(
     fits = (number < count) & (end + number < context)
     tl.store(texts + line.to(tl.int64) * context + end + number, token, mask=fits)
     tl.store(places + row * places_room + number - 1, node - start, mask=(number > 0) & (number < count))
+    factor = tl.load(factors + number + 1, mask=number < count, other=0)
+    key = tl.cumsum((token.to(tl.int64) + 1) * factor, axis=0)
+    tl.store(emitted + row * (W + 1) + number + 1, key, mask=number < count)
+    tl.store(emitted + row * (W + 1), tl.zeros([], tl.int64))
     tl.store(num_accepted + row, tl.maximum(count - 1, 0))
     tl.store(lengths + row, end - 1)
     if count > 0:
@@ -171,7 +181,7 @@ def _advance_kernel(
 
 @triton.jit
 def _count_kernel(
-    pool_tokens: tl.tensor,
+    tokens: tl.tensor,
     depths: tl.tensor,
     sources: tl.tensor,
     buckets: tl.tensor,
@@ -180,47 +190,35 @@ def _count_kernel(
     paths: tl.tensor,
     factors: tl.tensor,
     counts: tl.tensor,
-    tokens: tl.tensor,
+    emitted: tl.tensor,
     tried: tl.tensor,
     fitted: tl.tensor,
     num_sources: int,
     num_buckets: int,
     capacity: int,
     width: int,
-    W: tl.constexpr,
-    WIDTH: tl.constexpr,
+    emitted_room: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
-    row = tl.program_id(0)
-    first = row.to(tl.int64) * capacity
-    length = tl.load(counts + row)
-    # The keys of what was emitted, by depth.
-    depth = tl.arange(0, WIDTH)
-    is_emitted = (depth > 0) & (depth <= length)
-    token = tl.load(tokens + row * W + depth - 1, mask=is_emitted, other=0)
-    factor = tl.load(factors + depth, mask=is_emitted, other=0)
-    emitted = tl.cumsum(tl.where(is_emitted, (token.to(tl.int64) + 1) * factor, 0), axis=0)
-    for start in range(0, width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        path = tl.load(paths + first + place, mask=(place > 0) & (place < width), other=0.0)
-        is_node = path > 0
-        own_depth = tl.load(depths + first + place, mask=is_node, other=0)
-        is_node = is_node & (own_depth <= length)
-        if tl.sum(is_node.to(tl.int32), axis=0) > 0:
-            key = tl.load(keys + first + place, mask=is_node, other=0)
-            own = tl.load(pool_tokens + first + place, mask=is_node, other=0)
-            above = key - (own.to(tl.int64) + 1) * tl.load(factors + own_depth, mask=is_node, other=0)
-            at_depth = own_depth[:, None] == depth[None, :]
-            above_depth = own_depth[:, None] - 1 == depth[None, :]
-            is_fitted = is_node & (key == tl.sum(tl.where(at_depth, emitted[None, :], 0), axis=1))
-            is_tried = is_node & (above == tl.sum(tl.where(above_depth, emitted[None, :], 0), axis=1))
-            source = tl.load(sources + first + place, mask=is_tried, other=0)
-            bucket = tl.load(buckets + first + place, mask=is_tried, other=0)
-            agreed = tl.load(agreement + first + place, mask=is_tried, other=0)
-            cell = (agreed * num_sources + source) * num_buckets + bucket
-            tl.atomic_add(tried + cell, 1, mask=is_tried)
-            tl.atomic_add(fitted + cell, 1, mask=is_tried & is_fitted)
+    """A block of a row's nodes."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    node = row.to(tl.int64) * capacity + block * BLOCK + tl.arange(0, BLOCK)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    is_node = tl.load(paths + node, mask=(place > 0) & (place < width), other=0.0) > 0
+    depth = tl.load(depths + node, mask=is_node, other=0)
+    is_node = is_node & (depth <= tl.load(counts + row))
+    key = tl.load(keys + node, mask=is_node, other=0)
+    token = tl.load(tokens + node, mask=is_node, other=0)
+    above = key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_node, other=0)
+    came = emitted + row * emitted_room + depth
+    is_tried = is_node & (above == tl.load(came - 1, mask=is_node, other=0))
+    is_fitted = is_tried & (key == tl.load(came, mask=is_node, other=0))
+    source = tl.load(sources + node, mask=is_tried, other=0)
+    bucket = tl.load(buckets + node, mask=is_tried, other=0)
+    agreed = tl.load(agreement + node, mask=is_tried, other=0)
+    cell = (agreed * num_sources + source) * num_buckets + bucket
+    tl.atomic_add(tried + cell, 1, mask=is_tried)
+    tl.atomic_add(fitted + cell, 1, mask=is_fitted)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, chance_of, path_of
 
-_BLOCK = 128  # nodes of one program
+_BLOCK = 16  # nodes of one program
+_OTHERS = 256  # nodes that they are compared with at once
 NUM_TRUTHS = 12  # powers of two that path probabilities are told apart by
 
 
@@ -49,8 +50,7 @@ def merge(pool: Pool, shape: PoolShape, scratch: Scratch, chances: Tensor, facto
 
     drafted: the source of drafted nodes.
     """
-    blocks = triton.cdiv(shape.width, _BLOCK)
-    _find_copies_kernel[(blocks, shape.num_rows)](
+    _find_copies_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
         pool.tokens,
         pool.depths,
         pool.needs,
@@ -66,6 +66,7 @@ def merge(pool: Pool, shape: PoolShape, scratch: Scratch, chances: Tensor, facto
         pool.capacity,
         shape.width,
         BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
     )
     _weigh_kernel[(shape.num_rows,)](
         pool.parents,
@@ -95,17 +96,26 @@ def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked, total: Tens
     """
     cap = ranked.nodes.shape[1]
     ranked.paths.zero_()
+    ranked.counts.copy_(caps.clamp(max=0))
     _rank_row_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
-        pool.paths, caps, ranked.nodes, ranked.paths, pool.capacity, shape.width, CAP=cap, BLOCK=_BLOCK
-    )
-    _select_kernel[(shape.num_rows,)](
-        ranked.paths,
+        pool.paths,
         caps,
+        ranked.nodes,
+        ranked.paths,
+        pool.capacity,
+        shape.width,
+        CAP=cap,
+        BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
+    )
+    _select_kernel[(triton.cdiv(cap, _BLOCK), shape.num_rows)](
+        ranked.paths,
         ranked.counts,
         total,
-        shape.num_rows,
+        shape.num_rows * cap,
         CAP=cap,
-        BLOCK=triton.next_power_of_2(cap),
+        BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
     )
 
 
@@ -126,50 +136,46 @@ def _find_copies_kernel(
     capacity: int,
     width: int,
     BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
 ) -> None:
     """A block of nodes against all nodes of their row. new_needs: by node, the least of all copies."""
     block, row = tl.program_id(0), tl.program_id(1)
     first = row.to(tl.int64) * capacity
     own = block * BLOCK + tl.arange(0, BLOCK)
-    inside = own < width
-    path = tl.load(paths + first + own, mask=inside, other=0.0)
+    path = tl.load(paths + first + own, mask=own < width, other=0.0)
     is_node = path > 0
-    if tl.sum(is_node.to(tl.int32), axis=0) > 0:
-        key = tl.load(keys + first + own, mask=is_node, other=0)
-        best, best_at = path, own
-        lowest, highest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32), tl.full([BLOCK], -1, tl.int32)
-        least_need = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-        has_child = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, width, BLOCK):
-            other = start + tl.arange(0, BLOCK)
-            other_path = tl.load(paths + first + other, mask=other < width, other=0.0)
-            is_other = other_path > 0
-            if tl.sum(is_other.to(tl.int32), axis=0) > 0:
-                other_key = tl.load(keys + first + other, mask=is_other, other=0)
-                other_source = tl.load(sources + first + other, mask=is_other, other=0)
-                other_need = tl.load(needs + first + other, mask=is_other, other=0)
-                is_copy = is_node[:, None] & is_other[None, :] & (key[:, None] == other_key[None, :])
-                # Of equally likely copies the first stays.
-                copy_path = tl.where(is_copy, other_path[None, :], -1.0)
-                top = tl.max(copy_path, axis=1)
-                top_at = tl.min(tl.where(is_copy & (copy_path == top[:, None]), other[None, :], 0x7FFFFFFF), axis=1)
-                is_better = (top > best) | ((top == best) & (top_at < best_at))
-                best, best_at = tl.where(is_better, top, best), tl.where(is_better, top_at, best_at)
-                lowest = tl.minimum(lowest, tl.min(tl.where(is_copy, other_source[None, :], 0x7FFFFFFF), axis=1))
-                highest = tl.maximum(highest, tl.max(tl.where(is_copy, other_source[None, :], -1), axis=1))
-                least_need = tl.minimum(least_need, tl.min(tl.where(is_copy, other_need[None, :], 0x7FFFFFFF), axis=1))
-                is_drafted = is_other & (other_source == drafted)
-                if tl.sum(is_drafted.to(tl.int32), axis=0) > 0:
-                    depth = tl.load(depths + first + other, mask=is_drafted, other=0)
-                    token = tl.load(tokens + first + other, mask=is_drafted, other=0)
-                    factor = tl.load(factors + depth, mask=is_drafted, other=0)
-                    above = other_key - (token.to(tl.int64) + 1) * factor
-                    is_child = is_node[:, None] & is_drafted[None, :] & (key[:, None] == above[None, :])
-                    has_child = has_child | tl.max(is_child.to(tl.int32), axis=1)
-        tl.store(kept + first + own, best_at, mask=is_node)
-        tl.store(is_agreed + first + own, (lowest != highest).to(tl.int32), mask=is_node)
-        tl.store(spoke + first + own, has_child, mask=is_node)
-        tl.store(new_needs + first + own, least_need, mask=is_node)
+    if tl.sum(is_node.to(tl.int32), axis=0) == 0:
+        return
+    key = tl.load(keys + first + own, mask=is_node, other=0)
+    source = tl.load(sources + first + own, mask=is_node, other=0)
+    best = tl.zeros([BLOCK], tl.int64)
+    least_need = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, width, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_path = tl.load(paths + first + other, mask=other < width, other=0.0)
+        is_other = other_path > 0
+        if tl.sum(is_other.to(tl.int32), axis=0) > 0:
+            other_key = tl.load(keys + first + other, mask=is_other, other=0)
+            other_source = tl.load(sources + first + other, mask=is_other, other=-1)
+            other_need = tl.load(needs + first + other, mask=is_other, other=0)
+            is_copy = is_other[None, :] & (key[:, None] == other_key[None, :])
+            # The likeliest copy stays, of equally likely ones the first: one number says both.
+            worth = (other_path.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - other).to(tl.int64)
+            best = tl.maximum(best, tl.max(tl.where(is_copy, worth[None, :], 0), axis=1))
+            least_need = tl.minimum(least_need, tl.min(tl.where(is_copy, other_need[None, :], 0x7FFFFFFF), axis=1))
+            # Counted together: copies of other sources, and drafted children.
+            is_drafted = other_source == drafted
+            depth = tl.load(depths + first + other, mask=is_drafted, other=0)
+            token = tl.load(tokens + first + other, mask=is_drafted, other=0)
+            above = other_key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_drafted, other=0)
+            is_child = is_drafted[None, :] & (key[:, None] == above[None, :])
+            is_others = is_copy & (other_source[None, :] != source[:, None])
+            found += tl.sum(is_others.to(tl.int32) + (is_child.to(tl.int32) << 16), axis=1)
+    tl.store(kept + first + own, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=is_node)
+    tl.store(is_agreed + first + own, found & 0xFFFF, mask=is_node)
+    tl.store(spoke + first + own, found >> 16, mask=is_node)
+    tl.store(new_needs + first + own, least_need, mask=is_node)
 
 
 @triton.jit
@@ -232,6 +238,7 @@ def _rank_row_kernel(
     width: int,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
 ) -> None:
     """A block of nodes: how many of their row are likelier. Of equal ones the first goes first."""
     block, row = tl.program_id(0), tl.program_id(1)
@@ -240,11 +247,11 @@ def _rank_row_kernel(
     path = tl.load(paths + first + own, mask=(own > 0) & (own < width), other=0.0)
     if tl.max(path, axis=0) > 0:
         rank = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, width, BLOCK):
-            other = start + tl.arange(0, BLOCK)
-            other_path = tl.load(paths + first + other, mask=(other > 0) & (other < width), other=0.0)
-            is_before = (other_path[None, :] > path[:, None]) | (
-                (other_path[None, :] == path[:, None]) & (other[None, :] < own[:, None])
+        for start in range(0, width, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            there = tl.load(paths + first + other, mask=(other > 0) & (other < width), other=0.0)
+            is_before = (there[None, :] > path[:, None]) | (
+                (there[None, :] == path[:, None]) & (other[None, :] < own[:, None])
             )
             rank += tl.sum(is_before.to(tl.int32), axis=1)
         is_ranked = (path > 0) & (rank < tl.minimum(tl.load(caps + row), CAP))
@@ -255,26 +262,29 @@ def _rank_row_kernel(
 @triton.jit
 def _select_kernel(
     paths: tl.tensor,
-    caps: tl.tensor,
     counts: tl.tensor,
     total: tl.tensor,
-    num_rows: int,
+    size: int,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
 ) -> None:
-    """One row: how many of its nodes are among the `total` likeliest of all. Of equal ones the first row's go first."""
-    row = tl.program_id(0)
-    rank = tl.arange(0, BLOCK)
-    path = tl.load(paths + row * CAP + rank, mask=rank < CAP, other=0.0)
-    before = rank  # its own likelier ones
-    for other in range(num_rows):
-        there = tl.load(paths + other * CAP + rank, mask=rank < CAP, other=0.0)
-        is_before = there[None, :] > path[:, None]
-        is_before = is_before | ((there[None, :] == path[:, None]) & (other < row))
-        before += tl.where(other == row, 0, tl.sum(is_before.to(tl.int32), axis=1))
-    is_chosen = (path > 0) & (before < tl.load(total))
-    count = tl.sum(is_chosen.to(tl.int32), axis=0)
-    tl.store(counts + row, tl.where(tl.load(caps + row) < 0, -1, count))
+    """A block of a row's best: how many are among the `total` likeliest of all. Of equal ones the first goes first."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    rank = block * BLOCK + tl.arange(0, BLOCK)
+    own = row * CAP + rank
+    path = tl.load(paths + own, mask=rank < CAP, other=0.0)
+    if tl.max(path, axis=0) > 0:
+        before = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, size, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            there = tl.load(paths + other, mask=other < size, other=0.0)
+            is_before = (there[None, :] > path[:, None]) | (
+                (there[None, :] == path[:, None]) & (other[None, :] < own[:, None])
+            )
+            before += tl.sum(is_before.to(tl.int32), axis=1)
+        is_chosen = (path > 0) & (before < tl.load(total))
+        tl.atomic_add(counts + row, tl.sum(is_chosen.to(tl.int32), axis=0))
 
 
 def lay_out(
