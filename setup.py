@@ -7,9 +7,12 @@ machine has no C compiler, one comes from the package index for the time of the 
 import os
 import platform
 import shlex
-import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -23,16 +26,23 @@ EXACT = ["-std=c99", "-O2", "-ffp-contract=off", "-pthread"]
 FAST = ["-O2", "-ffp-contract=fast", "-fno-schedule-insns"]
 
 
+@cache
 def own_compiler() -> str | None:
-    """The machine's C compiler, as a command, or None."""
+    """The machine's C compiler, as a command, or None where none works. The user's own choice is taken as it is."""
     usual = sysconfig.get_config_var("CC") or "cc"
-    there = (command for command in (usual, "cc", "gcc", "clang") if all(map(shutil.which, _programs(command))))
-    return os.environ.get("CC") or next(there, None)
+    return os.environ.get("CC") or next(filter(_works, (usual, "cc", "gcc", "clang")), None)
 
 
-def _programs(command: str) -> list[str]:
-    """Of a command such as `ccache gcc -pthread`, what must be there to run it."""
-    return [word for word in shlex.split(command) if not word.startswith("-")]
+def _works(command: str) -> bool:
+    """Whether a command such as `ccache gcc -pthread` makes a library: a compiler may lack the C library's headers."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "try.c")
+        source.write_text("#include <pthread.h>\n#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
+        words = [*shlex.split(command), "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so"))]
+        try:
+            return subprocess.run(words, capture_output=True).returncode == 0
+        except OSError:
+            return False
 
 
 class BuildLibraries(build_ext):
@@ -68,7 +78,8 @@ setup(
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     setup_requires=[] if own_compiler() else [COMPILER_PACKAGE],
     ext_modules=[
-        library("spec_decode._native", "spec_decode/native.c", EXACT),
+        library("tree._native", "tree/native.c", EXACT),
+        library("bench.baselines._baselines", "bench/baselines/baselines.c", EXACT),
         library("model._cpu_linear", "model/cpu_linear.c", FAST),
         *([library("model._cpu_linear_avx2", "model/cpu_linear.c", [*FAST, "-mavx2", "-mfma"])] if IS_X86 else []),
     ],

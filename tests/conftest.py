@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 import garbage
+import graft.bench.baselines
 import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
+from graft.engine.scheduler import Scheduler
+from graft.machine import num_cores, total_memory
+from scheduling import schedulers
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 # httpx reads the certificates of all authorities for every request, which takes longer than most answers.
@@ -26,6 +32,15 @@ hypothesis.settings.register_profile("graft", deadline=None)
 hypothesis.settings.load_profile("graft")
 
 
+WORKER_BYTES = 2 << 30  # that a process of `pytest -n auto` takes at most
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, and no more than there is memory for: a container's share of either may be small."""
+    return max(min(num_cores(), total_memory() // WORKER_BYTES), 1)
+
+
 def pytest_collection_finish() -> None:
     garbage.begin()
 
@@ -34,6 +49,14 @@ def pytest_collection_finish() -> None:
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test's engines learn is not to reach other tests, nor the user."""
     monkeypatch.setenv("GRAFT_KEEP_LEARNED", "0")
+
+
+@pytest.fixture
+def executable_folder(tmp_path: Path) -> Path:
+    """An empty folder whose programs and libraries can be run."""
+    if os.statvfs(tmp_path).f_flag & getattr(os, "ST_NOEXEC", 0):
+        pytest.skip("nothing in the temporary folder may be run: name another in TMPDIR")
+    return tmp_path
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +97,13 @@ def graft_tiny(graft: Callable[..., Finished], model_folder: str) -> Callable[..
         return graft(*words, "--model", model_folder, "--max-new-tokens", "8", stdin=stdin)
 
     return run
+
+
+@pytest.fixture
+def schedule() -> Iterator[Callable[..., Scheduler]]:
+    """Makes schedulers, each over a model of its own, and closes them."""
+    with schedulers() as make:
+        yield make
 
 
 @pytest.fixture

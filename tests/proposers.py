@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.policies import DraftResult, Policy
-from graft.spec_decode.tree import PADDING, DraftTree
+from graft.tree.candidates import Candidates
+from graft.tree.tree import PADDING, DraftTree
 
 
 class RandomTrees(Policy):

@@ -13,8 +13,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from graft.spec_decode.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED
 from graft.spec_decode.proposers.successor_table import _FACTORS
+from graft.tree.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED
 
 NUM_BUCKETS = 16
 MAX_MATCH, MAX_OCCURRENCES = 24, 12

@@ -1,8 +1,10 @@
 """`graft bench`: methods take turns, states do not leak, all methods are counted alike, and results are written."""
 
 import csv
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench import svg
-from graft.bench.ablations import ABLATIONS
+from graft.bench.baselines import ABLATIONS, BASELINES
 from graft.bench.methods import Answer, Method, PolicyMethod
-from graft.bench.peers import make_peer
+from graft.bench.peers import PEERS, make_peer
 from graft.bench.replay import read_traces, save_traces
 from graft.bench.replayed import read_recorded
 from graft.bench.results import Summary
@@ -25,12 +27,13 @@ from graft.bench.runner import BenchSettings, check_states, rotated, run, varian
 from graft.bench.runs import make_methods
 from graft.bench.tasks import BUILT_IN, Question, built_in_tasks, cut, questions
 from graft.cli.bench import DECODING
-from graft.compare import transformers_answer
-from graft.spec_decode.policies import POLICIES
+from graft.cli.bench import bench as bench_command
+from graft.request.stats import Stats
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
-from graft.stats import Stats
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.transformers_reference import transformers_answer
+from heads import SMALL_TREE, make_head
 from tiny import ARCHITECTURES, BYTE_VOCAB, byte_tokenizer, tiny_model
 
 Run = Callable[..., Finished]
@@ -41,8 +44,22 @@ PLOTS = ("speed-against-accepted-length", "acceptance-by-depth", "acceptance-by-
 
 # test_policies.py asks the same of the policies by themselves.
 OWN = sorted(("graft", *ABLATIONS)) + [
-    pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(POLICIES) - {"graft"})
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted(("off", *BASELINES))
 ]
+
+
+def test_help_names_every_method() -> None:
+    (option,) = inspect.signature(bench_command, eval_str=True).parameters["methods"].annotation.__metadata__
+    named = option.help.removesuffix("; comma between.").split(", ")
+    assert named == ["off", *BASELINES, "graft", "graft-without-...", *PEERS]
+
+
+def test_a_load_test_without_its_package_says_what_to_install(graft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    monkeypatch.delitem(sys.modules, "graft.bench.load", raising=False)
+    result = graft("bench", "serve", "--requests", "1")
+    assert result.status == 2
+    assert result.err == "error: httpx2 is missing: pip install 'graft-decoding[bench]'\n"
 
 
 class Learner(Method):
@@ -214,7 +231,6 @@ def test_policy_that_does_not_draft_is_spared_the_features_of_a_drafter():
     assert PolicyMethod("dense", model, drafter)._engine.drafter is drafter
 
 
-PEERS = ("hf", "hf-lookup", "hf-assisted")
 QUICK_PEERS = [(name, each) for name in PEERS for each in ("gpt_neox", "llama", "qwen2_window")]
 OTHER_PEERS = sorted({(name, each) for name in PEERS for each in ARCHITECTURES} - set(QUICK_PEERS))
 
@@ -226,7 +242,7 @@ def test_peer_gives_the_text_of_transformers_and_is_counted_like_ours(name: str,
     model = tiny_model(architecture)
     found = make_peer(name, model, assistant=tiny_model(architecture, seed=1)).answer([PROMPT], SIXTEEN)[0]
     ours = PolicyMethod("off", model).answer([PROMPT], SIXTEEN)[0]
-    assert found.ids == ours.ids == transformers_answer(Engine(model, policy="off"), PROMPT, 16)
+    assert found.ids == ours.ids == transformers_answer(Engine(model, policy="off"), PROMPT, SIXTEEN)
     assert found.stats.tokens == ours.stats.tokens == 16
     assert found.stats.accepted + found.stats.rounds in (16, 17)  # the last round may be cut short
     if name == "hf":

@@ -3,73 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graft import Engine, SamplingSettings
+from block_heads import (
+    HEADS,
+    LONG,
+    MARGINAL,
+    PROMPT,
+    hidden_without_cache,
+    make_engine,
+    make_head,
+    plain_answers,
+    prefilled,
+)
+from graft import Engine
+from graft.bench.baselines.gates import THRESHOLDS
 from graft.loading import load_drafter
-from graft.model import target_for
-from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.gates import THRESHOLDS
-from graft.spec_decode.proposers.block import BlockConfig, BlockHead, save_head
+from graft.request.stats import Clock
+from graft.spec_decode.proposers.block import BlockHead, save_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.stats import Clock
 from tiny import VOCAB, tiny_model
 
-PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
-LONG = (PROMPT * 9)[:67]  # more than a page
 EXACT = BlockTreeSettings(
     width=VOCAB, children=VOCAB, shortlist=VOCAB, nodes=30
 )  # a table of all tokens leaves nothing out
-MARGINAL: dict[str, Any] = {"shifted": False}
-HEADS: dict[str, dict[str, Any]] = {
-    "marginal": MARGINAL,
-    "causal": {"shifted": True, "causal": (True, False), "windows": (6, 3)},
-    "conditional": {"shifted": True, "conditional": True},
-    "markov": {"shifted": False, "markov": "gated", "markov_rank": 5, "causal": (True, True)},
-}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(num_hidden_layers=6)
-
-
-def make_head(model, seed=0, size=5, **changes) -> BlockHead:
-    torch.manual_seed(seed)
-    head = BlockHead(BlockConfig.for_target(model.config, 2, block_size=size, mask_token_id=4, **changes))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    head.borrow_embedding(model.get_input_embeddings().weight)
-    head.borrow_lm_head(model.get_output_embeddings().weight)
-    return head.eval()
-
-
-def settings_of(max_new_tokens):
-    return SamplingSettings(max_new_tokens=max_new_tokens)
-
-
-def prefilled(engine, *prompts):
-    batch = engine.open([s for prompt in prompts for s in engine.new_sequences(prompt, settings_of(30))])
-    engine._prefill(batch)
-    return batch
-
-
-@torch.no_grad()
-def hidden_without_cache(head: BlockHead, model, text: list[int]) -> Tensor:
-    """Hidden states [1, K, H] of the block behind the text's last token, from the whole text."""
-    known = torch.zeros(1, 0, head.fc.in_features)
-    if len(text) > 1:
-        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        known = torch.cat([states[layer] for layer in head.config.target_layers], dim=-1)
-    past = head.context(known, torch.arange(known.shape[1])[None])
-    return head.block(torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), past)
 
 
 @torch.no_grad()
@@ -167,19 +133,6 @@ def test_a_token_that_the_table_does_not_follow_is_a_leaf(model):
     assert (q == 0).any() and (q > 0).any()
     tree = engine.policy.grow(batch, batch.roots(), Clock()).tree
     assert tree.valid.sum(dim=1).tolist() == [min(1 + n, 61) for n in (q > 0).sum(dim=1).tolist()]
-
-
-def make_engine(model, policy, drafter):
-    """Draft passes cost nothing there: how fast this machine drafts does not matter."""
-    target = target_for(model, drafter.hidden_layers)
-    return Engine(model, policy=make_policy(policy, target, drafter, budget=20, pass_cost=0.0), drafter=drafter)
-
-
-@cache
-def plain_answers(model, **options):
-    """The same for all heads."""
-    answers = Engine(model, policy="off").generate_batch([PROMPT, [5], LONG], max_new_tokens=12, **options)
-    return [answer.ids for answer in answers]
 
 
 @pytest.mark.parametrize(

@@ -7,29 +7,20 @@ from itertools import islice
 import pytest
 import torch
 
+from block_heads import HEADS, LONG, PROMPT, hidden_without_cache, make_engine, make_head, plain_answers, prefilled
 from graft import Engine, SamplingSettings
-from graft.bench import methods
+from graft.bench.baselines import gate_calibration
+from graft.bench.baselines.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.bench.methods import PolicyMethod
 from graft.bench.runs import make_methods
+from graft.request.stats import Clock
 from graft.spec_decode.policies import make_policy
-from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, PUBLISHED
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.stats import Clock
-from test_block_drafter import (
-    HEADS,
-    LONG,
-    PROMPT,
-    hidden_without_cache,
-    make_engine,
-    make_head,
-    plain_answers,
-    prefilled,
-)
-from test_drafter import make_head as make_eagle3_head
-from test_drafter import plain_draft
-from test_learning import judged
+from heads import make_head as make_eagle3_head
+from heads import plain_draft
+from judgements import judged
 from tiny import VOCAB, tiny_model
 
 NO_TOKEN_BEFORE = 0
@@ -225,7 +216,7 @@ def test_text_is_that_of_plain_decoding_alone_and_in_a_batch(model, kind, policy
 @pytest.mark.parametrize("kind", ["marginal", "eagle3"])
 def test_a_warm_up_calibrates_the_gates_by_the_chains_that_were_accepted(model, kind, monkeypatch):
     drafter, seen = make_drafter(model, kind), []
-    monkeypatch.setattr(methods, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
+    monkeypatch.setattr(gate_calibration, "chain_thresholds", lambda rounds: seen.extend(rounds) or [0.1, 0.2, 0.3])
     (method,) = make_methods(["block-paper"], model, drafter)
     settings = SamplingSettings(max_new_tokens=12)
     state = method.warm_up([[PROMPT], [LONG]], settings)

@@ -297,18 +297,29 @@ def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
     assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 2, "twice"
 
 
+def test_nodes_and_all_other_tokens_fit_the_largest_step():
+    budget = Budget(StepCost((1, 4, 16), usual_shape("cuda")), 0, 0.0)
+    assert [budget.max_nodes(*given) for given in ((3,), (3, 5), (3, 13), (10, 9))] == [13, 8, 0, 0]
+
+
+def test_steps_between_and_beyond_the_known_sizes_cost_in_proportion():
+    padded, others = (StepCost(sizes, lambda num_tokens: 1 + num_tokens / 10) for sizes in ((1, 4, 16), ()))
+    assert [padded.seconds(count) for count in (1, 3, 5, 32)] == pytest.approx([1.1, 1.4, 2.6, 5.2])
+    assert [others.seconds(count) for count in (1, 5, 20, 1024)] == pytest.approx([1.1, 1.5, 3.0, 104.4])
+
+
 def test_costs_are_kept_and_come_back():
     budget, other = (Budget(StepCost(GRID, usual_shape("cuda")), 3, 0.1) for _ in range(2))
     assert budget.costs() == {}
     budget.step.observe(8, 0.25)
     for seconds in (budget.drafting, budget.host, budget.plain_host):
         seconds.observe(4, 0.125)
-    other.restore_costs(budget.costs() | {"widths": torch.tensor([1, 2]), "pass": torch.tensor(0.5)})
+    other.restore_costs(budget.costs())
     assert other.step.seconds(100) == pytest.approx(budget.step.seconds(100))
     assert other.pass_seconds(9) == pytest.approx(budget.pass_seconds(9)) and other.plain_seconds(2) > 0.25
     fresh = Budget(StepCost(GRID), 3, 0.1)
-    fresh.restore_costs({"widths": torch.tensor([1, 2]), "seconds": torch.tensor([1.0, 2.0])})
-    assert not fresh.step.is_known, "what an older profile has is passed over"
+    fresh.restore_costs({"host_by_rows": budget.costs()["host_by_rows"]})
+    assert not fresh.step.is_known, "what is missing starts anew"
 
 
 def test_a_machine_is_measured_once():

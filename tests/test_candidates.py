@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.spec_decode.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED, Candidates, before_roots
-from graft.spec_decode.tree import PADDING
+from graft.tree.candidates import AGREED, ALONE, NO_TOKEN, OPPOSED, Candidates, before_roots
+from graft.tree.tree import PADDING
 from proposers import assert_is_tree, token_paths
 
 TOKENS = 3  # few, so that equal paths are common

@@ -9,12 +9,25 @@ import warnings
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
+from batches import graphs_of, prefill
+from captured_parts import Small, SmallDrafter, small_target
 from graft import Engine, GraftError, SamplingSettings
-from graft.core.scheduler import Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import TargetRunner, captures
 from graft.model import cuda_graphs as captured
 from graft.model import llama as fast_layers
@@ -25,12 +38,12 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.kv_cache import PAGE
 from graft.model.llama import FastLayers, why_not
+from graft.model.sampler import gumbel_noise
 from graft.model.step import Chunk
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.request.stats import Clock
+from graft.tree.tree import DraftTree
+from heads import SMALL_TREE, make_head
 from proposers import Oracle, RandomTrees, random_tree, tree_of
-from test_captured_drafter import SmallDrafter
-from test_drafter import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,23 +51,12 @@ PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
 FAST = ["llama", "mistral", "qwen2", "qwen2_window", "qwen3"]
 
 
-class Small(CapturedTarget):
-    """Few and small sizes, whose borders short texts and small trees cross."""
-
-    sizes = (1, 4, 8, 16, 64, 256)
-    contexts = (16, 32)
-
-
-def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
-    return Small(model, hidden_layers, chunk_size, exact)
-
-
 @pytest.fixture
 def plain(monkeypatch):
     """Without a GPU, PyTorch in place of kernels; engines run captured steps."""
     if DEVICE == "cpu":
         plain_kernels.use_plain_kernels(monkeypatch)
-    monkeypatch.setattr("graft.engine.target_for", small_target)
+    monkeypatch.setattr("graft.engine.engine.target_for", small_target)
 
 
 def model_of(name, **changes):
@@ -67,7 +69,7 @@ def model_of(name, **changes):
 
 def sizes_of(target):
     """Tokens of the steps that are captured."""
-    return {key[2] for key in target._graphs.steps if key[0] == "step"}
+    return {key[2] for key in graphs_of(target).steps if key[0] == "step"}
 
 
 def logits_of(verified):
@@ -88,7 +90,7 @@ def test_fused_layers_give_what_transformers_gives(name, plain):
         chunks = [logits_of(chunk) for row in (0, 1) for chunk in target.prefill(cache, row, PROMPT[: 12 - 7 * row])]
         verified = target.verify(cache, random_tree(random.Random(1), [3, 4], 5, 61))
         results.append((torch.cat(chunks, dim=1), logits_of(verified), verified.hidden[verified.index]))
-    assert fast._graphs.layers is not None and fast._graphs.failure is None
+    assert graphs_of(fast).layers is not None and graphs_of(fast).failure is None
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
 
 
@@ -162,24 +164,123 @@ def test_captured_steps_give_the_text_of_the_ordinary_runner(name, plain, monkey
     for options in ({}, {"temperature": 1.0, "seed": 5}):
         options = {"max_new_tokens": 16, **options}
         with monkeypatch.context() as ordinary:
-            ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
+            ordinary.setattr("graft.engine.engine.target_for", lambda model, *_: TargetRunner(model))
             expected = Engine(model, policy="off").generate(PROMPT, **options).ids
         engines = [Engine(model, policy="off"), Engine(model, policy=Oracle(expected, len(PROMPT)))]
         engines += [Engine(model, policy=RandomTrees(n)) for n in (2, 7, 20)]
         for engine in engines:
             assert engine.generate(PROMPT, **options).ids == expected
-            assert engine.target._graphs.failure is None
+            assert graphs_of(engine.target).failure is None
         assert engines[1].generate(PROMPT, **options).stats.rounds <= 4
+
+
+@pytest.mark.parametrize("path", [[], [1], [2], [1, 3], [2, 4], [1, 3, 5], [1, 3, 5, 6]])
+def test_whatever_path_is_committed_the_next_logits_are_those_of_the_models_own_forward(path, plain):
+    """A path without gaps stays where it is, and one may begin at its place and leave it further down."""
+    model, target = model_of("llama"), Small(model_of("llama"))
+    tokens, parents = [7, 8, 9, 10, 11, 12, 13], [0, 0, 0, 1, 2, 3, 5]
+    cache = target.open(1, 64)
+    list(target.prefill(cache, 0, PROMPT))
+    target.verify(cache, tree_of([tokens], [parents]))
+    target.commit(cache, [path])
+    found = logits_of(target.verify(cache, tree_of([[14]], [[0]])))[0, 0]
+    text = [*PROMPT, 7, *(tokens[node] for node in path), 14]
+    expected = model(torch.tensor([text], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_commit_in_turn_keep_the_texts_of_the_models_own_forward(plain):
+    """Three rows move their paths, then two of them, then one: what was moved before stays."""
+    model, target = model_of("llama"), Small(model_of("llama"))
+    texts, tokens = [PROMPT, PROMPT[:5], PROMPT[3:]], [7, 8, 9, 10]
+    cache = target.open(3, 64)
+    for row, text in enumerate(texts):
+        list(target.prefill(cache, row, text))
+    for paths in ([[1, 3], [2], [1, 3]], [[2], [1, 3], []], [[], [2], [1]]):
+        target.verify(cache, tree_of([tokens] * 3, [[0, 0, 0, 1]] * 3))
+        target.commit(cache, paths)
+        texts = [[*text, 7, *(tokens[node] for node in path)] for text, path in zip(texts, paths, strict=True)]
+    found = logits_of(target.verify(cache, tree_of([[14]] * 3, [[0]] * 3)))[:, 0]
+    expected = [model(torch.tensor([[*text, 14]], device=DEVICE)).logits[0, -1] for text in texts]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_padding_of_a_step_is_written_to_no_text_of_an_earlier_step(plain):
+    model, target = model_of("llama"), Small(model_of("llama"))
+    cache = target.open(2, 64)
+    for row in range(2):
+        list(target.prefill(cache, row, PROMPT))
+    target.verify(cache, tree_of([[7], [7]], [[0], [0]]))
+    target.commit(cache, [[], []])
+    first, second = (cache.with_rows([row]) for row in cache.rows)
+    target.verify(first, tree_of([[8, 9, 10]], [[0, 0, 1]]))  # a fourth token is padding
+    found = logits_of(target.verify(second, tree_of([[14]], [[0]])))[0, 0]
+    expected = model(torch.tensor([[*PROMPT, 7, 14]], device=DEVICE)).logits[0, -1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_with_settings_of_their_own_are_decoded_as_alone_in_captured_steps(plain):
+    """Rows that are walked choice by choice stand beside rows whose choices the device makes."""
+    model, prompts = model_of("llama"), [PROMPT, PROMPT[:3], PROMPT[2:9], [5]]
+    each = [{}, {"frequency_penalty": 0.7}, {"temperature": 1.0, "seed": 5}, {"temperature": 1, "top_k": 9, "seed": 2}]
+    plainly, engine = Engine(model, policy="off"), Engine(model, policy=RandomTrees(7, merge=True))
+    alone = [plainly.generate(prompt, max_new_tokens=16, **own).ids for prompt, own in zip(prompts, each, strict=True)]
+    together = engine.generate_batch(prompts, each=each, max_new_tokens=16)
+    assert [answer.ids for answer in together] == alone
+
+
+class AnswerPenalty(LogitsProcessor):
+    """Presence and frequency penalties, as OpenAI defines them."""
+
+    def __init__(self, presence=0.0, frequency=0.0):
+        self._presence, self._frequency = presence, frequency
+
+    def __call__(self, input_ids, scores):
+        counts = input_ids[0, len(PROMPT) :].bincount(minlength=scores.shape[1])
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+WARM = TemperatureLogitsWarper(0.8)
+PROCESSORS = {  # by setting: its value, and what transformers does in its place, in its order
+    "logit_bias": ({9: 2.5, 30: -6.0}, [SequenceBiasLogitsProcessor({(9,): 2.5, (30,): -6.0}), WARM]),
+    "repetition_penalty": (2.5, [RepetitionPenaltyLogitsProcessor(2.5), WARM]),
+    "presence_penalty": (5.0, [AnswerPenalty(presence=5.0), WARM]),
+    "frequency_penalty": (5.0, [AnswerPenalty(frequency=5.0), WARM]),
+    "top_k": (2, [WARM, TopKLogitsWarper(2)]),
+    "top_p": (0.5, [WARM, TopPLogitsWarper(0.5)]),
+    "min_p": (0.4, [WARM, MinPLogitsWarper(0.4)]),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too(name, plain):
+    """The text is that of the model's own forwards, with transformers' processor in front of the same noise."""
+    model = model_of("llama")
+    value, processors = PROCESSORS[name]
+
+    def text_by(processors):
+        ids = torch.tensor([PROMPT], device=DEVICE)
+        for position in range(len(PROMPT), len(PROMPT) + 16):
+            scores = LogitsProcessorList(processors)(ids, model(ids).logits[:, -1].float())
+            noise = gumbel_noise(torch.tensor([3]), torch.tensor([position]), 61).to(DEVICE)
+            ids = torch.cat([ids, (scores + noise).argmax(dim=1, keepdim=True)], dim=1)
+        return ids[0, len(PROMPT) :].tolist()
+
+    expected = text_by(processors)
+    assert expected != text_by([WARM]), "without it the text is another"
+    engine = Engine(model, policy=RandomTrees(7))
+    assert engine.generate(PROMPT, temperature=0.8, seed=3, max_new_tokens=16, **{name: value}).ids == expected
+    assert engine.target._graphs.failure is None
 
 
 def test_graphs_move_accepted_paths_in_layers_of_every_shape(plain, monkeypatch):
     model = model_of("gemma4_text")
     with monkeypatch.context() as ordinary:
-        ordinary.setattr("graft.engine.target_for", lambda model, *_: TargetRunner(model))
+        ordinary.setattr("graft.engine.engine.target_for", lambda model, *_: TargetRunner(model))
         expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=12).ids
     engine = Engine(model, policy=Oracle(expected, len(PROMPT)))
     assert engine.generate(PROMPT, max_new_tokens=12).ids == expected
-    assert engine.target._graphs.failure is None and len(engine.target._store.pairs) == 3
+    assert graphs_of(engine.target).failure is None and len(engine.target._store.pairs) == 3
 
 
 def test_trees_that_fit_no_step_together_lose_their_least_likely_nodes(plain, monkeypatch):
@@ -343,7 +444,10 @@ def test_engines_in_several_threads_do_not_write_over_each_others_output(plain, 
     model, wait = model_of("llama"), Small.wait_for
     monkeypatch.setattr(Small, "wait_for", lambda *given: (time.sleep(0.002), wait(*given)))  # others go on meanwhile
     engines = [Engine(model, policy=RandomTrees(6, seed=seed)) for seed in range(2)]
-    assert engines[0].target._graphs is engines[1].target._graphs and engines[0].target.pool is engines[1].target.pool
+    assert (
+        graphs_of(engines[0].target) is graphs_of(engines[1].target)
+        and engines[0].target.pool is engines[1].target.pool
+    )
     prompts = [PROMPT, PROMPT[::-1]]
     expected = [Engine(model, policy="off").generate(prompt, max_new_tokens=24).ids for prompt in prompts]
     decoded = [[], []]
@@ -368,7 +472,7 @@ def test_engines_that_take_turns_share_graphs(plain):
     for _ in range(2):
         engine = Engine(model, policy=RandomTrees(6))
         assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-    assert engine.target.num_setups == num_captured and len(engine.target._graphs.buffers) == 1
+    assert engine.target.num_setups == num_captured and len(graphs_of(engine.target).buffers) == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -501,12 +605,12 @@ def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhil
         short.setattr(Captures, "capture", raising(shortage))
         first = engine.generate(PROMPT, max_new_tokens=20)
         assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
-        num_tries = engine.target._graphs.num_shortages
+        num_tries = graphs_of(engine.target).num_shortages
         assert 1 <= num_tries <= 2 and "captured" in engine.target.mode, "twice if there was something to give back"
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected, "in patience"
     assert engine.target.num_setups == num_tries
-    engine.target._graphs._no_memory_until = 0.0
-    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and engine.target._graphs.num_captured > 2
+    graphs_of(engine.target)._no_memory_until = 0.0
+    assert engine.generate(PROMPT, max_new_tokens=20).ids == expected and graphs_of(engine.target).num_captured > 2
     assert engine.target.mode.startswith("captured") and engine.target.is_exact == exact
 
 
@@ -525,7 +629,7 @@ def test_a_capture_that_another_thread_breaks_into_is_made_again(plain, monkeypa
 
     monkeypatch.setattr(Captures, "capture", interrupted)
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected
-    assert engine.target.mode.startswith("captured") and engine.target._graphs.num_captured > 0
+    assert engine.target.mode.startswith("captured") and graphs_of(engine.target).num_captured > 0
 
 
 def test_captures_that_are_broken_into_now_and_then_are_made_again_for_ever(plain, monkeypatch):
@@ -572,7 +676,7 @@ def test_prompts_are_read_the_same_way_every_time(plain):
     captured_before = []
     for _ in range(3):
         list(target.prefill(target.open(1, 64), 0, PROMPT))
-        captured_before.append(target._graphs.num_captured)
+        captured_before.append(graphs_of(target).num_captured)
     assert captured_before == [2, 2, 2], "chunks of 5 and of 2, by a graph from the first on"
 
 
@@ -601,7 +705,7 @@ def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_t
         assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
     finally:
         CapturedTarget._make_run = run
-    graphs = engine.target._graphs
+    graphs = graphs_of(engine.target)
     assert graphs.num_shortages > 0 and graphs.num_captured == 0 and not kept
     graphs._no_memory_until = 0.0
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
@@ -680,7 +784,7 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy
     sequences = [sequence for batch in batches for sequence in batch.sequences]
     running = batches[0]
     for batch in batches:
-        engine._prefill(batch)
+        prefill(engine, batch)
         if batch is not running:
             running.join(batch)
         engine.run_round(running, clock)
@@ -689,4 +793,4 @@ def test_a_batch_that_joins_a_running_one_goes_on_in_its_own_pages(plain, policy
         if running.sequences:
             engine.run_round(running, clock)
     assert [sequence.new_ids for sequence in sequences] == expected
-    assert engine.target._graphs.failure is None
+    assert graphs_of(engine.target).failure is None

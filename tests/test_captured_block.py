@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from block_heads import make_head
+from captured_parts import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
 from graft import Engine
 from graft.model import TargetRunner
 from graft.model.captures import Captures
@@ -23,8 +25,6 @@ from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.block.fused_head import why_not
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
-from test_block_drafter import make_head
-from test_captured_drafter import DEVICE, PROMPT, SmallTarget, StaticTarget, Text, assert_alike
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)
@@ -199,7 +199,7 @@ def test_another_root_than_was_drafted_ahead_for_is_drafted_for(plain, model):
 def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, target, policy):
     runs = []
     for runner, kind in ((target, SmallDrafter), (lambda model, layers, *_: TargetRunner(model, layers), BlockDrafter)):
-        monkeypatch.setattr("graft.engine.target_for", runner)
+        monkeypatch.setattr("graft.engine.engine.target_for", runner)
         drafter = kind(make_head(model, **HEADS["conditional"]).to(DEVICE), TREE)
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
@@ -214,7 +214,7 @@ def test_text_is_the_same_and_as_much_is_accepted(plain, monkeypatch, model, tar
 
 
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = CapturedBlockDrafter(make_head(model, **HEADS["marginal"]).to(DEVICE), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     engine.warm_up(max_tokens=64, max_rows=2)

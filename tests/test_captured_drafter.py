@@ -1,25 +1,22 @@
 """The captured EAGLE-3 drafter without a GPU, its graphs called instead of replayed: against the eager drafter."""
 
 import gc
-import random
 import warnings
-from itertools import islice
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
+from batches import prefill
+from captured_parts import DEVICE, PROMPT, SmallDrafter, SmallTarget, StaticTarget, Text, assert_alike, drafter_of
 from graft import Engine, SamplingSettings
 from graft.bench.replay import Recorder, record
 from graft.model import NoRoomError, PagePool, TargetRunner
-from graft.model.captures import Captures, Event
+from graft.model.captures import Captures
 from graft.model.cuda_graphs import CapturedTarget
-from graft.model.kernels import eagle3 as eagle3_kernels
-from graft.model.runner import outputs_of
 from graft.model.sampler import Sampler
-from graft.model.step import Chunk
-from graft.model.verified import Step
+from graft.request.stats import Clock
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.grafter import Grafter
@@ -27,51 +24,12 @@ from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
-from proposers import random_tree
-from test_drafter import SMALL_TREE, Eagle3Drafter, make_head
+from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
+from graft.tree.tree import DraftTree
+from heads import SMALL_TREE
 from tiny import tiny_model
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
-
-
-class StaticTarget(TargetRunner):
-    """Eager steps that leave their output where captured ones do, at the same place each time."""
-
-    def __init__(self, model, hidden_layers=(), chunk_size=256, exact=False):
-        super().__init__(model, hidden_layers, chunk_size)
-        self._hidden = torch.full((512, len(hidden_layers) * model.config.hidden_size), torch.nan, device=model.device)
-
-    def _run(self, step, num_run=0):
-        tree, chunks = super()._run(step, num_run)
-        logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
-        self._hidden[: len(hidden)] = hidden
-        columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))
-        captured = Step(
-            tokens=columns[0],
-            parents=columns[1],
-            rows=columns[4],
-            depths=columns[3],
-            starts=by_row[0],
-            counts=by_row[1],
-            best=logits.argmax(dim=1).int(),
-            chosen=torch.zeros(len(logits), dtype=torch.int64),
-            judged=Event(self.device),
-        )
-        return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
-
-
-class SmallTarget(CapturedTarget):
-    """Contexts whose borders short texts cross."""
-
-    contexts = (16, 32)
-
-
-class SmallDrafter(CapturedEagle3Drafter):
-    contexts = (16, 32)
 
 
 class Resting:
@@ -107,100 +65,16 @@ class Never:
         return next((number for number, token in enumerate(tokens) if token in self._tokens), len(tokens))
 
 
-@pytest.fixture(params=[StaticTarget, SmallTarget])
+@pytest.fixture(params=[pytest.param(StaticTarget, marks=pytest.mark.slow), SmallTarget])  # the second is the product's
 def engines(plain, monkeypatch, request):
     """Engines run steps whose output the device can go on from."""
-    monkeypatch.setattr("graft.engine.target_for", request.param)
+    monkeypatch.setattr("graft.engine.engine.target_for", request.param)
     return request.param
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model().to(DEVICE)
-
-
-def drafter_of(kind, model, settings=SMALL_TREE):
-    return kind(make_head(model).to(DEVICE), settings)
-
-
-class Text:
-    """Rows of a target and of a drafter, without an engine."""
-
-    def __init__(self, model, kind, settings=SMALL_TREE, target=StaticTarget):
-        self.drafter = drafter_of(kind, model, settings)
-        self.target = target(model, self.drafter.hidden_layers)
-        self.rng = random.Random(0)
-
-    def go_on_from(self, row):
-        """Another row with the same text."""
-        other = self.target.pool.open_row(200)
-        self.target.pool.copy(row, other)
-        return other
-
-    def open(self, *prompts, shuffled=False):
-        """A cache and a state whose rows have read all but the last token of their prompts."""
-        pool = self.target.pool
-        caches = [self.target.open(1, 0 if shuffled else 300) for _ in prompts]
-        if shuffled:  # pages of the rows lie between each other's
-            for slots in range(64, 300, 64):
-                for cache in reversed(caches):
-                    pool.ensure(cache.rows[0], slots)
-        cache = self.target.cache_of([cache.rows[0] for cache in caches])
-        state = self.drafter.open(cache)
-        for row, prompt in enumerate(prompts):
-            self.read(cache, state, row, prompt)
-        return cache, state
-
-    def read(self, cache, state, row, prompt, chunk=100):
-        for start in range(0, len(prompt) - 1, chunk):
-            tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
-            _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
-            self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
-
-    def round(self, cache, state, roots, width=6, ahead=False, reading=None):
-        """Verifies random trees, and takes some path of each. Returns the new roots.
-
-        reading: a cache and a state of one row, whose prompt is read in the same step.
-        """
-        tree = random_tree(self.rng, roots, width, 61)
-        chunks = [Chunk(reading[0].rows[0], PROMPT[:-1])] if reading else []
-        verified, read = self.target.step(cache, tree, chunks)
-        nodes, tokens = [], []
-        for row in range(len(roots)):
-            path = [0]
-            while below := [
-                node
-                for node in range(1, tree.width)
-                if int(tree.sources[row, node]) == 1 and int(tree.parents[row, node]) == path[-1]
-            ]:
-                path.append(self.rng.choice(below))
-                if self.rng.random() < 0.3:
-                    break
-            nodes.append(path[1:])
-            tokens.append([*tree.tokens[row, path[1:]].tolist(), self.rng.randrange(61)])
-        if ahead:
-            chosen = torch.full((sum(verified.counts),), 62, device=self.target.device)
-            for row, (path, new) in enumerate(zip(nodes, tokens, strict=True)):
-                chosen[verified.index[row, [0, *path]]] = torch.tensor(new, device=chosen.device)
-            self.drafter.draft_ahead(state, verified, chosen)
-        self.target.commit(cache, nodes)
-        self.drafter.learn(state, verified, nodes, tokens)
-        if reading:
-            self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
-        return [new[-1] for new in tokens]
-
-    def levels(self, state, count=4, keep=None, stops=None):
-        roots = torch.zeros(len(state.rows), dtype=torch.int64)
-        return list(islice(self.drafter.levels(state, roots, keep, stops), count))
-
-
-def assert_alike(levels, others):
-    """The same nodes; and probabilities but for the last bits."""
-    assert len(levels) == len(others)
-    for level, other in zip(levels, others, strict=True):
-        assert torch.equal(level.tokens, other.tokens.cpu()) and torch.equal(level.parents, other.parents.cpu())
-        for name in ("probabilities", "path_probabilities"):
-            torch.testing.assert_close(getattr(level, name), getattr(other, name), atol=1e-5, rtol=1e-3)
 
 
 def both(model, **options):
@@ -448,7 +322,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
         (engines, SmallDrafter),
         (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
     ):
-        monkeypatch.setattr("graft.engine.target_for", target)
+        monkeypatch.setattr("graft.engine.engine.target_for", target)
         drafter = drafter_of(kind, model)
         engine = Engine(
             model, policy=make_policy(policy, TargetRunner(model), drafter, 9, pass_cost=0.0), drafter=drafter
@@ -459,7 +333,7 @@ def test_a_head_drafts_the_same_from_captured_hidden_states(policy, engines, mon
 
 
 def test_steps_that_are_not_captured_are_drafted_from_as_well(plain, monkeypatch, model):
-    monkeypatch.setattr("graft.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
+    monkeypatch.setattr("graft.engine.engine.target_for", lambda model, layers, *_: TargetRunner(model, layers))
     runs = []
     for kind in (SmallDrafter, Eagle3Drafter):
         drafter = drafter_of(kind, model)
@@ -536,7 +410,7 @@ def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
 
 @pytest.mark.parametrize("policy_name", ["graft", pytest.param("dense", marks=pytest.mark.slow)])
 def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkeypatch, model, policy_name):
-    monkeypatch.setattr("graft.engine.target_for", CapturedTarget)
+    monkeypatch.setattr("graft.engine.engine.target_for", CapturedTarget)
     drafter = drafter_of(CapturedEagle3Drafter, model)
     engine = Engine(model, policy=policy_name, drafter=drafter)
     # Whether drafting pays on this machine, and now, is another matter.
@@ -576,7 +450,7 @@ def test_a_recorders_drafts_are_those_after_the_recorded_answer(engines, monkeyp
         (engines, SmallDrafter),
         (lambda model, layers, *_: TargetRunner(model, layers), Eagle3Drafter),
     ):
-        monkeypatch.setattr("graft.engine.target_for", target)
+        monkeypatch.setattr("graft.engine.engine.target_for", target)
         drafter = drafter_of(kind, model)
         engine = Engine(model, policy=Recorder(drafter), drafter=drafter)
         traces.append(record(engine, [PROMPT, PROMPT[3:]], 22))
@@ -594,11 +468,11 @@ def test_drafts_go_on_when_rows_end_join_and_rest(engines, monkeypatch, model):
         settings = [SamplingSettings(max_new_tokens=count) for count in (24, 12, 20)]
         made = [engine.new_sequences(prompt, own)[0] for prompt, own in zip(prompts, settings, strict=True)]
         batch, clock = engine.open(made[:2]), Clock()
-        engine._prefill(batch)
+        prefill(engine, batch)
         for number in range(40):
             if number == 3:  # one joins
                 other = engine.open(made[2:])
-                engine._prefill(other)
+                prefill(engine, other)
                 batch.join(other)
             policy = engine.policy
             if number in (1, 2, 6):  # plain rounds

@@ -8,7 +8,7 @@ import pytest
 
 import graft as library
 from conftest import Finished
-from graft.detokenizer import TextStream
+from graft.request.detokenizer import TextStream
 
 Run = Callable[..., Finished]
 

@@ -1,8 +1,11 @@
 """`graft check` and `graft.compare`: differences are found, named, and told from exact ties."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ import graft as library
 from conftest import Finished
 from graft import SamplingSettings
 from graft import compare as checking
-from graft.compare import Answer, compare, find_difference, first_difference, plain_twin
+from graft.compare import Answer, Difference, compare, find_difference, first_difference, plain_twin
+from graft.model.sampler import Sampler
+from graft.transformers_reference import processors
 from proposers import Oracle
 from tiny import tiny_model
 
@@ -93,8 +98,19 @@ def test_exact_tie_is_told_and_excused(
     assert "an exact tie" in result.out
 
 
-def test_sampled_text_is_not_compared_with_transformers(graft_tiny: Run, data: str, wrong_reference: None) -> None:
-    result = graft_tiny("check", "--data", data, "--temperature", "0.8", "--seed", "3")
+def test_sampled_text_is_compared_with_transformers_too(graft_tiny: Run, data: str, wrong_reference: None) -> None:
+    result = graft_tiny("check", "--data", data, "--temperature", "0.8", "--top-k", "40", "--seed", "3")
+    assert result.status == 1
+    lines = result.out.splitlines()
+    assert lines[1] == "compared with plain decoding and transformers"
+    place = lines.index(f"first difference: {data}, prompt 2 (id b), new token 3")
+    assert ", score " in lines[place + 2] and lines[place + 3] == "  not a tie: the scores are not equal"
+
+
+def test_text_that_ends_at_a_stop_text_is_compared_with_plain_decoding_alone(
+    graft_tiny: Run, data: str, wrong_reference: None
+) -> None:
+    result = graft_tiny("check", "--data", data, "--stop", "no such text")
     assert result.status == 0
     assert "compared with plain decoding\n" in result.out
 
@@ -168,3 +184,122 @@ def test_compare_counts_what_was_accepted_and_finds_a_wrong_token() -> None:
     comparison = compare(other, plain, PROMPT, settings)
     assert comparison.difference is not None
     assert comparison.difference.expected.decoder == "plain"
+
+
+# The rule of sampled answers, against transformers' own parts
+
+EVERYTHING: dict[str, Any] = {
+    "temperature": 1.5,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": {5: 2.0, 7: -3.0, 20: 1.5},
+    "min_tokens": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> library.Engine:
+    model = tiny_model()
+    model.generation_config.eos_token_id = [2, 5, 11]
+    return library.Engine(model, policy="off")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EVERYTHING,
+        {**EVERYTHING, "ignore_eos": True, "stop_token_ids": [20, 21]},
+        {**EVERYTHING, "temperature": 0.0, "min_tokens": 16},
+    ],
+    ids=["drawn", "with other endings", "greedy"],
+)
+def test_answers_are_those_of_transformers_own_processors(plain: library.Engine, options: dict[str, Any]) -> None:
+    lengths = set()
+    for seed in range(3):
+        settings = SamplingSettings(max_new_tokens=20, seed=seed, **options)
+        answer = plain.generate(PROMPT, **vars(settings)).ids
+        engine = library.Engine(plain.target.model, policy=Oracle(answer, len(PROMPT)))
+        assert checking.comparable_to_transformers(engine, settings)
+        assert compare(engine, plain, PROMPT, settings).difference is None
+        lengths.add(len(answer))
+    assert min(lengths) >= options["min_tokens"]
+
+
+def first_seen(plain: library.Engine, **options: Any) -> Difference | None:
+    """The first difference of a few answers, decoded plainly; greedy ones are all the same."""
+    for seed in range(6 if options.get("temperature") else 1):
+        settings = SamplingSettings(**{"max_new_tokens": 10, "seed": seed, **options})
+        if (difference := compare(plain, plain, PROMPT, settings).difference) is not None:
+            return difference
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "forgotten"),
+    [
+        ({"temperature": 2.0, "top_k": 3}, {"top_k": 0}),
+        ({"temperature": 2.0, "top_p": 0.5}, {"top_p": 1.0}),
+        ({"temperature": 2.0, "min_p": 0.4}, {"min_p": 0.0}),
+        ({"logit_bias": {20: 4.0}}, {"logit_bias": {}}),
+        ({"logit_bias": {5: 40.0}, "min_tokens": 3}, {"min_tokens": 2}),
+        ({"repetition_penalty": 2.0}, {"repetition_penalty": 1.0}),
+        ({"presence_penalty": 2.0}, {"presence_penalty": 0.0}),
+        ({"frequency_penalty": 1.0}, {"frequency_penalty": 0.0}),
+        ({"temperature": 1.0}, {"seed": 1_000}),
+    ],
+    ids=lambda given: next(iter(given)) if len(given) == 1 else None,
+)
+def test_a_setting_that_the_sampler_forgets_is_a_difference(
+    plain: library.Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], forgotten: dict[str, Any]
+) -> None:
+    """Plain decoding has the same sampler, so that only transformers can tell."""
+    begin = Sampler.__init__
+
+    def forgetful(self: Sampler, settings: Sequence[SamplingSettings], *others: Any) -> None:
+        begin(self, [replace(each, **forgotten) for each in settings], *others)
+
+    monkeypatch.setattr(Sampler, "__init__", forgetful)
+    difference = first_seen(plain, **options)
+    assert difference is not None and difference.expected.decoder == "transformers"
+    assert not difference.is_tie
+
+
+def test_a_frequency_penalty_that_counts_once_is_a_difference(
+    plain: library.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Sampler._remember
+
+    def once(self: Sampler, tokens: torch.Tensor, walking: Sequence[bool]) -> None:
+        right(self, tokens, walking)
+        assert self._counts is not None
+        self._counts.clamp_(max=1)
+
+    options = {"frequency_penalty": 0.3, "max_new_tokens": 16, "ignore_eos": True}
+    assert first_seen(plain, **options) is None
+    monkeypatch.setattr(Sampler, "_remember", once)
+    assert first_seen(plain, **options) is not None
+
+
+def test_a_token_that_the_settings_exclude_is_no_tie() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[6] = model.lm_head.weight[7]
+    settings = SamplingSettings(temperature=1.0, logit_bias={6: -math.inf, 7: -math.inf}, seed=1)
+    rule = processors(library.Engine(model, policy="off"), settings, len(PROMPT))
+    difference = find_difference(model, PROMPT, Answer("plain", [6]), Answer("graft", [7]), rule)
+    assert difference is not None and difference.expected.score is None
+    assert difference.expected.logit == difference.found.logit and not difference.is_tie
+
+
+def test_equal_logits_are_no_tie_where_the_noise_differs() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[6] = model.lm_head.weight[7]
+    rule = processors(library.Engine(model, policy="off"), SamplingSettings(temperature=1.0, seed=1), len(PROMPT))
+    difference = find_difference(model, PROMPT, Answer("plain", [6]), Answer("graft", [7]), rule)
+    assert difference is not None and difference.expected.logit == difference.found.logit
+    assert not difference.is_tie

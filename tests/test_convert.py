@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import Finished
-from graft.drafters import full_name, is_here
 from graft.hub.convert import convert_gguf
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS
+from graft.tuning.drafters import full_name, is_here
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "ab", "bc"]
 HIDDEN = 8

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from batches import prefill
+from block_heads import make_head as make_block_head
 from conftest import Finished
 from graft import Engine, GraftError, SamplingSettings, load
 from graft.bench.cost_emulation import widen, widen_head
@@ -23,8 +25,7 @@ from graft.spec_decode.proposers.block import save_head as save_block_head
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head, save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_block_drafter import make_head as make_block_head
-from test_drafter import SMALL_TREE, make_head
+from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, tiny_model
 
 Run = Callable[..., Finished]
@@ -126,7 +127,7 @@ def test_widened_head_drafts_the_same_and_as_much_is_accepted(model, changes):
     drafts = []
     for engine in engines:
         batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=32)))
-        engine._prefill(batch)
+        prefill(engine, batch)
         drafts.append(list(islice(engine.drafter.levels(batch.draft, batch.roots()), 4)))
     for own, wide in zip(*drafts, strict=True):
         assert torch.equal(own.tokens, wide.tokens) and torch.equal(own.parents, wide.parents)
@@ -166,7 +167,7 @@ def test_widened_block_head_drafts_the_same_and_as_much_is_accepted(model, kind)
     for its_model, its_head in ((model, head), (widened, wide_head)):
         engine = Engine(its_model, policy="dense", drafter=BlockDrafter(its_head, BlockTreeSettings(width=8, nodes=12)))
         batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=16)))
-        engine._prefill(batch)
+        prefill(engine, batch)
         drafts.append(next(iter(engine.drafter.passes(batch.draft, batch.roots()))))
         answers.append(engine.generate(PROMPT, max_new_tokens=16))
     for own, wide in zip(*drafts, strict=True):

@@ -1,6 +1,7 @@
 """The CPU kernel for few tokens: torch's results, the model's own parameters, and no harm where it cannot be had."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -147,3 +148,13 @@ def test_threads_are_those_of_torch():
             assert torch.equal(cpu.few_tokens_linear(x, weight), expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_torchs_openmp_is_found_whatever_its_folder_is_called(monkeypatch, tmp_path):
+    folder = os.fsencode(tmp_path / "my env") + b"\xe9"
+    own, other = folder + b"/torch/lib/libgomp.so.1", b"/usr/lib/libgomp.so.1"
+    lines = [b"7f00-7f01 r-xp 00000000 fe:00 1   %s" % path for path in (other, own, own, b"/usr/lib/libm.so.6")]
+    maps = tmp_path / "maps"
+    maps.write_bytes(b"\n".join([b"7e00-7e01 rw-p 00000000 00:00 0", *lines, b""]))
+    monkeypatch.setattr(cpu, "MAPS", maps)
+    assert cpu._openmp_libraries() == [os.fsdecode(own), os.fsdecode(other)]

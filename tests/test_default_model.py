@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from graft import Engine, load
-from graft.core.scheduler import Scheduler
+from graft.engine.scheduler import Scheduler
 from graft.hub.registry import DEFAULT_MODEL
 from graft.loading import load_drafter
-from test_scheduler import Asked
+from scheduling import Asked
 
 QUESTION = [{"role": "user", "content": "Repeat exactly, twice: the cat sat on the mat, the dog lay by the door."}]
 

@@ -5,52 +5,23 @@ from itertools import islice
 import pytest
 import torch
 
+from batches import prefill
 from graft import Engine, GraftError, SamplingSettings
-from graft.sequence import TreeRow
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock
 from graft.spec_decode.acceptance import walk
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from graft.spec_decode.proposers.eagle3.head import Eagle3Config, Eagle3Head
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
-from tiny import VOCAB, tiny_model
+from graft.tree.tree import DraftTree
+from heads import SMALL_TREE, make_head, plain_draft
+from tiny import tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
-SMALL_TREE = TreeSettings(depth=3, topk=3, total_token=9)
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(num_hidden_layers=6)
-
-
-def make_head(model, seed=0):
-    torch.manual_seed(seed)
-    head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=40))
-    head.set_vocabulary(torch.randperm(VOCAB)[:40].sort().values)
-    head.target_embedding = model.get_input_embeddings().weight.detach()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    return head
-
-
-def plain_draft(head, model, tokens, path):
-    """q over the target's vocabulary after `tokens` and a drafted path, recomputed from nothing, entry by entry."""
-    with torch.no_grad():
-        states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-        hidden = head.fuse(torch.cat([states[layer] for layer in head.config.target_layers], dim=-1))
-        entries = torch.tensor([tokens[1:]])
-        for token in [*path, None]:
-            positions = torch.arange(entries.shape[1])[None]
-            output, _ = head(head.embed(entries), hidden, positions)
-            if token is not None:
-                entries = torch.cat([entries, torch.tensor([[token]])], dim=1)
-                hidden = torch.cat([hidden, output[:, -1:]], dim=1)
-        q = torch.zeros(VOCAB)
-        q[head.to_target(torch.arange(40))] = head.logits(output[0, -1]).softmax(-1)
-    return q
 
 
 def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(model):
@@ -61,7 +32,7 @@ def test_every_drafted_node_has_the_probability_that_plain_drafting_gives_it(mod
         pass
     tokens = sequences[0].ids
     batch = engine.open(engine.new_sequences(tokens, _settings(12)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     roots = batch.roots()
     for keep, width in ((None, 1 + 3 + 3 * 9), (5, 1 + 3 + 3 * 5), (2, 1 + 4 * 2), (1, 1 + 4)):
         levels = list(islice(engine.drafter.levels(batch.draft, roots, keep), 4))
@@ -85,7 +56,7 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     prompts = [PROMPT, [5, 6], PROMPT * 2]
     sequences = [s for p in prompts for s in engine.new_sequences(p, _settings(20))]
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     for _ in range(6):
         engine.run_round(batch, Clock())
     roots = batch.roots()
@@ -93,7 +64,7 @@ def test_refreshed_features_draft_what_a_fresh_prefill_drafts(model):
     assert sum(s.stats.accepted for s in sequences) > 0, "some nodes were accepted"
     for row, sequence in enumerate(sequences):
         fresh = engine.open(engine.new_sequences(sequence.ids, _settings(4)))
-        engine._prefill(fresh)
+        prefill(engine, fresh)
         new = next(drafter.levels(fresh.draft, roots[row : row + 1]))
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
@@ -149,7 +120,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
     engine = Engine(model, policy="dense", drafter=drafter)
     sequences = engine.new_sequences(PROMPT, _settings(20))
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     for _ in range(4):  # plain rounds
         tree = DraftTree.roots(batch.roots())
         verified = engine.target.verify(batch.cache, tree)
@@ -159,7 +130,7 @@ def test_rounds_without_drafts_leave_their_features_waiting_for_the_next_draft(m
         sequences[0].extend(accepted.tokens[0], accepted.nodes[0], TreeRow(tree, verified.logits, 0, ("root",)))
     late = next(drafter.levels(batch.draft, batch.roots()))
     fresh = engine.open(engine.new_sequences(sequences[0].ids, _settings(4)))
-    engine._prefill(fresh)
+    prefill(engine, fresh)
     new = next(drafter.levels(fresh.draft, fresh.roots()))
     torch.testing.assert_close(late.probabilities, new.probabilities, atol=1e-4, rtol=1e-3)
 
@@ -172,7 +143,7 @@ def test_who_joins_others_that_wait_for_a_draft_drafts_as_alone(model):
         engine.open(engine.new_sequences(prompt, _settings(20))) for prompt in (*prompts, prompts[1])
     )
     for batch in (running, joining, alone):
-        engine._prefill(batch)
+        prefill(engine, batch)
     for _ in range(3):
         engine.run_round(running, Clock())
     running.join(joining)

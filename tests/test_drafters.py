@@ -2,18 +2,20 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from graft import drafters, load
+from graft import load
 from graft.cli import main
-from graft.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
 from graft.engine import Engine
-from graft.spec_decode.profile import About
 from graft.spec_decode.proposers.eagle3 import save_head
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from graft.tuning import drafters
+from graft.tuning.drafters import NONE, Measured, best_draft, full_name, known_results, measure, remember, split_prompts
+from graft.tuning.profile import About
+from heads import make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 ABOUT = About("abc", None, "a machine", "float32")
@@ -124,3 +126,17 @@ def test_tune_measures_and_drafters_lists(model, tmp_path, monkeypatch, capsys):
     assert "Nothing was measured" not in listed
     few = run("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
     assert "Too few prompts" in few.err
+
+
+def test_the_core_knows_no_kind_of_drafter_by_name():
+    """All kinds are in the registry: a new one is a new folder and a line there."""
+    root = Path(drafters.__file__).parent
+    proposers = root / "spec_decode" / "proposers"
+    shared = {"base", "drafter", "registry", "datastore", "ngram_tables", "suffix", "successor_table", "adjacency"}
+    kinds = {path.stem for path in proposers.iterdir()} - shared
+    assert {"block", "eagle3", "early_exit", "mtp", "other_tokenizer", "small_model"} <= kinds
+    core = [root / name for name in ("drafters.py", "engine.py", "loading.py")]
+    core += (root / "spec_decode").glob("*.py")
+    core += [path for room in ("core", "model", "spec_decode/policies") for path in (root / room).rglob("*.py")]
+    named = re.compile(rf"proposers(\.| import .*\b)({'|'.join(sorted(kinds))})\b")
+    assert not [(path.name, line) for path in core for line in path.read_text().splitlines() if named.search(line)]

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import graft
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.cost_emulation import Shape, widen
 from graft.model import TargetRunner
-from graft.model.split import layers_of
-from graft.spec_decode.exit_layer import choose_exit_layer, estimate_exits
+from graft.model.decoder_layers import layers_of
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.profile import About, head_fingerprint
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
+from graft.spec_decode.proposers.early_exit import EarlyExitDrafter, choose_exit_layer
+from graft.spec_decode.proposers.early_exit.exit_layer import estimate_exits
 from graft.spec_decode.proposers.factory import with_tree
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
-from test_drafters import result
-from test_scheduler import Asked, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from graft.tree.tree import DraftTree
+from graft.tuning.profile import About, head_fingerprint
+from scheduling import Asked, undisturbed, unsettled
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -55,7 +55,7 @@ def settled_model(num_settled, **changes):
 
 def prefilled(engine, *texts):
     batch = engine.open([s for text in texts for s in engine.new_sequences(text, SamplingSettings(max_new_tokens=30))])
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 
@@ -147,7 +147,7 @@ def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt()
     assert answer.stats.mean_accepted == CHAIN.depth + 2
 
 
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """Whatever the exit knew wrongly would be rejected."""
     model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
     monkeypatch.setattr("test_scheduler.new_model", lambda: model)
@@ -161,7 +161,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     ]
     scheduler, backs = unsettled(schedule, monkeypatch, EarlyExitDrafter(model, 1, CHAIN), "dense")
     for _ in range(2):  # at the second time beginnings are known
-        with scheduler._changed:
+        with undisturbed(scheduler):
             asked = [Asked(scheduler, prompt, **common | own) for prompt, own in zip(prompts, various, strict=True)]
         assert [request.wait() for request in asked] == expected
         assert [request.job.sequences[0].stats.rounds for request in asked][:2] == [7, 4], "five tokens a round"
@@ -188,8 +188,8 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     drafter = EarlyExitDrafter(model, 2, TREE)
     levels = draft(drafter, prefilled(Engine(model, policy="dense", drafter=drafter), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.target_for", Small)
-    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
+    monkeypatch.setattr("graft.spec_decode.proposers.early_exit.drafter.target_for", Small)
     drafter = EarlyExitDrafter(model, 2, TREE)
     drafter._is_captured = True
     engine = Engine(model, policy="dense", drafter=drafter)
@@ -197,7 +197,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     batch = prefilled(engine, *PROMPTS)
     for level, same in zip(levels, draft(drafter, batch), strict=True):
         assert torch.equal(level.tokens, same.tokens) and torch.equal(level.parents, same.parents)
-    graphs = batch.draft.runner._graphs
+    graphs = graphs_of(batch.draft.runner)
     batch.release()
     answers = engine.generate_batch(PROMPTS, max_new_tokens=12)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
@@ -292,6 +292,21 @@ def test_agreement_is_how_often_the_exit_chooses_the_models_token(model):
     assert estimate.agreement == pytest.approx(sum(map(int.__eq__, chosen, answer)) / 32)
 
 
+def test_answers_end_where_the_model_ends_them_and_at_the_end_of_its_context():
+    model = tiny_model(max_position_embeddings=len(PROMPT) + 6)
+    (estimate,) = estimate_exits(model, [PROMPT], [2])
+    answer = Engine(model, policy="off").generate(PROMPT, max_new_tokens=6).ids
+    model.generation_config.eos_token_id = [answer[1]]
+    (shorter,) = estimate_exits(model, [PROMPT], [2])
+    with torch.no_grad():
+        hidden = model(torch.tensor([PROMPT + answer]), output_hidden_states=True).hidden_states[2]
+        chosen = model.lm_head(model.model.norm(hidden))[0].argmax(dim=-1)[len(PROMPT) - 1 : -1].tolist()
+    same = [mine == its for mine, its in zip(chosen, answer, strict=True)]
+    assert estimate.agreement == pytest.approx(sum(same) / 6) and shorter.agreement == pytest.approx(sum(same[:2]) / 2)
+    with pytest.raises(GraftError, match="a prompt of 14 tokens leaves no room for an answer in a context of 14"):
+        estimate_exits(model, [PROMPT + answer], [2])
+
+
 def test_a_layer_that_will_hardly_pay_is_said_to():
     model = tiny_model()
     with torch.no_grad():
@@ -301,13 +316,13 @@ def test_a_layer_that_will_hardly_pay_is_said_to():
 
 
 def test_a_measured_layer_is_taken_before_others_are_tried():
-    from graft.drafters import drafts_for, remember
+    from graft.tuning.drafters import Measured, drafts_for, remember
 
     model, tokenizer = settled_model(2, num_hidden_layers=8), byte_tokenizer()
     about = About.of_model(model)
     assert "early-exit" in drafts_for("some-model", model)
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 2
-    remember(about, result("early-exit:3", 1.5))
+    remember(about, Measured("early-exit:3", 1.5, 15.0, 2.5, 3.0, 4, "2026-01-31"))
     assert graft.load(model, tokenizer=tokenizer, draft="early-exit", profile=None).drafter.num_layers == 3
     assert graft.load(model, profile=None).drafter.num_layers == 3, "as auto takes the fastest"
     assert "early-exit" not in drafts_for("some-model", model) and "early-exit:3" in drafts_for("some-model", model)
@@ -332,7 +347,7 @@ def test_the_commands_take_an_early_exit(graft, tmp_path):
     assert far.status == 2 and far.err.strip().endswith("must be between 1 and 3: LlamaForCausalLM has 4 layers")
     assert "its first layers" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
     tuned = graft("tune", "--prompts", str(data), "--draft", "early-exit", *named)
-    assert "Exit layer 2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
+    assert "early-exit:2 is the best of those tried" in tuned.err and "Drafter early-exit:2: " in tuned.err, tuned.err
     assert "early-exit:2" in graft("drafters", str(tmp_path / "model"), "--device", "cpu").out
     bench = ("bench", "--methods", "dense,graft", "--data", str(data), "--limit", "1", "--out", str(tmp_path / "out"))
     assert graft(*bench, *named, "--draft", "early-exit:2").status == 0

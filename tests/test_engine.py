@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from graft import Engine, GraftError, load
-from graft.detokenizer import TextStream
 from graft.engine import Stream
 from graft.model.sampler import SamplingSettings
+from graft.request.detokenizer import TextStream
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
@@ -70,6 +70,24 @@ def test_a_stop_string_across_tokens_cuts_where_plain_decoding_stops(byte_model)
         result = speculating(byte_model, free.ids).generate("grafting", max_new_tokens=40, stop=[stop])
         assert (result.text, result.ids, result.finish_reason) == (plain.text, plain.ids, "stop")
         assert result.text == free.text[: free.text.index(stop)]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3, 7])
+def test_a_stop_string_ends_no_answer_before_min_tokens(byte_model, min_tokens):
+    letter = byte_tokenizer().encode("a")[0]
+    options = {"max_new_tokens": 20, "min_tokens": min_tokens, "stop": ["aa"], "logit_bias": {letter: 1000.0}}
+    for engine in (Engine(byte_model, byte_tokenizer(), policy="off"), speculating(byte_model, [letter] * 20)):
+        result = engine.generate("grafting", **options)
+        assert result.ids == [letter] * max(min_tokens, 2) and result.finish_reason == "stop"
+
+
+def test_nothing_behind_a_stop_string_has_a_log_probability(byte_model):
+    free = answer_of(byte_model, max_new_tokens=24)
+    for start in range(3, 9):
+        engine = speculating(byte_model, free.ids)
+        result = engine.generate("grafting", max_new_tokens=24, stop=[free.text[start : start + 2]], logprobs=1)
+        assert [each.token for each in result.choices[0].logprobs] == result.ids == free.ids[: len(result.ids)]
+        assert len(result.ids) < 24
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(byte_model):
@@ -286,7 +304,7 @@ def test_a_text_that_cannot_be_written_ends_its_generation_with_the_reason(monke
     def broken(stream, token, may_stop=True):
         raise RuntimeError("no such token")
 
-    monkeypatch.setattr("graft.detokenizer.TextStream.push", broken)
+    monkeypatch.setattr("graft.request.detokenizer.TextStream.push", broken)
     with pytest.raises(RuntimeError, match="no such token"):
         engine.generate("abc", max_new_tokens=4)
 

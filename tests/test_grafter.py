@@ -12,48 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.spec_decode.acceptance import paths
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.cost_model import StepCost, usual_shape
 from graft.spec_decode.grafter import Grafter, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import PADDING, DraftTree, TreeLinks
+from graft.tree.candidates import Level
+from graft.tree.tree import DraftTree, TreeLinks
+from tree_strategies import path_of, trees
 
 VOCAB = 50
 DOOR = ("grafter", "acceptance", "candidates", "calibration", "budget", "tree", "proposers")
 
 
-def test_the_door_needs_neither_transformers_nor_our_engine():
+def test_the_door_needs_neither_transformers_nor_our_engine_and_our_plugin_no_sglang():
     program = f"""
 import sys
-sys.modules["transformers"] = None
+sys.modules["transformers"] = sys.modules["sglang"] = None
 import {", ".join(f"graft.spec_decode.{name}" for name in DOOR)}
 import graft.model.sampler, graft.model.verified
-assert not [name for name in sys.modules if name in ("graft.engine", "graft.core.batch", "graft.model.runner")]
+assert not [name for name in sys.modules if name in ("graft.engine", "graft.request.batch", "graft.model.runner")]
+import graft.integrations.sglang.plugin, graft.integrations.sglang.rounds
+graft.integrations.sglang.plugin.register()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@st.composite
-def trees(draw):
-    """Trees of any shape, rows of different sizes."""
-    width = draw(st.integers(1, 12))
-    tokens, parents, sources = [], [], []
-    for _ in range(draw(st.integers(1, 3))):
-        count = draw(st.integers(1, width))
-        parents.append([0] + [draw(st.integers(0, node - 1)) for node in range(1, count)] + [0] * (width - count))
-        tokens.append([draw(st.integers(0, 3)) for _ in range(width)])
-        sources.append([0] + [1] * (count - 1) + [PADDING] * (width - count))
-    zeros = torch.zeros(len(tokens), width, dtype=torch.int64)
-    columns = (torch.tensor(tokens), torch.tensor(parents), zeros.float(), torch.tensor(sources), zeros)
-    return DraftTree(width, *columns)
-
-
-def path_of(parents, node):
-    path = [node]
-    while path[-1]:
-        path.append(parents[path[-1]])
-    return path
 
 
 @given(trees())

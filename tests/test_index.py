@@ -25,8 +25,8 @@ from graft.datastore.corpus import Corpus
 from graft.datastore.format import HEADER, PARTS, part_path
 from graft.datastore.lookup import MAX_MATCH, NO_MATCH, Continuation, Datastore
 from graft.errors import GraftError
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.proposers import DatastoreLookup
+from graft.tree.candidates import Candidates
 from tiny import byte_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from graft.model import attention as model_attention
-from graft.model.attention import KernelStep, Layout, two_way_columns
+from graft.model.attention import KernelStep
+from graft.model.layout import Layout, two_way_columns
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
 import plain_kernels
 from graft.model.kernels import attention as attention_kernels
-from graft.model.kernels import block as block_kernels
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import overlap
 from graft.model.kernels import topk as topk_kernels
@@ -26,8 +25,10 @@ from graft.model.kernels.attention import PAGE, Tiles, scratch_size, tree_attent
 from graft.model.kernels.matmul import Products, Tile, can_gate, can_multiply, tile_for
 from graft.model.kv_cache import Row
 from graft.model.step import Chunk, FlatStep
+from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block import tree as block_tree
-from graft.spec_decode.tree import PADDING
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
+from graft.tree.tree import PADDING
 from proposers import tree_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graft import GraftError, load
-from graft.spec_decode import learned
-from graft.spec_decode.profile import About, Profile
 from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
+from graft.tuning import learned
+from graft.tuning.profile import About, Profile
 from tiny import tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5]

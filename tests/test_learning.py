@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft import Engine
-from graft.model import VerifyOutput
 from graft.model.verified import NUM_SUCCESSORS, likeliest
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES, NUM_BUCKETS
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.candidates import NO_TOKEN, Candidates
 from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.base import salt_of
 from graft.spec_decode.proposers.successor_table import COLD, SuccessorTable, SuccessorTables, adjacency_table
 from graft.spec_decode.proposers.suffix import SuffixIndex
+from graft.tree.candidates import NO_TOKEN, Candidates
+from judgements import judged, judged_alone, verified
 from proposers import random_tree, token_paths
 from tiny import VOCAB, tiny_model
 
@@ -67,31 +68,6 @@ def proposed(retriever, candidates, *histories, max_depth=8, first=1):
                 found.setdefault(paths[n], (int(nodes.sources[row, n]) - first, int(nodes.score_bucket[row, n])))
         rows.append(found)
     return rows
-
-
-def verified(tokens, logits):
-    """What the target says after tokens [B, W], by logits [B, W, vocabulary]."""
-    rows, width = tokens.shape
-    flat = logits.flatten(0, 1)
-    return VerifyOutput(tokens, torch.arange(rows * width).view(rows, width), [width] * rows, flat, flat)
-
-
-def judged(ngrams, following, salt=0):
-    """A judgement in which `following[i]` is by far the likeliest after the n-gram (earlier, before, token)."""
-    earlier, before, tokens = zip(*ngrams, strict=True)
-    logits = torch.zeros(len(ngrams), 1, VOCAB)
-    for i, token in enumerate(following):
-        logits[i, 0, token] = 8.0
-        logits[i, 0, (token + 1) % VOCAB] = 4.0
-    return judged_alone(tokens, before, earlier, logits, salt)
-
-
-def judged_alone(tokens, before, earlier, logits, salt=0):
-    """A judgement of one token a text. logits: [texts, 1, vocabulary]"""
-    tokens = torch.tensor(tokens)[:, None]
-    zeros = torch.zeros_like(tokens)
-    said = verified(tokens, logits).likeliest()
-    return TargetTopK(tokens, zeros, zeros, *said, before, earlier, [salt] * len(tokens))
 
 
 def learn(table, *judgements):
@@ -530,6 +506,13 @@ def test_where_texts_are_isolated_a_group_needs_an_owner(owner, is_seen):
     histories = [grouped(1, owner, 7, 8, 9, 1, 2), grouped(1, owner, 7, 8, 9, 1, 2, 30)]
     lookup = SuffixLookup(isolated=True)
     assert (set(proposed(lookup, pool_for(*histories), *histories)[0]) == {(30,)}) == is_seen
+
+
+def test_isolated_texts_have_tables_of_their_own_or_those_of_their_owner():
+    histories = [Words(1, 2), Words(1, 2), owned(1 << 56, 1, 2), owned(1 << 56, 3, 4)]
+    one, other, first, second = (salt_of(history, isolated=True) for history in histories)
+    assert len({0, one, other, first}) == 4 and first == second
+    assert {salt_of(history, isolated=False) for history in histories} == {0}
 
 
 def test_finished_texts_of_all_owners_together_are_bounded(monkeypatch):

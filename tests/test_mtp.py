@@ -10,16 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
+from batches import prefill
 from graft import Engine, GraftError, SamplingSettings, load
-from graft.drafters import full_name
 from graft.loading import load_drafter
 from graft.model import VerifyOutput
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool
+from graft.request.stats import Clock
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.factory import with_tree
 from graft.spec_decode.proposers.mtp import has_head, load_head
 from graft.spec_decode.proposers.mtp.drafter import MtpDrafter
-from graft.stats import Clock
+from graft.tuning.drafters import full_name
 from tiny import ARCHITECTURES, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -157,7 +158,7 @@ def test_every_drafted_node_has_the_probability_that_a_plain_forward_gives_it(na
         pass
     tokens = sequences[1].ids
     batch = engine.open(engine.new_sequences(tokens, SamplingSettings(max_new_tokens=4)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     hidden = model.model(torch.tensor([tokens[:-1]])).last_hidden_state
     for keep, count in ((None, 3 + 2 * 9), (1, 3)):
         nodes = drafted_nodes(drafter, batch.draft, batch.roots(), keep)
@@ -173,14 +174,14 @@ def test_after_rounds_the_head_drafts_what_it_drafts_of_the_text_read_anew(check
     settings = SamplingSettings(max_new_tokens=40)
     sequences = [s for p in (PROMPT, [5, 6], PROMPT * 2) for s in engine.new_sequences(p, settings)]
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     for _ in range(12):
         engine.run_round(batch, Clock())
     assert sum(s.stats.accepted for s in sequences) > 0
     old = next(drafter.levels(batch.draft, batch.roots()))
     for row, sequence in enumerate(sequences):
         fresh = engine.open(engine.new_sequences(sequence.ids, settings))
-        engine._prefill(fresh)
+        prefill(engine, fresh)
         new = next(drafter.levels(fresh.draft, fresh.roots()))
         torch.testing.assert_close(old.probabilities[row], new.probabilities[0], atol=1e-4, rtol=1e-3)
 
@@ -205,7 +206,7 @@ def test_transformers_own_mtp_drafts_the_same_first_token(checkpoint):
     drafter = MtpDrafter(load_head(model), TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     batch = engine.open(engine.new_sequences(PROMPT, SamplingSettings(max_new_tokens=4)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     level = next(drafter.levels(batch.draft, batch.roots()))
     expected = logits[0, -1].softmax(-1)[level.tokens[0]]
     torch.testing.assert_close(level.probabilities[0], expected, atol=1e-5, rtol=1e-4)

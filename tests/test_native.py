@@ -1,11 +1,9 @@
-"""The C code of `native.c` against the slow reference, to the last bit; and the same trees on every machine."""
+"""The C code of `native.c` and `baselines.c` against the slow reference, to the last bit; the same trees everywhere."""
 
-import importlib.util
 import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from array import array
@@ -21,16 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from graft.bench.baselines.native import extend_leaves, fill, keep_best
+from graft.bench.baselines.template import make_template
 from graft.errors import GraftError
-from graft.spec_decode import candidates as candidates_module
-from graft.spec_decode import native
+from graft.machine import num_cores
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.candidates import NOBODY, Candidates, Columns, Level
-from graft.spec_decode.policies.template import make_template
 from graft.spec_decode.proposers import SuffixLookup, TargetTopK
+from graft.spec_decode.proposers.block.tree import Table, levels_of
 from graft.spec_decode.proposers.successor_table import SuccessorTable, SuccessorTables
 from graft.spec_decode.proposers.suffix import SuffixIndex
+from graft.tree import candidates as candidates_module
+from graft.tree import native
+from graft.tree.candidates import NOBODY, Candidates, Columns, Level
 from proposers import random_tree
 
 TOKENS = 4  # few, so that equal paths are common
@@ -221,8 +222,9 @@ def test_what_was_put_to_the_test_is_counted(both, data):
 def test_only_the_best_are_kept_and_a_copy_stays_as_it_is(both, counts):
     kept = copy(both.pools[1])
     before = kept.nodes.paths.clone()
-    for candidates in both.pools:
-        candidates.keep_best(counts[: both.num_rows])
+    counts = counts[: both.num_rows]
+    both.pools[0].keep_best(counts)
+    keep_best(both.pools[1], counts)
     both.assert_equal()
     assert torch.equal(kept.nodes.paths, before)
 
@@ -295,11 +297,11 @@ def test_templates_are_filled_and_leaves_go_on(both, bits, isolated, num_success
     templates = [make_template(both.rng.choice([(), (2,), (3, 4, 2), (8, 1)])) for _ in range(both.num_rows)]
     written = [list(zip(t.parents[: t.count], t.ranks[: t.count], t.depths[: t.count], strict=True)) for t in templates]
     both.pools[0].fill(known, written, 0.5, 2, max_depth)
-    both.pools[1].fill(tables.structs, templates, 0.5, 2, max_depth)
+    fill(both.pools[1], tables.structs, templates, 0.5, 2, max_depth)
     both.assert_equal()
     count = both.rng.randrange(5)
-    for candidates, each in zip(both.pools, (known, tables.structs), strict=True):
-        candidates.extend_leaves(each, count, 2, 0.5, 3, max_depth)
+    both.pools[0].extend_leaves(known, count, 2, 0.5, 3, max_depth)
+    extend_leaves(both.pools[1], tables.structs, count, 2, 0.5, 3, max_depth)
     both.assert_equal()
 
 
@@ -451,7 +453,7 @@ def tree_of_many_rows(num_rows=41):
 def use_threads():
     """Sets how many threads may work; afterwards as many as there were."""
     yield native.native().graft_use_threads
-    native.native().graft_use_threads(native._num_cores())
+    native.native().graft_use_threads(num_cores())
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads(use_threads):
@@ -520,9 +522,20 @@ def test_the_same_proposals_give_the_tree_that_was_recorded():
 
 
 COMPILERS = {
-    "cc": [shutil.which("cc") or "cc"],
+    "cc": ["cc"],
     "zig": [sys.executable, "-m", "ziglang", "cc"],
 }
+
+
+def works(command: list[str], folder: Path) -> bool:
+    """Whether the compiler is there, with the headers of a C library."""
+    source = folder / "try.c"
+    source.write_text("#include <pthread.h>\n#include <stdlib.h>\nvoid *room(void) { return malloc(1); }\n")
+    try:
+        words = [*command, "-fPIC", "-shared", str(source), "-o", str(folder / "try.so")]
+        return subprocess.run(words, capture_output=True, timeout=100).returncode == 0
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -534,17 +547,17 @@ COMPILERS = {
     ],
 )
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, tmp_path, compiler, flags):
+def test_every_compiler_gives_the_trees_that_were_recorded(monkeypatch, executable_folder, compiler, flags):
     """However hard it tries: a machine that joins a product and a sum in one step is no different."""
-    if not (shutil.which("cc") if compiler == "cc" else importlib.util.find_spec("ziglang")):
-        pytest.skip(f"there is no {compiler}")
+    if not works(COMPILERS[compiler], executable_folder):
+        pytest.skip(f"there is no {compiler} that makes a library")
     source = Path(native.__file__).with_name("native.c")
     command = [*COMPILERS[compiler], *flags.split(), "-std=c99", "-pthread", "-fPIC", "-shared", str(source)]
-    subprocess.run([*command, "-o", str(tmp_path / "_native.abi3.so")], check=True, timeout=100)
-    monkeypatch.setattr(native, "HERE", tmp_path)
+    subprocess.run([*command, "-o", str(executable_folder / "_native.abi3.so")], check=True, timeout=100)
+    monkeypatch.setattr(native, "HERE", executable_folder)
     native.native.cache_clear()
     try:
-        assert Path(native.native()._name).parent == tmp_path
+        assert Path(native.native()._name).parent == executable_folder
         assert golden_rounds() == json.loads(GOLDEN.read_text())
     finally:
         monkeypatch.undo()
@@ -576,6 +589,45 @@ def test_what_is_out_of_range_is_refused():
     said = (one[None].int(), 0.5 * one[None])
     with pytest.raises(IndexError):
         table.learn(TargetTopK(TOKENS * one, 0 * one, 0 * one, *said, [1], [1], [0]))
+    assert candidates.width == 1
+
+
+def test_no_nodes_are_worth_nothing():
+    """A count of 0 has no last node."""
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    one = torch.ones(1, 1, dtype=torch.int64)
+    candidates.add(one, 0 * one, 0.5 * one, one, one)
+    assert candidates.values_by_need(1, [0, 1], [0.0, 5.0], [1]) == [0.0, 0.0]
+    assert candidates.values_by_need(1, [0, 1], [0.0, 0.25], [1]) == [0.25, 0.25]
+
+
+def test_a_ranking_without_room_for_nodes_gives_the_roots_alone():
+    candidates = Candidates(torch.tensor([1, 2]), [[3, 2, 1], [2]])
+    tree, path_probabilities = candidates.ranked(0, [0, 0]).tree(4)
+    assert tree.tokens.tolist() == [[1], [2]] and path_probabilities.tolist() == [[1.0], [1.0]]
+
+
+def test_a_tree_of_no_levels_has_no_nodes():
+    table = Table(torch.ones(1, 1, 2, dtype=torch.int32), torch.full((1, 1, 2), 0.5), -torch.ones(1, 1, 2).int())
+    assert levels_of(table, num_levels=0, num_nodes=4) == []
+    assert [level.tokens.tolist() for level in levels_of(table, num_levels=1, num_nodes=4)] == [[[1, 1]]]
+
+
+def test_a_row_may_not_rank_more_nodes_than_it_has_room_for():
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    counts, costs, caps, values = array("q", [2]), array("d", [0.0]), array("q", [2]), array("d", [0.0])
+    addresses = [column.buffer_info()[0] for column in (counts, costs, caps, values)]
+    with pytest.raises(IndexError):
+        native.native().graft_values_by_need(candidates._ref, 0, 1, *addresses[:2], 1, addresses[2], None, addresses[3])
+
+
+def test_a_template_may_not_name_a_parent_that_comes_later():
+    candidates = Candidates(torch.tensor([1]), [[3, 2, 1]])
+    table = SuccessorTables([SuccessorTable(1, TOKENS, hashed=False)])
+    template = make_template((2, 1))
+    template.parents[0] = 1 << 40
+    with pytest.raises(IndexError):
+        candidates.fill(table.structs, [template], 0.5, 2, 4)
     assert candidates.width == 1
 
 

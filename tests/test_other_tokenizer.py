@@ -18,10 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
-from graft.core.scheduler import Scheduler, SchedulerSettings
+from graft.engine.jobs import SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.loading import load
 from graft.model import TargetRunner
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -35,8 +38,7 @@ from graft.spec_decode.proposers.text_alignment import (
     VocabularyPair,
     as_target_tokens,
 )
-from graft.stats import Clock
-from test_scheduler import Asked
+from scheduling import Asked, undisturbed
 from tiny import tiny_model
 
 TREE = TreeSettings(depth=3, topk=3, total_token=12)
@@ -249,7 +251,7 @@ def test_drafted_tokens_that_are_accepted_are_not_read_again(twins):
     model, tokenizer, drafter, _ = twins
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     batch = engine.open(engine.new_sequences(engine.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     sizes, runner = [], batch.draft.runner
     run = runner._run
 
@@ -268,7 +270,7 @@ def test_its_probabilities_are_the_draft_models(twins):
     drafter = drafter.with_settings(TREE)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
     batch = engine.open(engine.new_sequences(engine.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    engine._prefill(batch)
+    prefill(engine, batch)
     engine.run_round(batch, Clock())
     text, nodes = batch.sequences[0].ids, [((), 1.0)]
     (levels,) = drafter.passes(batch.draft, batch.roots())
@@ -301,7 +303,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(twins, settings):
     ]
     try:
         for _ in range(2):
-            with scheduler._changed:
+            with undisturbed(scheduler):
                 asked = [Asked(scheduler, prompt, **own) for prompt, own in zip(prompts, options, strict=True)]
             for number, (request, expected) in enumerate(zip(asked, plain, strict=True)):
                 assert request.wait() == [choice.text for choice in expected.choices]
@@ -468,7 +470,7 @@ def test_plain_rounds_between_are_read_later(twins, monkeypatch):
     monkeypatch.setattr(small_model, "MAX_WAITING", 5)
     dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
     batch = dense.open(dense.new_sequences(dense.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
-    dense._prefill(batch)
+    prefill(dense, batch)
     grow, dense.policy.grow = dense.policy.grow, Engine(model, policy="off").policy.grow
     for _ in range(8):
         dense.run_round(batch, Clock())
@@ -641,7 +643,7 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
     model, tokenizer, drafter, _ = twins
     prompts = ["the quick brown", SENTENCE]
     expected = Engine(model, tokenizer, policy="off").generate_batch(prompts, max_new_tokens=16)
-    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
     monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
     drafter = drafter.with_settings(CHAIN)
     engine = Engine(model, tokenizer, policy="dense", drafter=drafter)
@@ -651,4 +653,4 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, twins):
         assert answer.ids == its.ids and answer.stats.mean_accepted == CHAIN.depth + 1
     runner = drafter._runner(engine.target.cache_of([]))
     assert isinstance(runner, Small) and runner.pool is not engine.target.pool
-    assert runner._graphs.failure is None and drafter.num_setups > 0
+    assert graphs_of(runner).failure is None and drafter.num_setups > 0

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 
 import plain_kernels
 from graft import Engine, SamplingSettings
-from graft.core.scheduler import Failure, Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import Failure, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import NoRoomError, PagePool, cuda_graphs, kv_cache
 from graft.model.cuda_graphs import CapturedTarget
 from graft.model.kv_cache import PAGE, KVStore
@@ -32,7 +33,7 @@ def captured(monkeypatch):
     if not torch.cuda.is_available():
         plain_kernels.use_plain_kernels(monkeypatch)
     monkeypatch.setattr(
-        "graft.engine.target_for",
+        "graft.engine.engine.target_for",
         lambda model, layers=(), chunk_size=256, exact=False: Small(model, layers, chunk_size, exact),
     )
 
@@ -138,6 +139,61 @@ def test_a_found_text_loses_its_end_before_its_beginning():
     pool.release(pool.open_like(text, "", 0))
     pool.release(pool.open_row(5 * PAGE))
     assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
+
+
+def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have():
+    pool, _ = pool_of(num_pages=9)
+    row, other = pool.open_row(PAGE), pool.open_row(PAGE)
+    for num_pages in (1, 2, 5):
+        pool.ensure(row, num_pages * PAGE)
+        assert pool.sync()[row.line, :num_pages].tolist() == row.pages and len(row.pages) == num_pages
+    other.length = 1
+    pool.copy(other, row)
+    assert pool.sync()[row.line, :5].tolist() == row.pages
+
+
+def test_a_kept_page_is_found_behind_its_own_beginning_alone():
+    """The same tokens behind another beginning have other keys and values."""
+    pool, _ = pool_of(num_pages=12)
+    text = kept_by(pool)
+    first, others = text[:PAGE], list(range(1000, 1000 + PAGE))
+    for changed, num_found in (([*others, *text[PAGE:]], 0), (text[PAGE:], 0), ([*first, *others, *text[PAGE:]], 1)):
+        row = pool.open_like(changed, "", 0)
+        assert row.length == max(num_found * PAGE - 1, 0)
+        pool.release(row)
+
+
+def test_of_a_row_that_is_trimmed_the_page_that_it_ends_in_stays():
+    pool, _ = pool_of(num_pages=9)
+    row = pool.open_row(4 * PAGE)
+    for num_slots, num_left in ((3 * PAGE + 1, 4), (3 * PAGE, 3), (PAGE + 1, 2), (1, 1), (0, 0)):
+        pool.trim(row, num_slots)
+        assert len(row.pages) == num_left == pool.num_pages - pool.num_free
+
+
+def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
+    pool, _ = pool_of(num_pages=9)
+    for first, num_entries, num_found in ((0, 2 * PAGE - 1, 1), (1, 2 * PAGE, 2), (2, PAGE - 1, 0), (3, None, 3)):
+        text, row = text_of(3, first), pool.open_row(3 * PAGE)
+        row.length = 3 * PAGE
+        pool.keep(row, text, "", num_entries)
+        pool.release(row)
+        again = pool.open_like(text, "", 0)
+        assert again.length == max(num_found * PAGE - 1, 0), "the last token of the last page is read again"
+        pool.release(again)
+        pool.forget()
+
+
+def test_pages_that_a_row_shares_are_given_to_nobody_else():
+    pool, _ = pool_of(num_pages=8)
+    text = kept_by(pool)
+    row = pool.open_like(text, "", 4 * PAGE)  # three pages of the kept text, and a copy of the fourth
+    with pytest.raises(NoRoomError):
+        pool.open_row(5 * PAGE)
+    other = pool.open_row(4 * PAGE)
+    assert len(set(row.pages) | set(other.pages)) == 8
+    pool.release(row)
+    assert pool.num_free == 4, "and they are free when nobody has them any more"
 
 
 def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
@@ -279,7 +335,7 @@ def test_a_request_that_is_just_being_put_back_does_not_outlive_the_server(sched
     monkeypatch.setattr(Scheduler, "_round", round_and_put_back)
     _, news = ask(scheduler, "abc", max_new_tokens=3000)
     failure = end_of(news)
-    closing[0].join(timeout=20)
+    closing[0].join(timeout=60)
     assert isinstance(failure, Failure) and "shutting down" in failure.message
     assert not closing[0].is_alive()
 

@@ -25,7 +25,7 @@ from graft.spec_decode.proposers import NgramTables
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import VOCAB, tiny_model
 
 H200 = GPUS["h200"]

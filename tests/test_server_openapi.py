@@ -6,8 +6,8 @@ import pytest
 from graft.server import openapi
 from graft.server.app import make_app
 from graft.server.settings import ServeSettings
-from test_server import CHAT, post, running
-from test_server_tools import NAMED, SHORT, TOOLS, engine_with
+from served import CHAT, post, running
+from served_tools import NAMED, SHORT, TOOLS, engine_with
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from graft.server.responses import ResponsesRequest
-from test_server import post, running
-from test_server_tools import NAMED, SHORT, WEATHER, WITH_TOOLS, engine_with, fits
+from served import post, running
+from served_tools import NAMED, SHORT, WEATHER, WITH_TOOLS, engine_with, fits
 
 FUNCTION = {"type": "function", **WEATHER["function"], "strict": False}
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from test_server import GREEDY, new_engine, post, running
+from served import GREEDY, new_engine, post, running
 from tiny import byte_tokenizer
 
 LONG = "a text that is longer than a page of the cache, " * 4
@@ -101,7 +101,7 @@ def test_answers_fit_what_they_must(url, wanted, pattern):
         if choice["finish_reason"] == "stop":
             assert re.fullmatch(pattern, choice["text"])
         else:
-            assert re.match(pattern[:7], choice["text"])
+            assert re.fullmatch("[a-c]{2}-[0-9]+", choice["text"]), "only digits may go on for ever"
         assert choice["text"] == plain["text"]
 
 

@@ -1,8 +1,7 @@
 """The SGLang plugin without SGLang or a GPU: its pure parts against slow ones, whole rounds over a stand-in."""
 
 import json
-import subprocess
-import sys
+import os
 from array import array
 from types import SimpleNamespace
 
@@ -35,8 +34,8 @@ from graft.integrations.sglang.trees import (
 from graft.model.sampler import Sampler, SamplingSettings
 from graft.spec_decode.acceptance import paths
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Text
-from graft.spec_decode.tree import DRAFTED, TreeLinks
-from test_grafter import path_of, trees
+from graft.tree.tree import DRAFTED, TreeLinks
+from tree_strategies import path_of, trees
 
 VOCAB = sglang_double.VOCAB
 
@@ -388,16 +387,6 @@ def test_another_version_ends_the_process_with_one_line(monkeypatch):
         check_version("0.5.14")
 
 
-def test_pure_parts_need_neither_sglang_nor_transformers():
-    program = """
-import sys
-sys.modules["transformers"] = sys.modules["sglang"] = None
-import graft.integrations.sglang.plugin, graft.integrations.sglang.rounds
-graft.integrations.sglang.plugin.register()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 # Whole rounds
 
 
@@ -722,12 +711,10 @@ def test_sizes_of_trees_follow_the_flags_or_the_variable():
 # Ranks
 
 
-def serve_rank(rank, port, folder):
+def serve_rank(rank, folder):
     """One of two ranks, whose head drafts other tokens than the other's: both must verify the same tree."""
-    import os
-
-    os.environ |= {"GRAFT_SGLANG": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    os.environ["GRAFT_SGLANG"] = "1"
+    torch.distributed.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=2)
     with pytest.MonkeyPatch.context() as patch:
         double = sglang_double.install(patch)
         double.group = double.Processes()
@@ -747,12 +734,7 @@ def serve_rank(rank, port, folder):
 
 
 def test_all_ranks_verify_the_tree_of_rank_0(tmp_path):
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(serve_rank, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(serve_rank, (str(tmp_path),), nprocs=2)
     (trees, texts, decides), (others, their_texts, they_decide) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)
     )

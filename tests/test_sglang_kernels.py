@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed, and without it th
 import sglang_double
 from graft.integrations.sglang import kernels, plugin
 from graft.integrations.sglang.trees import verify_arrays
-from graft.spec_decode.tree import TreeLinks
-from test_kernels import DEVICE
+from graft.tree.tree import TreeLinks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Verify:

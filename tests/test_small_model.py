@@ -14,18 +14,20 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 import graft
+from batches import graphs_of, prefill
 from graft import Engine, GraftError, SamplingSettings
+from graft.hub import drafters as registry
 from graft.loading import load_drafter
 from graft.model import TargetRunner
 from graft.model.kv_cache import PAGE
+from graft.request.stats import Clock
 from graft.spec_decode.policies import PolicySettings, policy_with
-from graft.spec_decode.profile import head_fingerprint
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 from graft.spec_decode.proposers.small_model import SmallModelDrafter
-from graft.stats import Clock
-from test_scheduler import Asked, alone, new_model, schedule, unsettled  # noqa: F401 - schedule is a fixture
+from graft.tuning.profile import head_fingerprint
+from scheduling import Asked, alone, new_model, undisturbed, unsettled
 from tiny import BYTE_VOCAB, VOCAB, byte_tokenizer, tiny_model
 
 PROMPT = [3, 17, 42, 9, 9, 30, 5, 21]
@@ -57,7 +59,7 @@ def settings_of(max_new_tokens):
 def prefilled(engine, *texts):
     sequences = [s for text in texts for s in engine.new_sequences(text, settings_of(30))]
     batch = engine.open(sequences)
-    engine._prefill(batch)
+    prefill(engine, batch)
     return batch
 
 
@@ -212,7 +214,7 @@ def test_text_beyond_the_draft_models_context_is_decoded_too(model):
 # Requests that join, leave, are put back, and share beginnings
 
 
-def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):  # noqa: F811
+def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """The draft model is the target's equal: whatever it knew wrongly would be rejected."""
     drafter = SmallModelDrafter(new_model(), BYTE_VOCAB, CHAIN)
     scheduler, backs = unsettled(schedule, monkeypatch, drafter, "dense")
@@ -220,7 +222,7 @@ def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch
     common = {"seed": 4, "ignore_eos": True}
     various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
     for _ in range(2):  # at the second time beginnings are known
-        with scheduler._changed:
+        with undisturbed(scheduler):
             asked = [
                 (Asked(scheduler, prompt, **own), prompt, own)
                 for prompt, own in ((f"{beginning}{number}", common | own) for number, own in enumerate(various))
@@ -330,7 +332,7 @@ def test_a_draft_model_that_cannot_be_rolled_back_is_refused(model):
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])  # with a packaged head, and without
 def test_a_packaged_name_is_the_head_for_its_own_model_and_the_model_for_others(monkeypatch, model, name):
     named = []
-    monkeypatch.setattr("graft.loading._load_small_model", lambda name, *rest: named.append(name))
+    monkeypatch.setattr(registry, "_load_small_model", lambda name, *rest: named.append(name))
     load_drafter(name, model)
     assert named == [name]
 
@@ -378,14 +380,14 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     eager = SmallModelDrafter(model, VOCAB, TREE)
     trees = drafted(eager, prefilled(Engine(model, policy="dense", drafter=eager), *PROMPTS))
     expected = Engine(model, policy="off").generate_batch(PROMPTS, max_new_tokens=12)
-    monkeypatch.setattr("graft.engine.target_for", Small)
+    monkeypatch.setattr("graft.engine.engine.target_for", Small)
     monkeypatch.setattr("graft.spec_decode.proposers.small_model.target_for", Small)
     drafter = SmallModelDrafter(model, VOCAB, TREE)
     engine = Engine(model, policy="dense", drafter=drafter)
     drafter.warm_up(engine.target, 3, None)
     num_setups = drafter.num_setups
     batch = prefilled(engine, *PROMPTS)
-    runner, graphs = batch.draft.runner, batch.draft.runner._graphs
+    runner, graphs = batch.draft.runner, graphs_of(batch.draft.runner)
     for tree, same in zip(trees, drafted(drafter, batch), strict=True):
         assert [node[:2] for node in tree] == [node[:2] for node in same]
     batch.release()
@@ -393,5 +395,5 @@ def test_captured_steps_draft_the_same(plain, monkeypatch, model):
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert sum(answer.stats.accepted for answer in answers) > 12
     assert graphs.failure is None and graphs.layers is not None and num_setups > 0
-    assert graphs is not engine.target._graphs and runner.pool is engine.target.pool
+    assert graphs is not graphs_of(engine.target) and runner.pool is engine.target.pool
     assert drafter.num_setups == num_setups + 1, "only the commit's graph is made later"

@@ -9,9 +9,10 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import graft
 from graft import Engine, GraftError, SamplingSettings
 from graft.model import TargetRunner
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 from proposers import Oracle, RandomTrees, tree_of
 from tiny import ARCHITECTURES, UNUSUAL_ARCHITECTURES, VOCAB, tiny_model
 
@@ -26,11 +27,10 @@ def transformers_answer(model, prompt, count):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_text_is_that_of_transformers_generate(name):
     model = tiny_model(name)
-    expected = transformers_answer(model, PROMPT, 24)
-    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=24).ids == expected
-    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=24).ids == expected
-    graft = Engine(model, policy="graft", budget=16).generate(PROMPT, max_new_tokens=24)
-    assert graft.ids == expected
+    expected = transformers_answer(model, PROMPT, 16)
+    assert Engine(model, policy="off").generate(PROMPT, max_new_tokens=16).ids == expected
+    assert Engine(model, policy=RandomTrees()).generate(PROMPT, max_new_tokens=16).ids == expected
+    assert Engine(model, policy="graft", budget=16).generate(PROMPT, max_new_tokens=16).ids == expected
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -262,3 +262,16 @@ def test_models_that_cannot_verify_trees_are_refused_with_a_reason(model_type, o
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(GraftError, match=words):
         Engine(model)
+
+
+def test_a_model_split_by_a_tensor_parallel_plan_is_refused_before_anything_of_it_is_read():
+    model = tiny_model()
+    model._tp_size = 2  # what transformers sets when it splits a model over processes
+    words = "LlamaForCausalLM was split over 2 processes .* for several GPUs use SGLang with our plugin"
+    for load_it in (graft.load, Engine):
+        with pytest.raises(GraftError, match=words) as error:
+            load_it(model)
+        assert "\n" not in str(error.value)
+    model._tp_size = 1
+    model.hf_device_map = {"model": "cpu", "lm_head": "cpu"}  # what accelerate places is one process's
+    assert graft.load(model, draft=None, profile=None).generate(PROMPT, max_new_tokens=3).ids

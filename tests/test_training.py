@@ -22,7 +22,7 @@ from graft.train.eagle3 import (
 )
 from graft.train.generate_data import Answered, AnswerSettings, BatchDecoder, read_answers, write_answers
 from graft.train.trainer import optimize, split_by_prompt
-from test_drafter import make_head, plain_draft
+from heads import make_head, plain_draft
 from tiny import VOCAB, tiny_model
 
 SETTINGS = Eagle3Settings(

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.spec_decode.tree import PADDING, DraftTree
-from proposers import assert_is_tree, random_tree, tree_of
+from graft.model.grammar import pruned
+from graft.tree.tree import PADDING, DraftTree
+from proposers import assert_is_tree, random_tree, token_paths, tree_of
 
 
 @st.composite
@@ -76,3 +77,27 @@ def test_chains_on_a_device_share_nothing():
     first, second = (DraftTree.chain(torch.zeros(1, 3, dtype=torch.int64, device="meta")) for _ in range(2))
     assert first.parents is not second.parents
     assert first.parents.shape == (1, 3)
+
+
+class Never:
+    """A constraint that forbids some tokens wherever they come."""
+
+    error = None
+
+    def __init__(self, *forbidden):
+        self._forbidden = set(forbidden)
+
+    def num_allowed(self, tokens):
+        return next((place for place, token in enumerate(tokens) if token in self._forbidden), len(tokens))
+
+
+def test_a_pruned_tree_has_the_paths_that_its_constraint_allows():
+    for seed in range(20):
+        tree = random_tree(random.Random(seed), [3, 4, 5], 12, 6)
+        found = pruned(tree, [Never(1, 2), None, Never(4)], [True, True, False])
+        assert_is_tree(found)
+        paths = [token_paths(tree, row) for row in range(3)]
+        allowed = [path for path in paths[0] if not {1, 2} & set(path)]
+        assert sorted(token_paths(found, 0)) == sorted(allowed)
+        assert sorted(token_paths(found, 1)) == sorted(paths[1])
+        assert token_paths(found, 2) == [()], "a row that does not speculate has its root alone"

@@ -7,19 +7,18 @@ print(engine.generate([{"role": "user", "content": "Write a haiku."}]).text)
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from graft.errors import GraftError
+from graft.version import __version__
 
 if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Stream
     from graft.integrations.transformers import decode
     from graft.loading import load
     from graft.model.sampler import SamplingSettings
-    from graft.round_trace import RoundRecord
+    from graft.request.round_trace import RoundRecord
 
-__version__ = version("graft-decoding")
 __all__ = [
     "Choice",
     "Engine",
@@ -38,7 +37,7 @@ _HOMES = {
     "Choice": "graft.engine",
     "Engine": "graft.engine",
     "Generation": "graft.engine",
-    "RoundRecord": "graft.round_trace",
+    "RoundRecord": "graft.request.round_trace",
     "SamplingSettings": "graft.model.sampler",
     "Stream": "graft.engine",
     "decode": "graft.integrations.transformers",

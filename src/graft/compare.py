@@ -1,23 +1,26 @@
 """Compares an engine's answers token by token with plain decoding and with transformers' `generate`.
 
-At a first difference the logits of both tokens are computed, to tell an exact tie from an error.
+At a first difference the scores of both tokens are computed, to tell an exact tie from an error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from graft.engine import Engine, Prompt
-from graft.hub.quiet import quiet_transformers
 from graft.model import evaluating
 from graft.model.sampler import SamplingSettings
-from graft.stats import Stats
+from graft.request.stats import Stats
+from graft.transformers_reference import processors, transformers_answer
+
+_LOGITS_ALONE = LogitsProcessorList()  # greedy: a token's score is its logit
 
 
 class Answer(NamedTuple):
@@ -34,6 +37,9 @@ class Candidate:
     decoder: str
     token: int | None  # None: its answer had ended
     logit: float | None  # in a plain forward over the text before
+    # What a decoder takes the maximum of: the logit after penalties, temperature and truncation, and with the noise of
+    # a draw. None: the settings exclude the token.
+    score: float | None
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Equal logits: the model itself does not say which of the two comes first."""
-        return self.expected.logit is not None and self.expected.logit == self.found.logit
+        """Equal scores: neither the model nor the settings say which of the two comes first."""
+        return self.expected.score is not None and self.expected.score == self.found.score
 
 
 @dataclass(frozen=True)
@@ -75,25 +81,38 @@ def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSet
     expected = Answer("plain", plain.generate(ids, **vars(settings)).ids)
     generation = engine.generate(ids, **vars(settings))
     found = Answer("graft", generation.ids)
-    difference = find_difference(engine.target.model, ids, expected, found)
+    rule = processors(engine, settings, len(ids))
+    difference = find_difference(engine.target.model, ids, expected, found, rule)
     if difference is None and comparable_to_transformers(engine, settings):
-        reference = Answer("transformers", transformers_answer(engine, ids, settings.most_new_tokens))
-        difference = find_difference(engine.target.model, ids, reference, found)
+        reference = Answer("transformers", transformers_answer(engine, ids, settings))
+        difference = find_difference(engine.target.model, ids, reference, found, rule)
     return Comparison(len(expected.ids), generation.stats, difference)
 
 
 def find_difference(
-    model: PreTrainedModel, prompt_ids: Sequence[int], expected: Answer, found: Answer
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    expected: Answer,
+    found: Answer,
+    rule: LogitsProcessorList = _LOGITS_ALONE,
 ) -> Difference | None:
-    """The first difference between two answers to a prompt, with the model's logits of both tokens there."""
+    """The first difference between two answers to a prompt, with the logits and scores of both tokens there.
+
+    rule: what turns logits into scores.
+    """
     position = first_difference(expected.ids, found.ids)
     if position is None:
         return None
-    logits = next_logits(model, [*prompt_ids, *expected.ids[:position]])
+    before = [*prompt_ids, *expected.ids[:position]]
+    logits = next_logits(model, before)
+    scores = rule(torch.tensor([before], device=logits.device), logits[None])[0]  # type: ignore[arg-type]
 
     def candidate(answer: Answer) -> Candidate:
-        token = answer.ids[position] if position < len(answer.ids) else None
-        return Candidate(answer.decoder, token, None if token is None else float(logits[token]))
+        if position >= len(answer.ids):
+            return Candidate(answer.decoder, None, None, None)
+        token = answer.ids[position]
+        score = float(scores[token])
+        return Candidate(answer.decoder, token, float(logits[token]), score if math.isfinite(score) else None)
 
     return Difference(position, candidate(expected), candidate(found))
 
@@ -113,24 +132,8 @@ def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:
-    """Whether the text must equal transformers': greedy, no penalties, fp32. Lower precisions round differently."""
-    greedy = SamplingSettings(max_new_tokens=settings.max_new_tokens, seed=settings.seed)
-    return settings == greedy and engine.target.model.dtype == torch.float32
+    """Whether the tokens must equal transformers': in fp32, as lower precisions round differently.
 
-
-def transformers_answer(engine: Engine, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The new tokens of transformers' own greedy `generate`, ending where the engine's answers end."""
-    inputs = torch.tensor([list(prompt_ids)], device=engine.target.device)
-    endings = engine.eos_token_ids
-    model: Any = engine.target.model  # whose annotation leaves `generate` out
-    with quiet_transformers(), evaluating(model):
-        output = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            repetition_penalty=1.0,  # a model's own generation config may bring another
-            eos_token_id=endings or None,
-            pad_token_id=endings[0] if endings else 0,
-        )
-    return output[0, len(prompt_ids) :].tolist()
+    Stop texts are left out: transformers ends an answer behind the token that completes one.
+    """
+    return not settings.stop and engine.target.model.dtype == torch.float32

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from graft import machine
+
 
 def device_name(device: torch.device) -> str:
     """A GPU's name, or the CPU's with the threads in use: what a measured time holds for."""
@@ -19,7 +21,7 @@ def device_name(device: torch.device) -> str:
 
 def cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -30,9 +32,4 @@ def free_memory(device: torch.device) -> int | None:
     """Free bytes on the device; None where that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * kilobytes[0] if kilobytes else None
+    return machine.free_memory()

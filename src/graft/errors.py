@@ -14,7 +14,3 @@ class ModelError(GraftError):
 
 class ContextError(GraftError):
     """A prompt and its answer do not fit the model's context."""
-
-
-class RankError(GraftError):
-    """Another process of a tensor-parallel model has failed, and so this one cannot go on."""

@@ -1,6 +1,6 @@
 """A counter-based mixing function on int64 tensors, the same on every device.
 
-It keys the sampling noise (`sampling`), names paths (`pool`) and n-grams (`retrieve`); it keeps no state.
+It keys the sampling noise (`model.sampler`) and names paths (`candidates`) and n-grams (`successor_table`).
 """
 
 from __future__ import annotations

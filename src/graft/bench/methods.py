@@ -9,19 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import POLICY_METHODS
+from graft.bench.baselines.gate_calibration import calibrated_gates
 from graft.engine import Engine
 from graft.model import target_for
 from graft.model.sampler import SamplingSettings
+from graft.request.stats import Stats
 from graft.spec_decode.policies import Policy, PolicySettings, policy_with
-from graft.spec_decode.policies.gates import CHAIN_THRESHOLDS, THRESHOLDS
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tuning import chain_thresholds, thresholds, watch_gates
-from graft.stats import Stats
 
 PLAIN = "off"  # what speeds and texts are compared with
 DENSE = "dense"  # what modelled speeds are compared with
@@ -104,15 +101,7 @@ class PolicyMethod(Method):
             taught.restore(self.state())
             return taught.warm_up(groups, settings)
         state = dict(super().warm_up(groups, settings))
-        if THRESHOLDS in state:
-            assert drafter is not None
-            seen = watch_gates(model, drafter, groups, settings)
-            state[THRESHOLDS] = torch.tensor(thresholds(seen, drafter.max_passes))
-        if CHAIN_THRESHOLDS in state:
-            assert drafter is not None
-            seen = watch_gates(model, drafter, groups, settings, chain=True)
-            state[CHAIN_THRESHOLDS] = torch.tensor(chain_thresholds(seen))
-        return state
+        return state | calibrated_gates(state, model, drafter, groups, settings)
 
     def state(self) -> dict[str, Tensor]:
         return self._policy.state()
@@ -123,4 +112,4 @@ class PolicyMethod(Method):
 
 def _make(name: str, model: PreTrainedModel, drafter: Drafter | None, settings: PolicySettings, exact: bool) -> Policy:
     target = target_for(model, drafter.hidden_layers if drafter is not None else (), exact=exact)
-    return policy_with(settings, name, target, drafter, POLICY_METHODS)
+    return policy_with(settings, name, target, drafter)

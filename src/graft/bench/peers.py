@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from graft.bench.methods import Answer, Method
 from graft.errors import GraftError
-from graft.hub.quiet import quiet_transformers
 from graft.model.sampler import SamplingSettings
+from graft.quiet import quiet_transformers
+from graft.request.stats import Stats
 from graft.settings import require
-from graft.stats import Stats
 
 PEERS = ("hf", "hf-lookup", "hf-assisted")
 NUM_LOOKUP_TOKENS = 10  # what transformers' documentation takes for prompt lookup

@@ -21,23 +21,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.model import KVCache, TargetRunner, VerifyOutput
 from graft.model.sampler import SamplingSettings
 from graft.model.verified import NUM_SUCCESSORS
-from graft.sequence import Sequence as TokenSequence
-from graft.sequence import TreeRow
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock, Stats
 from graft.settings import require
 from graft.spec_decode.acceptance import Accepted, Choices
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.proposers.base import TargetTopK
 from graft.spec_decode.proposers.drafter import Drafter, DraftState, LevelByLevel, TreeSettings
-from graft.spec_decode.tree import PADDING, ROOT, DraftTree
-from graft.stats import Clock, Stats
+from graft.tree.candidates import Level
+from graft.tree.tree import PADDING, ROOT, DraftTree
 
 FORMAT = "graft-trace-2"
 _NUM_RECORDED = 60  # nodes of the recorded dense tree

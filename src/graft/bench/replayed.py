@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from graft.bench.ablations import POLICY_METHODS
 from graft.bench.methods import Answer, Method
 from graft.bench.replay import ReplayedDrafter, Trace, read_traces, replay, replayed_target
 from graft.bench.tasks import Question
@@ -65,7 +64,7 @@ class ReplayMethod(Method):
         self._max_new_tokens: int | None = about.get("max_new_tokens")
         drafter = ReplayedDrafter(TreeSettings(depth=about["depth"], topk=about["topk"]))
         settings = PolicySettings(budget, pass_cost)
-        self._policy = policy_with(settings, name, replayed_target(about), drafter, POLICY_METHODS)
+        self._policy = policy_with(settings, name, replayed_target(about), drafter)
 
     def answer(self, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[Answer]:
         traces = [self._traces[tuple(prompt)] for prompt in prompts]

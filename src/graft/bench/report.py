@@ -11,7 +11,7 @@ from graft.bench.results import AVERAGE, Results, Run
 from graft.bench.runner import STATELESS
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
-# Lower-case and without a unit where it is a ratio; each is explained in docs/benchmark.md.
+# Lower-case and without a unit where it is a ratio; each is explained in docs/measuring.md.
 COLUMNS: dict[str, Callable[[Run], str]] = {
     "tokens/s": lambda run: number(run.tokens_per_second, 1),
     "speedup": lambda run: _with_interval(run, "speedup"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from graft.bench.methods import DENSE, PLAIN
 from graft.bench.runner import Sample, Samples
 from graft.device_info import cpu_name
+from graft.machine import num_cores
 from graft.model.sampler import SamplingSettings
 from graft.spec_decode.policy_settings import USUAL_PASS_COST
 
@@ -81,7 +81,7 @@ class Results:
         _replace(folder / "results.json", json.dumps(asdict(self), indent=1) + "\n")
         emulated = {"as_cost_of": cost} if (cost := self.settings.get("as_cost_of")) else {}
         rows = [emulated | _flat(run) for run in [*self.runs, *self.averages]]
-        with open(folder / "results.csv", "w", newline="") as file:
+        with open(folder / "results.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
             writer.writerows(rows)
@@ -187,7 +187,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from graft.bench.ablations import ABLATIONS, POLICY_METHODS
+from graft.bench.baselines import ABLATIONS, POLICY_METHODS
 from graft.bench.methods import Method, PolicyMethod
 from graft.bench.peers import PEERS, make_peer
 from graft.loading import tree_settings

@@ -1,4 +1,8 @@
-"""Plots as SVG text: points, lines, stacked bars, bars with intervals. Colours and fonts are the page's, by CSS."""
+"""Plots as SVG text: points, lines, stacked bars, bars with intervals.
+
+Not by matplotlib: `graft bench` then needs no further package, colours follow the page's light or dark style by CSS,
+and bars and points show their numbers under the mouse.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from graft import __version__
 from graft.cli.bench_serve import benches
 from graft.cli.chat import chat
 from graft.cli.check import check
@@ -30,6 +29,7 @@ from graft.cli.serve import serve
 from graft.cli.train import train
 from graft.cli.tune import tune
 from graft.errors import GraftError
+from graft.version import __version__
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # of the user's machine
 

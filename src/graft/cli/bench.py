@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graft.bench.shapes import Shape
     from graft.bench.tasks import Question
     from graft.engine import Engine
-    from graft.loading import AnyDrafter
+    from graft.hub.drafters import AnyDrafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
 _learning = functools.partial(option, rich_help_panel="What methods have learned")
@@ -66,7 +66,11 @@ def bench(
     ] = None,
     data: Annotated[list[Path] | None, typer.Option(help="Prompts; a file is a task; may be repeated.")] = None,
     methods: Annotated[
-        str, typer.Option(help="Policies, graft-without-..., hf, hf-lookup, hf-assisted; comma between.")
+        str,
+        typer.Option(
+            help="off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, graft-without-..., "
+            "hf, hf-lookup, hf-assisted; comma between."
+        ),
     ] = "off,graft",
     limit: Annotated[int | None, typer.Option(help="Take this many prompts of each task.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
@@ -87,7 +91,7 @@ def bench(
 
     Without --data, the six tasks of ten prompts that come with the package are taken.
 
-    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/benchmark.md.
+    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/measuring.md.
 
     --record DIR writes down the model's answers and the head's drafts; --replay DIR then tries policies in seconds.
 

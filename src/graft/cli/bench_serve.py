@@ -14,6 +14,7 @@ import typer
 from graft.cli.bench import bench
 from graft.cli.options import Given, Group, option, takes
 from graft.cli.terminal import notes
+from graft.errors import GraftError
 
 LOAD: Group = {
     "requests": option(int, "--requests", "How many requests to make.", "64"),
@@ -40,7 +41,10 @@ def serve(
 
     [dim]Example:[/] graft bench serve --requests 100 --concurrency 16
     """
-    from graft.bench.load import LoadSettings, load_test
+    try:
+        from graft.bench.load import LoadSettings, load_test
+    except ImportError as error:
+        raise GraftError(f"{error.name} is missing: pip install 'graft-decoding[bench]'") from error
     from graft.bench.tasks import built_in_tasks
     from graft.data import read_prompts
 

@@ -34,9 +34,9 @@ def check(
 
     A line of a file is {"prompt": TEXT} or {"turns": [TEXT, ...]}; of turns, the first is asked.
 
-    Greedy answers in fp32 are also compared with transformers' own.
+    In fp32, and without --stop, they are also compared with transformers' own generate.
 
-    Exits with 1 if an answer differs, unless the model's logits of both tokens are exactly equal.
+    Exits with 1 if an answer differs, unless the scores of both tokens are exactly equal.
 
     [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
     """
@@ -91,7 +91,7 @@ def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: Sampli
 
 def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict[str, Any]:
     from graft.compare import comparable_to_transformers
-    from graft.stats import Stats
+    from graft.request.stats import Stats
 
     different = [row for row in rows if row.result.difference is not None]
     ties = [row for row in rows if row.result.is_tie]
@@ -139,8 +139,17 @@ def _print(report: dict[str, Any]) -> None:
         return
     place = f"prompt {first['prompt']} (id {first['id']}), new token {first['position']}"
     print(f"first difference: {first['file']}, {place}")
+    names = "logits" if all(c["score"] == c["logit"] for c in first["candidates"]) else "scores"
     for candidate in first["candidates"]:
-        chose = f"token {candidate['token']} {candidate['text']!r}, logit {candidate['logit']!r}"
-        print(f"  {candidate['decoder']}: {'had ended' if candidate['token'] is None else chose}")
-    verdict = "an exact tie: the logits are equal" if first["tie"] else "not a tie: the logits are not equal"
-    print(f"  {verdict}")
+        print(f"  {candidate['decoder']}: {_described(candidate, with_score=names == 'scores')}")
+    print(f"  an exact tie: the {names} are equal" if first["tie"] else f"  not a tie: the {names} are not equal")
+
+
+def _described(candidate: dict[str, Any], with_score: bool) -> str:
+    if candidate["token"] is None:
+        return "had ended"
+    words = f"token {candidate['token']} {candidate['text']!r}, logit {candidate['logit']!r}"
+    if not with_score:
+        return words
+    excluded = candidate["score"] is None
+    return f"{words}, {'excluded by the settings' if excluded else 'score ' + repr(candidate['score'])}"

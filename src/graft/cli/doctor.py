@@ -138,7 +138,7 @@ def _expected(engine: Engine, turns: list[Turn]) -> float | None:
 
 
 def _drafters_of(engine: Engine, name: str) -> str:
-    from graft.drafters import NONE, drafts_for
+    from graft.tuning.drafters import NONE, drafts_for
 
     found = [draft for draft in drafts_for(name, engine.target.model) if draft != NONE]
     used = "no drafter" if engine.drafter is None else type(engine.drafter).__name__

@@ -29,9 +29,9 @@ def drafters(
     from rich.console import Console
     from rich.table import Table
 
-    from graft.drafters import NONE, best_draft, drafts_for, known_results
     from graft.loading import packaged_head
-    from graft.spec_decode.profile import About
+    from graft.tuning.drafters import NONE, best_draft, drafts_for, known_results
+    from graft.tuning.profile import About
 
     engine = load_engine(loading | {"model": model, "draft": "none", "policy": "off"})
     about = About.of(engine)
@@ -54,18 +54,15 @@ def drafters(
 
 def _what(draft: str, model: str) -> str:
     """What a drafter is, in a few words."""
-    from graft.drafters import NONE, is_here
-    from graft.spec_decode.exit_layer import is_early_exit
-    from graft.spec_decode.proposers.mtp import MTP
+    from graft.hub.drafters import NAMED, name_of
+    from graft.tuning.drafters import NONE, is_here
 
     if draft == NONE:
         return "retrieval alone"
-    if draft == MTP:
-        return "the MTP head in its checkpoint"
     if draft == model:
         return "its packaged head"
-    if is_early_exit(draft):
-        return "its first layers"
+    if name_of(draft) in NAMED:
+        return NAMED[name_of(draft)].what
     if draft in PACKAGED_MODELS:
         return "a small model" if is_here(draft) else f"a small model: graft pull {draft}"
     return "a head or a model" if is_here(draft) else "no longer there"

@@ -1,7 +1,6 @@
 """`graft env`: versions, devices, stored models and policies of this installation."""
 
 import json
-import os
 import platform
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ def env(
 
 
 def _facts() -> dict[str, Any]:
-    from graft.hub.home import graft_home, model_folder
+    from graft.home import graft_home, model_folder
     from graft.hub.registry import PACKAGED_MODELS
     from graft.model.support import TESTED_ARCHITECTURES
     from graft.spec_decode.policies import POLICIES
@@ -53,8 +52,9 @@ def _facts() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": memory_bytes}
+    from graft.machine import total_memory
+
+    cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": total_memory()}
     devices = [cpu | {"threads": torch.get_num_threads(), "steps": "eager"}]
     steps = "captured" if find_spec("triton") is not None else "eager: Triton is missing"
     for index in range(torch.cuda.device_count()):

@@ -19,7 +19,8 @@ def export_head(
         list[Path] | None, typer.Option(help="results.json of graft bench --out, for the card; repeatable.")
     ] = None,
     load: Annotated[
-        list[Path] | None, typer.Option(help="What bench/batched_serving.py --out wrote, for the card; repeatable.")
+        list[Path] | None,
+        typer.Option(help="What benchmarks/batched_serving.py --out wrote; repeatable."),
     ] = None,
 ) -> None:
     """Write a draft head for another engine, as heads are published: config, weights, model card, training log.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import LOADING, RANKS, SAMPLING, Given, Group, option, sampling_settings, takes
+from graft.cli.options import LOADING, SAMPLING, Given, Group, option, sampling_settings, takes
 from graft.cli.terminal import load_engine, notes, utf8_stdin
 from graft.settings import require
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graft.engine import Choice, Engine, Generation, Prompt
     from graft.model import TargetRunner
     from graft.model.sampler import SamplingSettings
-    from graft.stats import Stats
+    from graft.request.stats import Stats
 
 ANSWERS: Group = {
     "n": option(int, "--n", "How many answers to give.", "1"),
@@ -25,7 +25,7 @@ ANSWERS: Group = {
 }
 
 
-@takes(loading=LOADING | RANKS, sampling=ANSWERS | SAMPLING)
+@takes(loading=LOADING, sampling=ANSWERS | SAMPLING)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to go before the prompt.")] = None,
@@ -52,8 +52,6 @@ def generate(
     """
     require(not (raw and system is not None), "--raw has no chat template for --system to go into; drop one")
     require(as_json or "logprobs" not in sampling, "--logprobs are part of the JSON: add --json")
-    given = prompt not in (None, "-") or "tensor_parallel" not in loading
-    require(given, "all ranks of --tensor-parallel have the same stdin: give the prompt as an argument")
     text = _read_prompt(prompt)
     require(bool(text), "the prompt is empty")
     settings = sampling_settings(sampling)

@@ -29,7 +29,7 @@ def load_check(
     """
     import torch
 
-    from graft.hub.home import is_gguf
+    from graft.home import is_gguf
     from graft.hub.load import load_config
     from graft.loading import packaged_head
     from graft.spec_decode.proposers import block, eagle3

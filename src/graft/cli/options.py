@@ -46,9 +46,7 @@ LOADING: Group = MODEL | {
         "auto",
         metavar="HEAD",
     ),
-    "policy": _model(
-        str, "--policy", "off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft.", "graft"
-    ),
+    "policy": _model(str, "--policy", "off, graft.", "graft"),
     "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
     "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
     "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),
@@ -56,9 +54,6 @@ LOADING: Group = MODEL | {
         bool, "--keep-learned/--no-keep-learned", "Keep what is learned for later runs; generate and chat do."
     ),
     "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
-}
-RANKS: Group = {
-    "tensor_parallel": _model(bool, "--tensor-parallel", "Split the model over the processes of torchrun."),
 }
 SAMPLING: Group = {
     "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),

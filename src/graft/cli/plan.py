@@ -159,7 +159,7 @@ def _check(as_json: bool) -> None:
     if as_json:
         print(json.dumps([vars(point) | {"error": point.error} for point in points], indent=2))
         return
-    print("Predicted beside measured on one H200; * was used to fit. Sources: docs/performance.md, docs/server.md")
+    print("Predicted beside measured on one H200; * was used to fit. Sources: docs/benchmarks.md")
     for group in dict.fromkeys(point.group for point in points):
         print(f"\n{group}")
         _print_table(

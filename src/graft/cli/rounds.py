@@ -13,8 +13,8 @@ from rich.style import Style
 from rich.text import Text
 from rich.tree import Tree
 
-from graft.detokenizer import TextStream
-from graft.round_trace import MODEL, RoundRecord
+from graft.request.detokenizer import TextStream
+from graft.request.round_trace import MODEL, RoundRecord
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _COLOR_SYSTEM = ColorSystem.STANDARD  # what these need, and what every terminal with colours has

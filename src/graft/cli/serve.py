@@ -54,7 +54,7 @@ SERVING: Group = {
     "memory": _limit(
         float,
         "--memory",
-        "Share of the GPU's memory for weights, KV cache and graphs; on a CPU, of the machine's for the KV cache.",
+        "Share of the GPU's memory for weights, KV cache and graphs; on a CPU, of what there is, for the KV cache.",
         "0.85; on a CPU 0.25",
     ),
     "max_cache_tokens": _limit(

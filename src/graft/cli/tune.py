@@ -36,11 +36,11 @@ def tune(
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
     from graft.bench.tasks import questions, read_tasks
-    from graft.drafters import full_name, measure, remember, split_prompts
+    from graft.hub.drafters import NAMED
     from graft.loading import load, packaged_head
-    from graft.spec_decode.exit_layer import EARLY_EXIT, MAX_PROMPTS, choose_exit_layer
-    from graft.spec_decode.profile import profile_path
-    from graft.spec_decode.tuning import tune as learn
+    from graft.tuning.drafters import full_name, measure, remember, split_prompts
+    from graft.tuning.profile import profile_path
+    from graft.tuning.tuning import tune as learn
 
     require(max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
@@ -51,14 +51,13 @@ def tune(
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
     if draft == "auto":  # which is not chosen by what is to be measured here
         draft = model if packaged_head(model) is not None else "none"
-    chooses = draft == EARLY_EXIT  # by the prompts, which need the model's tokenizer
-    engine = load_engine(loading | {"profile": "none", "draft": "none" if chooses else draft})
+    choose = NAMED[draft].choose if draft in NAMED else None  # by the prompts, which need the model's tokenizer
+    engine = load_engine(loading | {"profile": "none", "draft": draft if choose is None else "none"})
     asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
     lessons, trials = (asked, []) if portable else split_prompts(asked)
-    if chooses:
-        layer = choose_exit_layer(engine.target.model, lessons[:MAX_PROMPTS])
-        draft = f"{EARLY_EXIT}:{layer}"
-        notes().print(f"Exit layer {layer} is the best of those tried", markup=False)
+    if choose is not None:
+        draft = choose(engine.target.model, lessons)
+        notes().print(f"{draft} is the best of those tried", markup=False)
         before = engine.target
         engine = load(before.model, tokenizer=engine.tokenizer, draft=draft, profile=None)
         engine.target.progress = before.progress

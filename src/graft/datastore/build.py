@@ -18,7 +18,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from graft import __version__
 from graft.datastore.corpus import Corpus, Document
 from graft.datastore.format import (
     FENCE_BYTES,
@@ -36,6 +35,7 @@ from graft.datastore.format import (
 from graft.errors import GraftError
 from graft.progress import Report
 from graft.settings import require
+from graft.version import __version__
 
 _MAX_SHARD_TOKENS = 1 << 29  # libdivsufsort numbers bytes with 31 bits, and a token takes up to 4 of them
 _BATCH_CHARS = 1 << 20  # given to the tokenizer at once

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import GraftError
-from graft.hub.manifest import sha256_of
+from graft.files import sha256_of
 
 HEADER = "index.json"
 PARTS = ("tokens", "suffixes", "fences")

@@ -10,8 +10,8 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PackagedModel
+from graft.quiet import quiet_transformers
 
 # Newer ones keep the weights packed unless told otherwise; older ones always unpack, and have no such config.
 _GGUF = getattr(transformers, "GgufConfig", None)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from graft import __version__
 from graft.errors import GraftError
 from graft.settings import require
 from graft.spec_decode.proposers import block, eagle3
 from graft.spec_decode.proposers.checkpoints import folder_of, read_config
 from graft.spec_decode.proposers.eagle3.layouts import LAYOUTS as EAGLE3_LAYOUTS
 from graft.spec_decode.proposers.head_kinds import kind_of
+from graft.version import __version__
 
 # By engine: the layout of EAGLE-3 heads that it reads.
 ENGINES = {"sglang": "specforge", "vllm": "safeailab", "speculators": "speculators"}
@@ -84,9 +84,9 @@ def export_custom_generate(folder: Path) -> None:
     """Writes what `model.generate(custom_generate=FOLDER, trust_remote_code=True)` loads."""
     inner = _new_folder(folder) / "custom_generate"
     inner.mkdir()
-    (inner / "generate.py").write_text(CUSTOM_GENERATE)
-    (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n")
-    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__))
+    (inner / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
+    (inner / "requirements.txt").write_text(f"graft-decoding>={__version__}\n", encoding="utf-8")
+    (folder / "README.md").write_text(CUSTOM_GENERATE_CARD.format(version=__version__), encoding="utf-8")
 
 
 def export_head(
@@ -100,7 +100,8 @@ def export_head(
 ) -> None:
     """Writes a head as an engine reads it, with a card.
 
-    model: what the card calls the target. results: files of `graft bench --out`; load: of `bench/batched_serving.py`.
+    model: what the card calls the target. results: files of `graft bench --out`. load: files of
+    `benchmarks/batched_serving.py --out`.
     """
     require(engine in ENGINES, f"no export for {engine!r}: known are {', '.join(ENGINES)}")
     tables = [_accepted_table(_read_json(path), path) for path in results]
@@ -174,14 +175,14 @@ def _accepted_table(facts: Any, path: Path) -> str:
 
 
 def _load_table(facts: Any, path: Path) -> str:
-    """Tokens per second by concurrency, of a file that `bench/batched_serving.py --out` wrote."""
+    """Tokens per second by concurrency, of a file that `benchmarks/batched_serving.py --out` wrote."""
     try:
         rows = [
             f"| {r['concurrency']} | {r['plain']['tokens_per_second']:,.0f} | {r['graft']['tokens_per_second']:,.0f} |"
             for r in facts["results"]
         ]
     except (KeyError, TypeError) as error:
-        raise GraftError(f"{path} is not what bench/batched_serving.py --out writes: it has no {error}") from error
+        raise GraftError(f"{path} is not what benchmarks/batched_serving.py --out writes: it has no {error}") from error
     return "\n".join(["## Tokens per second by concurrency\n", "| at once | plain | Graft |", "|---|---|---|", *rows])
 
 

@@ -21,16 +21,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig
 
 from graft.errors import GraftError, ModelError
-from graft.hub.home import is_gguf
+from graft.home import is_gguf
 from graft.hub.pull import convert_once, pull
-from graft.hub.quiet import quiet_transformers
 from graft.hub.registry import PACKAGED_MODELS, suggestion
 from graft.model.cpu_linear import speed_up
-from graft.model.tensor_parallel import check_divisible
-from graft.settings import require
+from graft.quiet import quiet_transformers
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -38,44 +35,25 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
 
 
-def load_model(
-    name: str,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    num_ranks: int = 1,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model called `name` on `device`, ready to run, and its tokenizer.
-
-    num_ranks: processes that have met, over which transformers is to split the model, on each one's own device.
-    """
+def load_model(name: str, *, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model called `name` on `device`, ready to run, and its tokenizer."""
     source = _source(name)
-    split: dict[str, Any] = {}
     try:
         # A hub id may mean a long download, whose bars should show.
         with quiet_transformers() if isinstance(source, Path) else nullcontext():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-                attn_implementation = "eager"  # transformers' usual choice would leave the soft cap out
-            if num_ranks > 1:
-                check_divisible(config, num_ranks)
-                is_known = hasattr(DistributedConfig, "tp_plan")
-                require(is_known, "tensor parallelism needs transformers 5.17: upgrade it, or load the model whole")
-                split["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
+            has_soft_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation="eager" if has_soft_cap else None,  # the usual choice would leave the cap out
                 trust_remote_code=False,
                 output_loading_info=True,
-                **split,
             )
             model, report = loaded  # a pair when loading info is asked for, which the annotation leaves out
-            if num_ranks == 1:
-                model.to(device)
+            model.to(device)
     except GraftError:
         raise
     except _LOADING_ERRORS as error:
@@ -85,11 +63,7 @@ def load_model(
             f"cannot load {name}: {len(missing)} weights such as {missing[0]} are not in its files; "
             "check that config.json belongs to these weights and that no file is missing"
         )
-    if num_ranks == 1:
-        speed_up(model)
-    elif not model.tp_plan:
-        kind = type(model).__name__
-        raise ModelError(f"transformers has no plan to split {kind} over several processes: load it in one")
+    speed_up(model)
     return model, tokenizer
 
 

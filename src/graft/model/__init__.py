@@ -8,13 +8,12 @@ if TYPE_CHECKING:
     from graft.model.factory import target_for
     from graft.model.kv_cache import KVCache, NoRoomError, PagePool, Row
     from graft.model.loan import evaluating
-    from graft.model.runner import FirstLayersRunner, TargetRunner
+    from graft.model.runner import TargetRunner
     from graft.model.step import Chunk
     from graft.model.verified import VerifyOutput
 
 __all__ = [
     "Chunk",
-    "FirstLayersRunner",
     "KVCache",
     "NoRoomError",
     "PagePool",
@@ -34,7 +33,6 @@ _HOMES = {
     "Row": "kv_cache",
     "TargetRunner": "runner",
     "VerifyOutput": "verified",
-    "FirstLayersRunner": "runner",
     "evaluating": "loan",
     "target_for": "factory",
 }

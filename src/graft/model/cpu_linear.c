@@ -6,6 +6,7 @@
    Built once for every processor and once for those with wider vectors; who calls knows which to take, and hands over
    the threads: those of the OpenMP that torch has loaded, so that one set of them does both kinds of work. */
 
+#include <stdint.h>
 #include <stdlib.h>
 
 #if defined(__AVX__)
@@ -21,6 +22,9 @@
 #else
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
+
+/* By number: a pointer beyond the end of an array is undefined, and the last rows' prefetch is there. */
+#define PREFETCH(ARRAY, PLACE) __builtin_prefetch((const float *)((uintptr_t)(ARRAY) + sizeof(float) * (PLACE)), 0, 2)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
@@ -39,7 +43,7 @@ typedef float four __attribute__((vector_size(16), aligned(4)));
             four a[R];                                                                                                \
             UNROLL for (int r = 0; r < R; r++) a[r] = *(const four *)(w + r * k + i);                                 \
             /* The next rows lie behind these: fetched in one stream, which the hardware does not see in R. */        \
-            UNROLL for (int p = 0; p < R; p += 4) __builtin_prefetch(w + R * k + R * i + 4 * p, 0, 2);                \
+            UNROLL for (int p = 0; p < R; p += 4) PREFETCH(w, R * k + R * i + 4 * p);                                 \
             UNROLL for (int l = 0; l < 4; l++) {                                                                      \
                 UNROLL for (int v = 0; v < VECTORS; v++) {                                                            \
                     vec b = *(const vec *)(xt + (i + l) * WIDTH + v * LANES);                                         \
@@ -115,7 +119,8 @@ int graft_linear(const float *w, const float *x, float *y, long n, long k, long 
     const long width = m > LANES ? 2 * LANES : LANES;
     const long groups = (m + width - 1) / width;
     const long size = groups * width * k;
-    float *xt = aligned_alloc(64, (size_t)((size * (long)sizeof(float) + 63) / 64 * 64)); /* [groups][k][width] */
+    /* [groups][k][width]; one line of the cache more than needed, for no bytes at all may be NULL. */
+    float *xt = aligned_alloc(64, (size_t)(size * (long)sizeof(float) / 64 * 64 + 64));
     if (xt == NULL) return 1;
     for (long g = 0; g < groups; g++) {
         const float *from = x + g * width * k;

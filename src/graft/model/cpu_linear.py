@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from graft.errors import GraftError
-from graft.spec_decode.native import compiled
+from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
+MAPS = Path("/proc/self/maps")  # of what this process has loaded
 _MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight
 _WORTH_IT = 0.9  # of torch's time
 
@@ -154,8 +155,9 @@ def _threads() -> Any:
 
 def _openmp_libraries() -> list[str]:
     """Torch's own first. Where it lies differs between machines: in its folder, beside it, or in the system's."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
+    if not MAPS.exists():
         return sorted(map(str, Path(torch.__file__).parent.glob("lib/lib*omp*")))
-    loaded = set(re.findall(r"/\S*/lib[gi]?omp[^/\s]*\.so\S*", maps.read_text()))
+    # Names of folders may hold spaces, and bytes that are no UTF-8; a name is all from the line's first slash on.
+    maps = MAPS.read_text(encoding="utf-8", errors="surrogateescape")
+    loaded = set(re.findall(r"^[^/\n]*(/.*/lib[gi]?omp[^/\s]*\.so\S*)", maps, re.MULTILINE))
     return sorted(loaded, key=lambda path: ("torch" not in path, path))

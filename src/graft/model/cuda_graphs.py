@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.errors import GraftError
-from graft.model.attention import KernelStep, Layout
+from graft.model.attention import KernelStep
 from graft.model.captures import (
     CONTEXTS,
     Captures,
@@ -36,12 +36,13 @@ from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import FEW
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
+from graft.model.layout import Layout
 from graft.model.llama import FastLayers, Rotary, touched_module, why_not
 from graft.model.runner import TargetRunner, outputs_of, side_by_side
 from graft.model.step import COLUMNS, LONG_TEXT, Chunk, FlatStep
 from graft.model.verified import NUM_SUCCESSORS, Step, VerifyOutput
 from graft.progress import Report
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 # Small steps are often one row's tree, large ones many rows' or a prompt's.
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

@@ -1,4 +1,4 @@
-"""Chooses a model's runner: on a GPU, one whose steps are CUDA graphs; of a tensor-parallel model, an eager one."""
+"""Chooses a model's runner: on a GPU, one whose steps are CUDA graphs; elsewhere an eager one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 from graft.errors import GraftError
 from graft.model.kv_cache import KVStore, PagePool
 from graft.model.runner import TargetRunner
-from graft.model.support import is_tensor_parallel
-from graft.settings import require
 
 
 def target_for(
@@ -22,18 +20,11 @@ def target_for(
     pool: PagePool | None = None,
     store: KVStore | None = None,
 ) -> TargetRunner:
-    """The runner for a model on its device: on a single GPU with Triton, one whose steps are CUDA graphs; of a
-    tensor-parallel model, which is rank 0's, one whose steps all ranks run, eagerly.
+    """The runner for a model on its device: on a single GPU with Triton, one whose steps are CUDA graphs.
 
     exact: a token has the same bits in any batch; a GraftError where that cannot be.
     pool: another runner's, whose pages it is to share; None: one of its own. store: likewise, of keys and values.
     """
-    if is_tensor_parallel(model):
-        from graft.model.tensor_parallel import TensorParallelTarget
-
-        require(not exact, "exact steps need one process, and the model is tensor parallel: drop exact")
-        require(pool is None, "a draft model runs in one process: load it without tensor parallelism")
-        return TensorParallelTarget(model, hidden_layers, chunk_size)
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
             from graft.model.cuda_graphs import CapturedTarget

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from graft.spec_decode.tree import PADDING, ROOT, DraftTree
+from graft.tree.tree import PADDING, ROOT, DraftTree
 
 
 class Constraint(Protocol):

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
-
-if TYPE_CHECKING:
-    from graft.model.split import Begun
 
 PAGE = 64  # tokens of a page: a block of the attention's sums
 _FIRST_PAGES = 64  # of a pool that grows
@@ -45,9 +42,9 @@ class Row:
     pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
     length: int = 0  # committed tokens of the target
     offset: int = 0  # of its tokens' rotary positions from their places in the text: an image takes fewer than it has
-    begun: Begun | None = None  # tokens behind them that an early-exit drafter has run through the first layers
+    begun: Any = None  # a `runner.BegunStep`, left by a drafter that shares the target's layers
 
-    def take_begun(self) -> Begun | None:
+    def take_begun(self) -> Any:
         """What was begun behind the committed tokens, for the step that now writes there."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun.length == self.length else None

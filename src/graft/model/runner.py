@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,15 +18,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graft.model import attention
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
 from graft.model.loan import evaluating, tree_attention
-from graft.model.split import Begun, SplitModel
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
 from graft.progress import Report
 from graft.settings import require
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _IN_USE = "the KV cache is in use already: set its size before anything is decoded"
+
+
+class BegunStep(Protocol):
+    """What a drafter that shares the target's layers has already run of a row's next step; it stands in `Row.begun`."""
+
+    @property
+    def length(self) -> int:
+        """Of the row when it was run: a row that has grown since begins anew."""
+
+    def finish(self, runner: TargetRunner, step: FlatStep, begun: Sequence[Any]) -> Tensor:
+        """Logits [1, T, V] of the whole step. begun: by row, what was run of it, or None."""
 
 
 class TargetRunner:
@@ -127,12 +137,10 @@ class TargetRunner:
         return self._pool
 
     def bytes_per_token(self) -> int:
-        """Bytes of the KV cache that a token takes."""
+        """Bytes of the KV cache that a token takes. Where the config does not tell, the first step does."""
         found = _bytes_per_token(self.model)
-        return self._measured_bytes_per_token() if found is None else found
-
-    def _measured_bytes_per_token(self) -> int:
-        """Where the config does not tell, the first step does."""
+        if found is not None:
+            return found
         cache = self.open(1, 1)
         self.verify(cache, DraftTree.roots(torch.zeros(1, dtype=torch.int64)))
         cache.release()
@@ -222,9 +230,11 @@ class TargetRunner:
 
     def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
         """The step by the model's own code, eagerly."""
-        begun = [row.take_begun() for row in step.rows]
-        if any(begun):
-            logits = self._run_begun(step, begun)
+        begun: list[BegunStep | None] = [row.take_begun() for row in step.rows]
+        first = next((own for own in begun if own is not None), None)
+        if first is not None:
+            assert not self._hidden_layers
+            logits = first.finish(self, step, begun)
             return outputs_of(step, logits[0].float(), logits[0, :, :0])
         is_run = step.leave_out(num_run) if num_run else None
         logits, hidden = self._run_model(*self._inputs(step, is_run))
@@ -247,33 +257,11 @@ class TargetRunner:
         tokens = torch.from_numpy(ids)[None].to(device)
         return cache, tokens, self._clamped(torch.from_numpy(at)[None].to(device)), seen
 
-    def _run_begun(self, step: FlatStep, begun: Sequence[Begun | None]) -> Tensor:
-        """Logits [1, T, V] of a step some of whose tokens an early-exit drafter has begun: the first layers run the
-        others, and the rest of the model runs all. begun: by row."""
-        assert not self._hidden_layers
-        split = next(own for own in begun if own is not None).split
-        require(split.model is self.model, "an early-exit drafter drafts for its own model alone: make one for this")
-        is_run = np.ones(step.num_tokens, dtype=bool)
-        known: list[Tensor] = []
-        moves: list[tuple[Row, int, int]] = []
-        by_row = step.by_row[:2, : len(step.rows)].tolist()
-        for row, own, start, count in zip(step.rows, begun, *by_row, strict=True):
-            if own is None:
-                continue
-            part = slice(start, start + count)
-            places = own.places_of(step.tokens[part].tolist(), step.parents[part].tolist())
-            is_run[part] = [place < 0 for place in places]
-            known.append(own.hidden[[place for place in places if place >= 0]])
-            moves += [(row, place, node) for node, place in enumerate(places) if place not in (-1, node)]
-        self.cache_of(step.rows).move(moves, split.num_layers)
-        hidden = known[0].new_empty(step.num_tokens, known[0].shape[1])
-        is_new = torch.from_numpy(is_run).to(self.device)
-        hidden[~is_new] = torch.cat(known)
-        if is_run.any():
-            with self._lent(*self._inputs(step, is_run)) as arguments:
-                hidden[is_new] = split.hidden_of(**arguments)[0]
-        with self._lent(*self._inputs(step)) as arguments:
-            return split.run_rest(hidden[None], **arguments)
+    @contextmanager
+    def forward_of(self, step: FlatStep, is_run: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
+        """The model with our attention, and the arguments of its own forward for a step, or for some of its tokens."""
+        with self._lent(*self._inputs(step, is_run)) as arguments:
+            yield arguments
 
     @contextmanager
     def _lent(
@@ -302,31 +290,6 @@ class TargetRunner:
         return output.logits, side_by_side(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
-
-
-class FirstLayersRunner(TargetRunner):
-    """Runs a model's first layers, then its final norm and output layer, over another runner's KV cache.
-
-    It notes in the rows what it has run, so that the other need not do so again.
-    """
-
-    def __init__(self, model: PreTrainedModel, num_layers: int, pool: PagePool, store: KVStore) -> None:
-        """pool, store: those of the model's own runner."""
-        super().__init__(model, pool=pool, store=store)
-        self._split = SplitModel(model, num_layers)
-
-    def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-        is_run = step.leave_out(num_run) if num_run else None
-        with self._lent(*self._inputs(step, is_run)) as arguments:
-            logits, hidden = self._split.run_first(**arguments)
-        counts = step.by_row[1, : len(step.rows)].tolist()
-        new = hidden[0].split([count - num_run for count in counts])
-        for row, start, count, own in zip(step.rows, step.by_row[0].tolist(), counts, new, strict=False):
-            part = slice(start, start + count)
-            before = [row.begun.hidden[:num_run]] if row.begun is not None and num_run else []
-            tokens, parents = step.tokens[part].tolist(), step.parents[part].tolist()
-            row.begun = Begun(self._split, row.length, tokens, parents, torch.cat([*before, own]))
-        return outputs_of(step, logits[0].float(), hidden[0])
 
 
 def outputs_of(

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -110,7 +111,11 @@ class SamplingSettings(Settings):
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64."""
+    """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64.
+
+    The first 53 bits of mix(mix(mix(seed) + position) + token * GOLDEN) are a number u between 0 and 1, whose quantile
+    -log(-log(u)) is the noise. mix is the finalizer of SplitMix64; all is modulo 2^64.
+    """
     keys = mix64(mix64(seeds) + positions)
     tokens = torch.arange(vocab_size, device=keys.device)
     bits = mix64(keys[:, None] + tokens * GOLDEN)
@@ -132,8 +137,37 @@ def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     return torch.full_like(scores, -torch.inf).scatter(1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
+class Chooser(Protocol):
+    """A sampler as acceptance sees it: it chooses each row's next token and remembers it as part of the row's text."""
+
+    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
+        """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
+        ...
+
+    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
+        """The token [T] to choose after every token of a step's trees if the walk reaches it, and by row whether it
+        can be known.
+
+        It cannot where the choice depends on the tokens on the way (penalties, a grammar); None if that is so in all
+        rows. logits [T, V]: of the trees' tokens. All on the logits' device, without waiting for it; no row moves on.
+        """
+        ...
+
+    def move_on(self, counts: Sequence[int]) -> None:
+        """Moves each row on by so many of the tokens that `choose_everywhere` gave."""
+        ...
+
+    def keeping(self, rows: Sequence[int]) -> Self:
+        """The chooser of these rows alone, in this order."""
+        ...
+
+    def joining(self, other: Any) -> Self:
+        """A chooser of its own rows and, behind them, those of another of its kind; both stay as they were."""
+        ...
+
+
 class Sampler:
-    """Chooses tokens for a batch of rows, each with its own settings and history (an `acceptance.Chooser`)."""
+    """Chooses tokens for a batch of rows, each with its own settings and history (a `Chooser`)."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from graft.model.kv_cache import PAGE, Row
-from graft.spec_decode.native import native, plain
-from graft.spec_decode.tree import DraftTree
+from graft.tree.native import native, plain
+from graft.tree.tree import DraftTree
 
 LONG_TEXT = 16_384  # tokens; steps with a longer text among theirs are to be smaller
 COLUMNS = 6  # tokens, parents, places, depths, rows and strips, as in `Layout`

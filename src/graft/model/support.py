@@ -43,15 +43,15 @@ def usable_model(model: PreTrainedModel) -> PreTrainedModel:
     return inner
 
 
-def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Whether transformers has split the model over several processes."""
-    return (getattr(model, "tp_size", None) or 1) > 1
-
-
 def check_supported(model: PreTrainedModel) -> None:
     """Raises a GraftError that says why, if a model cannot verify trees."""
     kind = type(model).__name__
     config = model.config.get_text_config()
+    if (getattr(model, "tp_size", None) or 1) > 1:  # not those that accelerate places on several devices
+        raise GraftError(
+            f"{kind} was split over {model.tp_size} processes by a tensor-parallel plan, and Graft runs a model on one "
+            "device; for several GPUs use SGLang with our plugin"
+        )
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         raise GraftError(
             f"{kind} was quantized by quantize_dynamic, which scales a token by all others of its forward, so that its "

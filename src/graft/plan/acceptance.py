@@ -1,6 +1,6 @@
 """Measured accepted lengths by budget and draft passes, and how they change with a better or worse head.
 
-`acceptance.json` is of SmolLM2-135M and its head on the built-in prompts, replayed by `bench/acceptance_curve.py`.
+`acceptance.json` is of SmolLM2-135M and its head on the built-in prompts, replayed by `benchmarks/acceptance_curve.py`.
 """
 
 from __future__ import annotations

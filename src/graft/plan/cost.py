@@ -1,6 +1,6 @@
 """Cost of a round by roofline: seconds to read weights, keys and values, to multiply, to launch and to all-reduce.
 
-What is reached of a data sheet was measured on one H200 (docs/performance.md) and is taken for every GPU. The times of
+What is reached of a data sheet was measured on one H200 (docs/benchmarks.md) and is taken for every GPU. The times of
 an all-reduce are assumptions: nothing was measured on more than one GPU.
 """
 
@@ -27,7 +27,7 @@ class Efficiency(Settings):
     launch: float = 3.3e-6  # of a kernel within a graph: 309 of smollm2-135m take 1.01 ms beside reading
     plain_host: float = 0.14e-3  # the host's part of a plain round of one row
     host: float = 1.3e-3  # of a round with a tree, and whatever else the roofline leaves out of one
-    host_growth: float = 1 / 3  # both by this power of the rows, as bench/host_time.py has it
+    host_growth: float = 1 / 3  # both by this power of the rows, as benchmarks/host_time.py has it
     nvlink_latency: float = 10e-6  # of an all-reduce; assumed
     pcie_latency: float = 30e-6  # assumed
 

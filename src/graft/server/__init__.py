@@ -1,1 +1,1 @@
-"""The HTTP server: an OpenAI-compatible API and a web page over the scheduler in `graft.core`."""
+"""The HTTP server: an OpenAI-compatible API and a web page over the scheduler in `graft.engine`."""

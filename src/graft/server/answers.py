@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from graft.core.scheduler import Job, Update
-from graft.detokenizer import TextStream
-from graft.round_trace import RoundRecord
-from graft.sequence import FinishReason, TokenLogprob
-from graft.sequence import Sequence as TokenSequence
+from graft.engine.jobs import Job, Update
+from graft.request.detokenizer import TextStream
+from graft.request.round_trace import RoundRecord
+from graft.request.sequence import FinishReason, TokenLogprob
+from graft.request.sequence import Sequence as TokenSequence
+from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
 from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
-from graft.stats import Stats
 
 _EVENT_SIZE = 256  # bytes that a padded event's length is a multiple of
 

@@ -19,9 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 
-from graft import __version__
-from graft.core.scheduler import BusyError, Scheduler
 from graft.engine import Engine
+from graft.engine.jobs import BusyError
+from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
@@ -47,6 +47,7 @@ from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeReques
 from graft.server.serving import AsciiJson, Serving
 from graft.server.settings import ServeSettings
 from graft.settings import require
+from graft.version import __version__
 
 PAGE = Path(__file__).parent / "static"
 # Seconds that an idle connection stays: longer than clients and proxies keep theirs (5 and 60 are usual), so that none

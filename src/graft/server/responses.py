@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from graft.core.scheduler import Job, Update
+from graft.engine.jobs import Job, Update
 from graft.server.answers import Answers, Echo, Shape, dumped, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (

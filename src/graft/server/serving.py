@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from graft.core.scheduler import BusyError, Failure, FailureKind, Job, Scheduler, Update
 from graft.engine import Engine
+from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
+from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
 from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape

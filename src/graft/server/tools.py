@@ -361,6 +361,13 @@ def _keyword_rules(i: int, function: Function) -> list[str]:
 
 THINK_MARKERS = ("<think>", "</think>")
 _LONGEST_HEAD = 512  # characters, of a call before its arguments
+_SPACE = re.compile(r"\s*")
+
+
+def _behind_space(text: str, place: int) -> int:
+    """The first place from this one on that is no white space."""
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
 
 
 class Thinking(Parser):
@@ -371,6 +378,7 @@ class Thinking(Parser):
         self._inside: bool | None = True if has_begun else None  # None: not known yet
         self._then = then or PlainText()
         self._held = ""
+        self._space: list[str] = []  # what came before anything else
         self._num_read = 0  # characters
         self._is_after = False  # and nothing has come since
 
@@ -378,17 +386,19 @@ class Thinking(Parser):
         if self._inside is False:
             return self._passed_on(text)
         self._num_read += len(text)
+        if not self._held and self._inside is None:
+            start = _behind_space(text, 0)
+            self._space.append(text[:start])
+            text = text[start:]
         self._held += text
         pieces: list[Piece] = []
         if self._inside is None:
-            start = self._held.lstrip()
-            if "<think>".startswith(start[:7]) and len(start) < 7:
+            if len(self._held) < len("<think>") and "<think>".startswith(self._held):
                 return []
-            self._inside = start.startswith("<think>")
+            self._inside = self._held.startswith("<think>")
             if not self._inside:
-                held, self._held = self._held, ""
-                return self._then.feed(held)
-            self._held = start.removeprefix("<think>")
+                return self._then.feed(self._all_held())
+            self._held = self._held.removeprefix("<think>")
         before, marker, after = self._held.partition("</think>")
         self.num_reasoning = self._num_read - len(after)
         if marker:
@@ -400,10 +410,16 @@ class Thinking(Parser):
         return [Reasoning(before[:safe])] if safe else []
 
     def finish(self) -> list[Piece]:
-        held, self._held = self._held, ""
         if self._inside:
+            held, self._held = self._held, ""
             return [Reasoning(held)] if held else []
+        held = self._all_held() if self._inside is None else ""
         return (self._then.feed(held) if held else []) + self._then.finish()
+
+    def _all_held(self) -> str:
+        """What is held, with the white space before it."""
+        held, self._held, self._space = "".join([*self._space, self._held]), "", []
+        return held
 
     def _passed_on(self, text: str) -> list[Piece]:
         if self._is_after:
@@ -427,22 +443,31 @@ class _Reader(Parser):
         self._format = form
         self._buffer = ""
         self._num_calls = 0
-        self._space = ""
+        self._space: list[str] = []
+
+    def _append(self, text: str) -> None:
+        """Adds to the buffer, of which nobody else has a reference meanwhile: then Python need not copy it."""
+        buffer, self._buffer = self._buffer, ""
+        buffer += text
+        self._buffer = buffer
 
     def _content(self, text: str) -> list[Piece]:
         """Text, but for white space at its end, which may stand before a call."""
-        text = self._space + text
         end = len(text.rstrip())
-        self._space = text[end:]
-        return [Content(text[:end])] if end else []
+        if not end:
+            self._space.append(text)
+            return []
+        content = "".join([*self._space, text[:end]])
+        self._space = [text[end:]]
+        return [Content(content)]
 
     def _last_content(self, text: str) -> list[Piece]:
-        text = self._space + text
-        self._space = ""
+        text = "".join([*self._space, text])
+        self._space = []
         return [Content(text)] if text and not (self._num_calls and not text.strip()) else []
 
     def _call(self, name: str, arguments: str) -> list[Piece]:
-        index, self._num_calls, self._space = self._num_calls, self._num_calls + 1, ""
+        index, self._num_calls, self._space = self._num_calls, self._num_calls + 1, []
         start = CallStart(index, self._format.new_id(), name)
         return [start, Arguments(index, arguments)] if arguments else [start]
 
@@ -460,37 +485,35 @@ class _MarkedCalls(_Reader):
         self._xml: _XmlCall | None = None  # the same, as XML
         self._opened = ""  # the marker that it began with; another call before the closing one has none
         self._is_told = False  # a call has been, and its closing marker is still to come
+        self._start = 0  # what the buffer begins with, and nobody needs to look at again: white space, for a call
+        self._searched = 0  # the closing marker does not begin before
 
     def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
+        self._append(text)
         pieces: list[Piece] = []
         while True:
-            if self._is_told:
-                rest = self._buffer.lstrip("} \n\r\t")  # there may be a brace too many
-                if self._closing.startswith(rest) or self._may_be_xml(rest):
-                    return pieces  # of which a part may have come
-                is_closed = rest.startswith(self._closing)
-                self._buffer = rest.removeprefix(self._closing) if is_closed else self._buffer.lstrip()
-                self._is_told = False
-                if not is_closed and self._is_xml(self._buffer):
-                    self._opened, self._json = "", _JsonCall(self._closing)
+            if self._is_told and not self._is_past_closing():
+                return pieces
             if self._json is None:
                 before, marker, after = self._buffer.partition(self._opening)
                 if not marker:
                     safe = len(before) - _overlap(before, self._opening)
-                    self._buffer = before[safe:]
+                    self._go_on(before[safe:])
                     return pieces + self._content(before[:safe])
                 pieces += self._content(before)
-                self._buffer, self._json, self._opened = after, _JsonCall(self._closing), self._opening
-            if self._buffer.lstrip().startswith("{"):
+                self._go_on(after)
+                self._json, self._opened = _JsonCall(self._closing), self._opening
+            self._start = _behind_space(self._buffer, self._start)
+            if self._buffer.startswith("{", self._start):
                 pieces += self._streamed()
                 end = self._json.end
-            elif self._is_xml(self._buffer):
+            elif self._is_xml():
                 self._xml = self._xml or _XmlCall(self._closing)
                 self._xml.read(self._buffer)
                 end = self._xml.end
             else:  # another form, or none
-                place = self._buffer.find(self._closing)
+                place = self._buffer.find(self._closing, self._searched)
+                self._searched = max(len(self._buffer) - len(self._closing) + 1, 0)
                 end = place if place >= 0 else None
             if end is None:
                 return pieces
@@ -498,14 +521,32 @@ class _MarkedCalls(_Reader):
                 found = self._found(self._buffer[:end])
                 pieces += self._call(*found) if found else self._content(self._opened + self._buffer[:end])
                 if found is None:  # its closing marker is text as well
-                    self._buffer, self._json, self._xml = self._buffer[end:], None, None
-                    rest = self._buffer.lstrip()
-                    pieces += self._content(self._buffer[: len(self._buffer) - len(rest)])
-                    if rest.startswith(self._closing):
+                    self._json = self._xml = None
+                    start = _behind_space(self._buffer, end)
+                    pieces += self._content(self._buffer[end:start])
+                    if self._buffer.startswith(self._closing, start):
                         pieces += self._content(self._closing)
-                    self._buffer = rest.removeprefix(self._closing)
+                        start += len(self._closing)
+                    self._go_on(self._buffer[start:])
                     continue
-            self._buffer, self._json, self._xml, self._is_told = self._buffer[end:], None, None, True
+            self._go_on(self._buffer[end:])
+            self._json, self._xml, self._is_told = None, None, True
+
+    def _go_on(self, rest: str) -> None:
+        self._buffer, self._start, self._searched = rest, 0, 0
+
+    def _is_past_closing(self) -> bool:
+        """Whether it is known what follows a call: its closing marker, which is then behind us, or something else."""
+        rest = self._buffer[self._start :].lstrip("} \n\r\t")  # there may be a brace too many
+        self._start = len(self._buffer) - len(rest)
+        if self._closing.startswith(rest) or self._may_be_xml(rest):
+            return False  # a part may have come
+        is_closed = rest.startswith(self._closing)
+        self._go_on(rest.removeprefix(self._closing) if is_closed else self._buffer.lstrip())
+        self._is_told = False
+        if not is_closed and self._is_xml():
+            self._opened, self._json = "", _JsonCall(self._closing)
+        return True
 
     def finish(self) -> list[Piece]:
         rest, self._buffer = self._buffer, ""
@@ -544,8 +585,8 @@ class _MarkedCalls(_Reader):
         arguments = {key: _value(text, _types(parts.get(key), schema)) for key, text in self._xml.values}
         return self._xml.name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
-    def _is_xml(self, body: str) -> bool:
-        return self._schemas is not None and body.lstrip().startswith(_XmlCall.OPENING)
+    def _is_xml(self) -> bool:
+        return self._schemas is not None and self._buffer.startswith(_XmlCall.OPENING, self._start)
 
     def _may_be_xml(self, text: str) -> bool:
         return self._schemas is not None and text != _XmlCall.OPENING and _XmlCall.OPENING.startswith(text)
@@ -570,7 +611,7 @@ class _CallsAlone(_Reader):
         self._scanned = 0, False  # how far the buffer is nobody's text, and whether a marker is in it
 
     def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
+        self._append(text)
         pieces: list[Piece] = []
         while True:
             if self._reads_calls:
@@ -702,21 +743,34 @@ class _CallsAlone(_Reader):
 class _PythonicCalls(_Reader):
     """A list of calls written as in Python, which is the whole answer. Nothing of it is run."""
 
+    # What a list begins with: a character each, or any number of them. No two that follow each other match the same.
+    _HEAD = tuple(map(re.compile, (r"\s*", r"\[", r"\s*", r"\w", r"\w*", r"\s*", r"\(")))
+
     def __init__(self, form: Format) -> None:
         super().__init__(form)
         self._is_list: bool | None = None
+        self._num_matched, self._place = 0, 0  # parts of the head, and where the next begins
 
     def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
+        self._append(text)
         if self._is_list is None:
-            start = self._buffer.lstrip()
-            if re.fullmatch(r"\[?\s*\w*\s*", start):
-                return []
-            self._is_list = re.match(r"\[\s*\w+\s*\(", start) is not None
-        if self._is_list:
+            self._is_list = self._begins_list()
+        if self._is_list is not False:
             return []  # until its end
         before, self._buffer = self._buffer, ""
         return self._content(before)
+
+    def _begins_list(self) -> bool | None:
+        """Whether the answer is a list of calls; None: not known yet. Each letter is looked at once."""
+        while self._num_matched < len(self._HEAD):
+            found = self._HEAD[self._num_matched].match(self._buffer, self._place)
+            if found is None:
+                return None if self._place == len(self._buffer) else False
+            self._place = found.end()
+            if self._place == len(self._buffer) and self._HEAD[self._num_matched].pattern.endswith("*"):
+                return None  # more of it may come
+            self._num_matched += 1
+        return True
 
     def finish(self) -> list[Piece]:
         found = _python_calls(self._buffer) if self._is_list else None
@@ -813,6 +867,7 @@ class _XmlCall:
         self._place = 0  # behind what was read
         self._key: str | None = None  # of the value that is being read
         self._searched = 0  # the value's end is not before
+        self._behind = 0  # where white space ends behind what may be the value's end
 
     def read(self, text: str, is_all: bool = False) -> None:
         """Takes in what has come. text: all so far; is_all: no more will come."""
@@ -830,7 +885,7 @@ class _XmlCall:
 
     def _read_between(self, text: str, is_all: bool) -> bool:
         """The next value's key, or the end. Returns whether to go on reading."""
-        self._place = len(text) - len(text[self._place :].lstrip())
+        self._place = _behind_space(text, self._place)
         rest = text[self._place : self._place + _LONGEST_HEAD]
         if key := self._KEY.match(rest):
             if key.end() == len(rest) and not rest.endswith("\n") and not is_all:
@@ -848,7 +903,8 @@ class _XmlCall:
 
     def _read_value(self, text: str, is_all: bool) -> bool:
         for found in self._value_end.finditer(text, self._searched):
-            rest = text[found.end() :].lstrip()
+            self._behind = _behind_space(text, max(found.end(), self._behind))
+            rest = text[self._behind : self._behind + _LONGEST_HEAD]
             is_followed = rest.startswith(("<parameter=", "</function>", self._closing)) or (is_all and not rest)
             if not is_followed and not is_all and self._may_follow(rest):
                 self._searched = found.start()

@@ -10,45 +10,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from graft.spec_decode.native import native, plain
-from graft.spec_decode.tree import ROOT, DraftTree
+from graft.tree.native import native, plain
+from graft.tree.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
-    from graft.model.verified import Step, VerifyOutput
-
-
-class Chooser(Protocol):
-    """The sampler as acceptance sees it: chooses each row's next token and remembers it as part of the row's text."""
-
-    def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
-        """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
-        ...
-
-    def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        """The token [T] to choose after every token of a step's trees if the walk reaches it, and by row whether it
-        can be known.
-
-        It cannot where the choice depends on the tokens on the way (penalties, a grammar); None if that is so in all
-        rows. logits [T, V]: of the trees' tokens. All on the logits' device, without waiting for it; no row moves on.
-        """
-        ...
-
-    def move_on(self, counts: Sequence[int]) -> None:
-        """Moves each row on by so many of the tokens that `choose_everywhere` gave."""
-        ...
-
-    def keeping(self, rows: Sequence[int]) -> Self:
-        """The chooser of these rows alone, in this order."""
-        ...
-
-    def joining(self, other: Any) -> Self:
-        """A chooser of its own rows and, behind them, those of another of its kind; both stay as they were."""
-        ...
+    from graft.model.sampler import Chooser
+    from graft.model.verified import VerifyOutput
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.spec_decode.candidates import AGREED, ALONE, Candidates
-from graft.spec_decode.tree import ROOT
+from graft.tree.candidates import AGREED, ALONE, Candidates
+from graft.tree.tree import ROOT
 
 _PRIOR_WEIGHT = 16.0  # observations that the prior is worth
 NUM_AGREEMENTS = AGREED + 1

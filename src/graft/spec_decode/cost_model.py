@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.model import TargetRunner

@@ -29,12 +29,12 @@ from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
 from graft.spec_decode.budget import Budget, Plan
 from graft.spec_decode.calibration import Calibration, PathCalibration
-from graft.spec_decode.candidates import Candidates, Level, Ranking
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
 from graft.spec_decode.proposers import DatastoreLookup, NgramTables, Retriever, SuffixLookup, TargetTopK
 from graft.spec_decode.proposers.base import History, named, part_of, salt_of
-from graft.spec_decode.tree import DRAFTED, DraftTree
+from graft.tree.candidates import Candidates, Level, Ranking
+from graft.tree.tree import DRAFTED, DraftTree
 
 KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
 _SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
@@ -91,7 +91,11 @@ class _Outcome(NamedTuple):
 
 
 class Grafter:
-    """Ranks what a drafter and all retrievers propose, and chooses the nodes worth their cost."""
+    """Ranks what a drafter and all retrievers propose, and chooses the nodes worth their cost.
+
+    Four methods are its decisions, and a subclass may decide otherwise: `make_retrievers`, `goes_on` (another draft
+    pass?), `best_of` (which candidates?) and `calibrate`.
+    """
 
     def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
         """num_passes: the most that the drafter makes in a round; 0: there is none. step: what steps cost, where the
@@ -120,9 +124,10 @@ class Grafter:
         self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
         self._unlearned: _Outcome | None = None  # the last round's, of which neither calibration nor budget know yet
 
-    # What ablations override
+    # Decisions
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
+        """The sources of candidates beside the drafter."""
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(isolated=settings.isolated),

@@ -17,14 +17,14 @@ _TREES = {
 
 
 def read_log(path: Path) -> Log:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_card(folder: Path, facts: dict[str, Any], log: Log, text: str) -> None:
     """Writes README.md and training.json; and loss.png, where it can be drawn."""
     picture = "\n![loss and right guesses over training](loss.png)\n" if _plot(log, folder / "loss.png") else ""
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "README.md").write_text(text + picture)
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(text + picture, encoding="utf-8")
 
 
 def eagle3_text(facts: dict[str, Any], log: Log) -> str:

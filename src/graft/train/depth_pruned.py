@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graft.hub.quiet import quiet_transformers
 from graft.model import evaluating
-from graft.model.split import find_layers
+from graft.model.decoder_layers import find_layers
+from graft.quiet import quiet_transformers
 from graft.settings import require
 from graft.train.divergence import divergence
 from graft.train.generate_data import Answered

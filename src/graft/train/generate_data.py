@@ -21,7 +21,7 @@ from torch import Tensor
 from graft.errors import GraftError
 from graft.model import Chunk, TargetRunner
 from graft.settings import Settings, require
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _SETTINGS = "answers.json"
 
@@ -151,7 +151,7 @@ def read_answers(folder: Path) -> Iterator[Answered]:
     """Every answer in a folder, in a fixed order."""
     paths = sorted(folder.glob("answers-*.safetensors"))
     require(bool(paths), f"{folder} holds no answers")
-    temperatures = json.loads((folder / _SETTINGS).read_text())["temperatures"]
+    temperatures = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))["temperatures"]
     for path in paths:
         shard = load_file(path)
         temperature = float(temperatures[int(path.stem.rsplit("-", 1)[1])])
@@ -185,9 +185,9 @@ def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[
 def _same_settings(path: Path, settings: dict[str, object]) -> None:
     """Refuses to resume with other settings: a folder holds answers of one kind."""
     text = json.dumps(settings, indent=1)
-    if path.exists() and path.read_text() != text:
+    if path.exists() and path.read_text(encoding="utf-8") != text:
         raise GraftError(f"{path.parent} holds answers made with other settings or prompts: choose another folder")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _cut(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

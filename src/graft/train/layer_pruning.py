@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
-from graft.model.split import find_layers
+from graft.model.decoder_layers import find_layers
 
 # Fields of a config that speak of single layers; `check_layers` finds what is missing here.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -151,7 +151,7 @@ def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         known = content.pop("facts")
         order = RemovalOrder(**content)
         order.removed = [(layer, divergence) for layer, divergence in order.removed]
@@ -163,5 +163,5 @@ def _read_order(path: Path, facts: Mapping[str, Any]) -> RemovalOrder | None:
 def _write_order(path: Path, facts: Mapping[str, Any], order: RemovalOrder) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n")
+    partial.write_text(json.dumps({"facts": dict(facts), **vars(order)}, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -143,7 +143,7 @@ def optimize(
     state = _State(folder / "state.pt", head, settings, num_answers)
     log_path = folder / "log.jsonl"
     step = state.resume(log_path)
-    with log_path.open("a") as log:
+    with log_path.open("a", encoding="utf-8") as log:
 
         def write(record: dict[str, float]) -> None:
             log.write(json.dumps(record) + "\n")
@@ -261,9 +261,10 @@ class _State:
         self._average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
         require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
-        lines = [line for line in log_path.read_text().splitlines() if line.endswith("}")]  # the last may be torn
-        lines = [line for line in lines if json.loads(line)["step"] < done]
-        log_path.write_text("".join(line + "\n" for line in lines))
+        lines = log_path.read_text(encoding="utf-8").splitlines()
+        whole = [line for line in lines if line.endswith("}")]  # the last may be torn
+        lines = [line for line in whole if json.loads(line)["step"] < done]
+        log_path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return done
 
     def _read(self) -> dict[str, Any]:

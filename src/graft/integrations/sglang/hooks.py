@@ -11,20 +11,35 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
 from torch import Tensor
 
-from graft.integrations.sglang.trees import Drafted, likeliest_successors
-
-if TYPE_CHECKING:
-    from graft.integrations.sglang.worker import GraftDraftWorker
+from graft.integrations.sglang.trees import Drafted, VerifyArrays, likeliest_successors
 
 _FUNCTIONS = "sglang.srt.speculative.eagle_utils"
 
-drafting: ContextVar[GraftDraftWorker | None] = ContextVar("graft_drafting", default=None)
+
+class Worker(Protocol):
+    """What the hooks ask of our draft worker, `worker.GraftDraftWorker`, which documents it."""
+
+    @property
+    def learns(self) -> bool: ...
+
+    def build(self, roots: Tensor, drafted: Drafted, seq_lens: Tensor, mask: Tensor | None) -> VerifyArrays: ...
+
+    def fill(self, verify_input: Any, requests: Any, is_captured: bool) -> None: ...
+
+    def digest(self) -> None: ...
+
+    def choose(self, requests: Any, info: Any, positions: Tensor, logits: Tensor, best: Tensor) -> Tensor: ...
+
+    def remember(self, chosen: Tensor, successors: Tensor, logits: Tensor) -> None: ...
+
+
+drafting: ContextVar[Worker | None] = ContextVar("graft_drafting", default=None)
 choosing: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("graft_choosing", default=None)
 
 
@@ -78,7 +93,7 @@ def _build_tree(
 def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: Any, target_worker: Any) -> Any:
     """`eagle_prepare_for_verify`: the tree comes after it."""
     result = original(verify_input, req_to_token_pool, batch, target_worker)
-    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
+    worker: Worker | None = getattr(verify_input, "graft_worker", None)
     if worker is not None:
         worker.fill(verify_input, batch.reqs, is_captured=result[1])
     return result
@@ -87,7 +102,7 @@ def _prepare(original: Any, verify_input: Any, req_to_token_pool: Any, batch: An
 def _sample(original: Any, verify_input: Any, batch: Any, logits_output: Any, vocab_mask: Any = None) -> Any:
     """`eagle_sample`: SGLang applies penalties, biases and grammars and walks the tree, as it does for greedy rows; the
     tokens that it compares are chosen by `_walk`."""
-    worker: GraftDraftWorker | None = getattr(verify_input, "graft_worker", None)
+    worker: Worker | None = getattr(verify_input, "graft_worker", None)
     if worker is None or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, vocab_mask)
     worker.digest()

@@ -18,12 +18,12 @@ from torch import Tensor
 from graft.integrations.sglang.settings import SGLangSettings
 from graft.integrations.sglang.trees import Drafted, levels_of
 from graft.spec_decode.acceptance import Accepted, paths
-from graft.spec_decode.candidates import before_roots
 from graft.spec_decode.cost_model import StepCost
 from graft.spec_decode.grafter import Grafter, Round, Text
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers import TargetTopK
-from graft.spec_decode.tree import DraftTree
+from graft.tree.candidates import before_roots
+from graft.tree.tree import DraftTree
 
 _log = logging.getLogger(__name__)
 

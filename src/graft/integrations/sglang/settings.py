@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graft.errors import GraftError
-from graft.integrations.environment import is_on, settings_of, variable
-from graft.settings import Settings, require
+from graft.settings import Settings, require, require_known
 from graft.spec_decode.policy_settings import MAX_BUDGET
 
 SWITCH = "GRAFT_SGLANG"
-_BUDGET = variable(SWITCH, "budget")
 VERSION = "0.5.15"  # of SGLang: hooks name its private functions
 HEAD = "LlamaForCausalLMEagle3"  # the class that SGLang loads an EAGLE-3 head with
 _USUAL_TOKENS = 128  # that a step verifies in little more time than few: a GPU reads the weights meanwhile
 _ONE_SIZE = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux")  # flags of SGLang
 _LEAST_PLACES = 4  # of a usual tree: smaller ones bring less than drafting costs
+_WORDS = {word: yes for yes, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()}
+_WANTED = {"bool": "1 or 0", "int": "a whole number"}  # by the type of a setting
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,39 @@ class SGLangSettings(Settings):
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "max_texts", "log"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"{variable(SWITCH, name)} must be at least 1, not {value}")
+            require(value is None or value >= 1, f"{_variable(name)} must be at least 1, not {value}")
         if self.budget is not None:
             require(
                 self.budget <= MAX_BUDGET,
-                f"{_BUDGET} must be at most {MAX_BUDGET}, not {self.budget}",
+                f"{_variable('budget')} must be at most {MAX_BUDGET}, not {self.budget}",
             )
 
 
 def from_environment(environment: Mapping[str, str]) -> SGLangSettings | None:
     """The settings; None where the plugin is not switched on. Unknown names are errors."""
-    settings = settings_of(SGLangSettings, SWITCH, environment)
-    return settings if is_on(SWITCH, environment) else None
+    types = {_variable(field.name): (field.name, str(field.type)) for field in fields(SGLangSettings)}
+    found: dict[str, Any] = {}
+    for name in sorted(environment):
+        if name.startswith(f"{SWITCH}_"):
+            require_known("environment variable", name, list(types))
+            setting, its_type = types[name]
+            found[setting] = _read(name, environment[name], its_type.partition(" ")[0])
+    settings = SGLangSettings.of(found)
+    return settings if _read(SWITCH, environment.get(SWITCH) or "0", "bool") else None
+
+
+def _variable(setting: str) -> str:
+    """The environment variable of a setting: `GRAFT_SGLANG_BUDGET` of `budget`."""
+    return f"{SWITCH}_{setting.upper()}"
+
+
+def _read(name: str, text: str, its_type: str) -> bool | int | str:
+    if its_type == "str":
+        return text
+    try:
+        return _WORDS[text.strip().lower()] if its_type == "bool" else int(text)
+    except (KeyError, ValueError):
+        raise GraftError(f"{name} must be {_WANTED[its_type]}, not {text!r}") from None
 
 
 def check_version(version: str) -> None:
@@ -68,7 +89,7 @@ def check_server(server_args: Any, settings: SGLangSettings) -> None:
     )
     require(
         settings.budget is None or settings.budget < num_places,
-        f"{_BUDGET} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
+        f"{_variable('budget')} ({settings.budget}) must be less than --speculative-num-draft-tokens ({num_places})",
     )
     sizes_for(server_args, settings)
     for name in ("speculative_adaptive", "speculative_use_rejection_sampling"):
@@ -99,7 +120,7 @@ def sizes_for(server_args: Any, settings: SGLangSettings) -> list[TreeSize]:
         return [TreeSize(None, *most)]
     sizes = tree_sizes(settings.places, *most, server_args.max_running_requests)
     flags = ", ".join("--" + name.replace("_", "-") for name in one)
-    require(not one or len(sizes) == 1, f"{variable(SWITCH, 'places')} must name one size of trees with {flags}")
+    require(not one or len(sizes) == 1, f"{_variable('places')} must name one size of trees with {flags}")
     return sizes
 
 
@@ -140,7 +161,7 @@ def _usual_places(num_places: int) -> list[tuple[int, int]]:
 
 
 def _read_places(text: str, num_places: int) -> list[tuple[int, int]]:
-    name = variable(SWITCH, "places")
+    name = _variable("places")
     try:
         found = [(int(most), int(own)) for most, own in (part.split(":") for part in text.split(","))]
     except ValueError:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from graft.model.sampler import gumbel_noise, truncated
 from graft.model.verified import NUM_SUCCESSORS, likeliest
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL
-from graft.spec_decode.native import native, plain
-from graft.spec_decode.tree import TreeLinks
+from graft.tree.candidates import Level
+from graft.tree.native import native, plain
+from graft.tree.tree import TreeLinks
 
 _NOISE_AT_ONCE = 1 << 22  # numbers of noise made at once, several of which are in memory: 8 bytes each
 

@@ -47,7 +47,7 @@ from graft.integrations.sglang.trees import (
     target_tokens,
     verify_arrays,
 )
-from graft.spec_decode.tree import TreeLinks
+from graft.tree.tree import TreeLinks
 
 _SKIP = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"  # SGLang's: without trees the head reads nothing either
 _DRAWN_AT_ONCE = 256  # places: SGLang's noise takes several times 8 bytes for each token of the vocabulary

@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.attention import Layout
 from graft.model.kernels import overlap
 from graft.model.kernels.overlap import start_next, wait_for_previous
+from graft.model.layout import Layout
 
 PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)

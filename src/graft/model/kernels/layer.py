@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.model.attention import Layout
 from graft.model.kernels import overlap
 from graft.model.kernels.attention import slot_of
 from graft.model.kernels.overlap import start_next, wait_for_previous
+from graft.model.layout import Layout
 
 _HEADS_AT_ONCE = 8
 _NEURONS_AT_ONCE = 1024

@@ -12,7 +12,7 @@ As each waits for the one in front of it, which has waited too, all that was lau
 Before it, none of that need have ended, back to the last kernel that was launched in the usual way: that one starts
 when all before it have ended, and those behind it start when it has.
 
-Results have the same bits with and without. It pays where layers are small (docs/performance.md).
+Results have the same bits with and without. It pays where layers are small (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -1,37 +1,29 @@
-"""Policies: what a round's tree is. One small file each, chosen by name."""
+"""Policies: what a round's tree is, chosen by name.
+
+Users choose between plain decoding, `off`, and `graft`. The methods that these are compared with register themselves
+when the benchmark's package `graft.bench.baselines` is imported.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from graft.datastore.lookup import Datastore
 from graft.errors import GraftError
 from graft.model import TargetRunner
 from graft.settings import require_known
 from graft.spec_decode.policies.base import DraftResult, Policy
-from graft.spec_decode.policies.block import Block, BlockPaper
-from graft.spec_decode.policies.dense import Dense, Prune
 from graft.spec_decode.policies.graft import Graft
-from graft.spec_decode.policies.lookup import Lookup
 from graft.spec_decode.policies.off import Off
-from graft.spec_decode.policies.paper import Paper, Recycle, Root, Tail
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
 
-POLICIES: dict[str, type[Policy]] = {
-    "off": Off,
-    "lookup": Lookup,
-    "recycle": Recycle,
-    "dense": Dense,
-    "prune": Prune,
-    "root": Root,
-    "tail": Tail,
-    "paper": Paper,
-    "block": Block,
-    "block-paper": BlockPaper,
-    "graft": Graft,
-}
+POLICIES: dict[str, type[Policy]] = {"off": Off, "graft": Graft}
 DEFAULT_POLICY = "graft"
+
+
+def register_policy(name: str, policy: type[Policy]) -> None:
+    """Makes a policy known by name, in this process, wherever `policy=` is taken."""
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise ValueError(f"policy {name!r} is registered already")
 
 
 def make_policy(
@@ -53,18 +45,12 @@ def make_policy(
     return policy_with(PolicySettings(budget, pass_cost, isolated, datastore), name, target, drafter)
 
 
-def policy_with(
-    settings: PolicySettings,
-    name: str,
-    target: TargetRunner,
-    drafter: Drafter | None = None,
-    known: Mapping[str, type[Policy]] = POLICIES,
-) -> Policy:
-    """`make_policy` from settings; `known` may hold more than the policies that users choose from."""
-    require_known("policy", name, known)
-    if known[name].drafts and drafter is None:
+def policy_with(settings: PolicySettings, name: str, target: TargetRunner, drafter: Drafter | None = None) -> Policy:
+    """`make_policy` from settings."""
+    require_known("policy", name, POLICIES)
+    if POLICIES[name].drafts and drafter is None:
         raise GraftError(f"policy {name!r} drafts with a head: name one with draft=")
-    return known[name](target, drafter, settings)
+    return POLICIES[name](target, drafter, settings)
 
 
 __all__ = [
@@ -76,4 +62,5 @@ __all__ = [
     "PolicySettings",
     "make_policy",
     "policy_with",
+    "register_policy",
 ]

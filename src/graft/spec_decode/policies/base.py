@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graft.core.batch import Batch
 from graft.model import KVCache, TargetRunner, VerifyOutput
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.base import History, Learner, TargetTopK, salt_of
 from graft.spec_decode.proposers.drafter import Drafter, DraftState
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.candidates import Candidates
+from graft.tree.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from graft.core.batch import Batch
 from graft.model import TargetRunner, VerifyOutput
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
 from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
@@ -21,8 +22,7 @@ from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
 from graft.spec_decode.proposers.base import History, TargetTopK
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
 
 
 class Graft(Policy):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graft.core.batch import Batch
 from graft.model import TargetRunner
+from graft.request.batch import Batch
+from graft.request.stats import Clock
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import PolicySettings
 from graft.spec_decode.proposers.drafter import Drafter
-from graft.spec_decode.tree import DraftTree
-from graft.stats import Clock
+from graft.tree.tree import DraftTree
 
 
 class Off(Policy):

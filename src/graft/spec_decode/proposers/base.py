@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from graft.spec_decode.candidates import NO_TOKEN, Candidates, before_roots
-from graft.spec_decode.tree import DraftTree
+from graft.tree.candidates import NO_TOKEN, Candidates, before_roots
+from graft.tree.tree import DraftTree
 
 if TYPE_CHECKING:
     from graft.model.verified import VerifyOutput

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput
-from graft.model.attention import Layout
 from graft.model.captures import (
     CONTEXTS,
     Captures,
@@ -35,6 +34,7 @@ from graft.model.captures import (
 )
 from graft.model.kernels import walk as walk_kernels
 from graft.model.kv_cache import PAGE, KVStore
+from graft.model.layout import Layout
 from graft.model.llama import DTYPES, MAX_HEAD_DIM, MAX_HIDDEN, STEADY_ROPES
 from graft.model.verified import Step
 from graft.progress import Report
@@ -53,7 +53,7 @@ from graft.spec_decode.proposers.draft_buffers import (
 )
 from graft.spec_decode.proposers.draft_head import DraftHead
 from graft.spec_decode.proposers.eager import EagerDrafter, R
-from graft.spec_decode.tree import DraftTree
+from graft.tree.tree import DraftTree
 
 _SMALL_TREE = 64  # tokens: for smaller ones no kernel is compiled
 _READERS = ("read", "ahead", "gather")  # graphs that read the target's hidden states

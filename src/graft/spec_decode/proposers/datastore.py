@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from graft.datastore.lookup import MAX_MATCH, Continuation, Datastore
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.proposers.base import History, TargetTopK
 from graft.spec_decode.proposers.subtree import Row, Subtree
+from graft.tree.candidates import Candidates
 
 _NUM_LENGTHS = 5  # classes of the match length: from 2, 4, 8, 16, 32 tokens
 _SHARES = (0.15, 0.35, 0.6, 0.85)  # limits between the classes of the share

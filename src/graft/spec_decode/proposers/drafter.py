@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graft.model import KVCache, Row, TargetRunner, VerifyOutput
 from graft.settings import Settings, require
-from graft.spec_decode.candidates import Level
+from graft.tree.candidates import Level
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
-from graft.spec_decode.candidates import Candidates
 from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
 from graft.spec_decode.proposers.successor_table import ISOLATED_ROWS, SuccessorTable, SuccessorTables, adjacency_table
+from graft.tree.candidates import Candidates
 
 _NAMES = {1: "adjacency", 2: "bigram", 3: "trigram"}
 # Prior of acceptance over the share that the target gave a successor in its earlier context: the longer the n-gram, the

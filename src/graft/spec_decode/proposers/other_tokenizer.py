@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from graft.model import KVCache, PagePool, Row, VerifyOutput
 from graft.model.kv_cache import NoRoomError
 from graft.settings import require
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
@@ -29,6 +28,7 @@ from graft.spec_decode.proposers.text_alignment import (
     VocabularyPair,
     as_target_tokens,
 )
+from graft.tree.candidates import Level
 
 _TOKENS_PER_DRAFT = 2  # target tokens that a drafted token becomes, at most where it matters
 _LEAST_REACH = 0.05  # P(one of the beams is what follows) below which no further step is drafted

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from graft.model import KVCache, Row
 from graft.model.attention import RowKeys, Visibility
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState
+from graft.tree.candidates import Level
 
 
 @dataclass(eq=False)

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from graft.model import Chunk, KVCache, PagePool, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.support import check_supported
 from graft.settings import require
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, TreeSettings
-from graft.spec_decode.tree import DraftTree
+from graft.tree.candidates import Level
+from graft.tree.tree import DraftTree
 
 MAX_WAITING = 256  # tokens of a row that wait for a draft; then they are read without one
 _MAX_STEP = 512  # tokens of a step of several rows: their logits, of the whole vocabulary, take memory

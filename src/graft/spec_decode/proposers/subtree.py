@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.spec_decode.candidates import Candidates, Columns, Place
+from graft.tree.candidates import Candidates, Columns, Place
 
 
 class Subtree:

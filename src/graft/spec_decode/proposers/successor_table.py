@@ -19,9 +19,9 @@ from torch import Tensor
 
 from graft.hashing import mix64
 from graft.model.verified import NUM_SUCCESSORS
-from graft.spec_decode.candidates import address_of
-from graft.spec_decode.native import TableStruct, native, plain
 from graft.spec_decode.proposers.base import TargetTopK
+from graft.tree.candidates import address_of
+from graft.tree.native import TableStruct, native, plain
 
 COLD = -1  # in place of a successor: the n-gram was never verified
 ISOLATED_ROWS = 1 << 20  # rows of each table where texts are isolated

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from graft.spec_decode.candidates import Beside, Candidates, address_of
-from graft.spec_decode.native import IndexStruct, ScaleStruct, native
 from graft.spec_decode.proposers.base import History, TargetTopK, named, part_of
+from graft.tree.candidates import Beside, Candidates, address_of
+from graft.tree.native import IndexStruct, ScaleStruct, native
 
 _MAX_MATCH = 24
 _MATCHES = (2, 3, 4, 6, 9, 13, 18, _MAX_MATCH)  # lower bounds of the score buckets' match lengths

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from graft.model import PagePool
-from graft.model.attention import KernelStep, Layout, two_way_columns
+from graft.model.attention import KernelStep
 from graft.model.captures import on_host
-from graft.model.kernels import block as block_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
-from graft.spec_decode.candidates import Level
+from graft.model.layout import Layout, two_way_columns
+from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
@@ -26,6 +26,7 @@ from graft.spec_decode.proposers.block.tree import Ranking, Table
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.eager import DraftRow
+from graft.tree.candidates import Level
 
 
 class Shape(NamedTuple):

@@ -15,7 +15,6 @@ from torch import Tensor
 from graft.model import KVCache, PagePool, Row
 from graft.model.attention import RowKeys, attend
 from graft.settings import Settings, require
-from graft.spec_decode.candidates import Level
 from graft.spec_decode.proposers.block.head import Attention, BlockHead
 from graft.spec_decode.proposers.block.tree import (
     PLAIN,
@@ -28,6 +27,7 @@ from graft.spec_decode.proposers.block.tree import (
 )
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
+from graft.tree.candidates import Level
 
 
 @dataclass(frozen=True)

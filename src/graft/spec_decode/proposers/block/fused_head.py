@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.model.attention import KernelStep, Layout
+from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
-from graft.model.kernels import block as block_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
+from graft.model.layout import Layout
 from graft.model.llama import Layer, LayerStack, Rotary, fused_layer, together
 from graft.spec_decode.proposers import captured
+from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.head import BlockHead
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graft.spec_decode.candidates import Level
-from graft.spec_decode.native import native, plain
 from graft.spec_decode.proposers.block.head import BlockHead
+from graft.tree.candidates import Level
+from graft.tree.native import native, plain
 
 
 class Table(NamedTuple):

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from graft.model import PagePool
-from graft.model.attention import KernelStep, Layout
+from graft.model.attention import KernelStep
 from graft.model.captures import on_host
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kv_cache import PAGE, KVStore
-from graft.spec_decode.candidates import Level
+from graft.model.layout import Layout
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from graft.spec_decode.proposers.eagle3.fused_head import FastHead
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.spec_decode.proposers.recurrent import RecurrentRow
+from graft.tree.candidates import Level
 
 _FEW_ROWS, _MOST_BEAMS = 8, 128  # up to so many rows all beams are expanded; then so many in all
 _AHEAD = 4  # levels that are drafted ahead where drafting may stop after any of them

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from graft.model.attention import KernelStep
-from graft.model.kernels import eagle3 as eagle3_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.llama import Rotary, attend_in_store, together
+from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
 

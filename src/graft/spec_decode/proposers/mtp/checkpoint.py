@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.errors import GraftError
-from graft.hub.quiet import quiet_transformers
+from graft.quiet import quiet_transformers
 from graft.settings import require
 from graft.spec_decode.proposers.checkpoints import folder_of, said_of
 from graft.spec_decode.proposers.mtp.head import MtpHead

@@ -1,0 +1,155 @@
+"""Which architectures give, through Graft, the text of transformers' own `generate`? Makes a table for docs/models.md.
+
+    python benchmarks/architectures.py                 # print the table
+    python benchmarks/architectures.py llama gemma2    # of these
+    python benchmarks/architectures.py --write docs/models.md
+
+Models are tiny and random, in fp32, with weights large enough that texts are varied: one that repeats itself proves
+little. Three prompts are decoded alone, greedily; together, padded on the left; and sampled after the same
+`torch.manual_seed`, alone and together, always with a tree in every round. For a model that is refused, the table has
+the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common import command_line
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+import graft
+
+START, END = "<!-- made by benchmarks/architectures.py -->", "<!-- end -->"
+VOCAB, NUM_TOKENS = 97, 28
+COMMON = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
+}
+# Options beside the common ones, by transformers' name of the architecture; null takes one away. Of models that see
+# images, decoded with text alone, `text_config` is added to the common options. `plain`: without the common ones.
+ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+MULTIMODAL = [name for name, options in ARCHITECTURES.items() if "text_config" in options]
+
+
+def varied(name: str) -> PreTrainedModel:
+    """The first of some random models whose greedy text is varied; else the one whose text is the most so."""
+    best, most = None, -1
+    ids = prompts()[0][:1]
+    for seed in range(5):
+        model = make(name, seed)
+        with torch.no_grad():
+            found = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+        count = len(found[0, ids.shape[1] :].unique())
+        if count > most:
+            best, most = model, count
+        if most >= NUM_TOKENS // 2:
+            break
+    assert best is not None
+    return best
+
+
+def make(name: str, seed: int) -> PreTrainedModel:
+    options = dict(ARCHITECTURES[name])
+    attention = options.pop("attn_implementation", None)
+    is_plain = options.pop("plain", False)
+    if name in MULTIMODAL:
+        options["text_config"] = COMMON | options["text_config"]
+    elif not is_plain:
+        options = COMMON | options
+    config = AutoConfig.for_model(name, **{key: value for key, value in options.items() if value is not None})
+    torch.manual_seed(seed)
+    factory = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts of different lengths, padded on the left, and their mask."""
+    lengths = (21, 9, 14)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB - 3, (3, max(lengths)), generator=generator)
+    mask = torch.tensor([[0] * (max(lengths) - length) + [1] * length for length in lengths])
+    return ids * mask, mask
+
+
+def row_of(name: str) -> list[str]:
+    """Cells of an architecture's line: one by one, padded together, sampled, distinct tokens, accepted; or why not."""
+    try:
+        model = varied(name)
+    except Exception as error:
+        return [f"cannot be made here: {str(error).splitlines()[0]}"]
+    ids, mask = prompts()
+    alone = [(row[keep.bool()][None], None) for row, keep in zip(ids, mask, strict=True)]
+    base = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "return_dict_in_generate": True}
+    accepted: list[float] = []
+    distinct: list[int] = []
+
+    def is_same(inputs: torch.Tensor, keep: torch.Tensor | None, **options: Any) -> bool:
+        texts = []
+        for own in ({}, {"custom_generate": graft.decode, "budget": 12, "profile": None, "draft": None}):
+            torch.manual_seed(5)
+            found = model.generate(inputs, attention_mask=keep, **base, **options, **own)
+            texts.append(found.sequences[:, inputs.shape[1] :])
+        accepted.extend(stats.mean_accepted for stats in found.stats)
+        if len(inputs) == 1:
+            distinct.append(len(texts[0].unique()))
+        return torch.equal(*texts)
+
+    sampled = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+    try:
+        greedy = [is_same(*each, do_sample=False) for each in alone]
+        together = is_same(ids, mask, do_sample=False)
+        drawn = [is_same(*each, **sampled) for each in (*alone, (ids, mask))]
+    except graft.GraftError as error:
+        return [f"refused: {error}"]
+    cells = [f"{sum(greedy)} of 3", "yes" if together else "no", f"{sum(drawn)} of 4"]
+    return [*cells, str(min(distinct)), f"{sum(accepted) / len(accepted):.2f}"]
+
+
+def table(names: list[str]) -> str:
+    lines = [
+        "| architecture | greedy | padded batch | sampled, the same seed | distinct tokens, at least | accepted |",
+        "|---|---|---|---|---|---|",
+    ]
+    refused = ["| architecture | why not |", "|---|---|"]
+    for name in names:
+        cells = row_of(name)
+        line = f"| `{name}` | {' | '.join(cells)} |"
+        (refused if len(cells) == 1 else lines).append(line)
+        print(line, file=sys.stderr, flush=True)
+    return "\n".join([*lines, "", *refused] if len(refused) > 2 else lines)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    parser = command_line(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures as transformers names them; else all")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(ARCHITECTURES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    made = table(options.names or list(ARCHITECTURES))
+    if options.write is None:
+        print(made)
+        return
+    before, _, rest = options.write.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    options.write.write_text(f"{before}{START}\n\n{made}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What several scripts share: command lines, models of a given shape, clocks for a device, and a running server.
+
+Scripts import this before anything of Graft: with --dry-run, Triton's kernels must run in its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if "--dry-run" in sys.argv:  # before Triton is imported
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import interpreter  # noqa: F401
+
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from graft.bench.shapes import SHAPES, Shape
+from graft.bench.tasks import Question, questions, read_tasks
+
+if TYPE_CHECKING:
+    import httpx2
+
+    from graft.engine import Engine
+
+CHAT = "/v1/chat/completions"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+SMOLLM2 = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)
+TINY = Shape(layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32)  # the smallest that can be exact
+# Shape and vocabulary size, by name.
+MODELS = {"smollm2-135m": (SMOLLM2, 49152)} | {
+    name: (SHAPES[name], vocab) for name, vocab in (("llama-1b5", 128256), ("llama-8b", 128256), ("qwen-32b", 151936))
+}
+FAR_FROM_CACHED = 512e6  # bytes that a timed graph reads, so that nothing waits in the device's cache
+T = TypeVar("T")
+
+
+# Command lines
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help shows a script's docstring as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model, without a GPU in Triton's interpreter")
+
+
+def require_gpu(parser: argparse.ArgumentParser, is_dry_run: bool) -> None:
+    if DEVICE.type == "cpu" and not is_dry_run:
+        parser.error("no GPU; --dry-run runs a tiny model without one")
+
+
+def numbers(text: str) -> list[int]:
+    """Such as 1,4,16."""
+    return [int(part) for part in text.split(",")]
+
+
+# Models and prompts
+
+
+def make_model(shape: Shape, vocab: int, max_positions: int) -> PreTrainedModel:
+    """A Llama of random weights, made on the device."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        **shape.attention_and_mlp,
+    )
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
+
+
+def mixed_questions(
+    paths: Sequence[Path], engine: Engine, max_new_tokens: int, limit: int | None, max_prompt_tokens: int | None = None
+) -> list[Question]:
+    """One prompt of each file after the other, so that a batch is as mixed as its users."""
+    by_task = [questions(task, engine, max_new_tokens, max_prompt_tokens) for task in read_tasks(list(paths), limit)]
+    longest = max(map(len, by_task))
+    return [asked[place] for place in range(longest) for asked in by_task if place < len(asked)]
+
+
+# Clocks
+
+
+def milliseconds(run: Callable[[], object], count: int = 20, each: bool = False) -> float:
+    """The mean of runs in a row by the device's clock; with `each`, the median of single runs by the host's clock."""
+    if DEVICE.type == "cpu":
+        count = 1
+    else:
+        run()
+    if each or DEVICE.type == "cpu":
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[count // 2] * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def microseconds(run: Callable[[T], object], items: Sequence[T], count: int = 20) -> float:
+    """Of one call, from a CUDA graph of one call for each item; without a GPU, from plain calls."""
+
+    def all_items() -> None:
+        for item in items:
+            run(item)
+
+    all_items()
+    if DEVICE.type == "cpu":
+        return milliseconds(all_items) / len(items) * 1e3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_items()
+    return milliseconds(graph.replay, count) / len(items) * 1e3
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes read and written per second."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+# A server
+
+
+@contextmanager
+def server(options: Sequence[str], port: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
+    """A `graft serve` process that is ready, and a client of it."""
+    import httpx2
+
+    port = port or free_port()
+    command = [sys.executable, "-m", "graft", "serve", "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+        try:
+            while not _is_up(client):
+                if process.poll() is not None:
+                    sys.exit(f"graft serve ended with {process.returncode}")
+                time.sleep(0.5)
+            yield process, client
+        finally:
+            process.kill()
+            process.wait()
+
+
+def metric(client: httpx2.Client, name: str) -> float:
+    """A number of the server's /metrics, summed over labels."""
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"graft:{name}{{"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _is_up(client: Any) -> bool:
+    import httpx2
+
+    try:
+        return bool(client.get("/health").status_code == 200)
+    except httpx2.TransportError:
+        return False

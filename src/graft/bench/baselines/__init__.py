@@ -1,0 +1,39 @@
+"""Baselines and ablations: the policies that Graft is compared with. Importing this package registers them by name.
+
+`dense` and `prune` are an EAGLE-3 tree without and with gates, `paper`, `root` and `tail` the published ways to graft
+on it, `block` and `block-paper` the same for a chain, `lookup` and `recycle` draft without a drafter. An ablation,
+`graft-without-...`, is `graft` with one part left out.
+"""
+
+from __future__ import annotations
+
+from graft.bench.baselines.ablations import ABLATIONS
+from graft.bench.baselines.block import Block, BlockPaper
+from graft.bench.baselines.dense import Dense, Prune
+from graft.bench.baselines.lookup import Lookup
+from graft.bench.baselines.paper import Paper, Recycle, Root, Tail
+from graft.spec_decode.policies import DEFAULT_POLICY, POLICIES, Policy, register_policy
+
+BASELINES: dict[str, type[Policy]] = {
+    "lookup": Lookup,
+    "recycle": Recycle,
+    "dense": Dense,
+    "prune": Prune,
+    "root": Root,
+    "tail": Tail,
+    "paper": Paper,
+    "block": Block,
+    "block-paper": BlockPaper,
+}
+for _name, _policy in (BASELINES | ABLATIONS).items():
+    register_policy(_name, _policy)
+
+# Every policy that the benchmark can run, in the order in which lists show them.
+POLICY_METHODS: dict[str, type[Policy]] = {
+    "off": POLICIES["off"],
+    **BASELINES,
+    DEFAULT_POLICY: POLICIES[DEFAULT_POLICY],
+    **ABLATIONS,
+}
+
+__all__ = ["ABLATIONS", "BASELINES", "POLICY_METHODS"]

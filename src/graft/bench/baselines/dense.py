@@ -1,0 +1,59 @@
+"""dense: the drafter's whole tree, as EAGLE-3 builds it. prune: the same, but gates stop the drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from graft.bench.baselines.gates import Drafted, Gates, draft_through_gates
+from graft.model import TargetRunner
+from graft.request.batch import Batch
+from graft.request.stats import Clock
+from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
+from graft.spec_decode.proposers.drafter import Drafter
+
+
+class Dense(Policy):
+    """The budget's likeliest nodes of the whole drafted tree: nothing pruned, nothing grafted."""
+
+    drafts = True
+    sources = ("root", "drafted")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        assert drafter is not None
+        self.drafter = drafter
+        self._budget = settings.budget or min(drafter.num_nodes, USUAL_BUDGET)
+        self.drafted: Drafted | None = None  # of the last round
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        assert self.drafter is not None
+        candidates = self.new_candidates(batch, roots)
+        self.drafted = draft_through_gates(
+            self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level
+        )
+        with clock("graft"):
+            candidates.merge()
+            return DraftResult(candidates.best(self._budget, max(self.drafted.depths))[0], self.drafted.passes)
+
+    def _thresholds(self) -> Tensor | None:
+        return None
+
+
+class Prune(Dense):
+    """Dynamic draft depth only: the published method without its grafts."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        super().__init__(target, drafter, settings)
+        self.gates = Gates()
+
+    def _thresholds(self) -> Tensor | None:
+        return self.gates.thresholds
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | self.gates.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.gates.restore(state)

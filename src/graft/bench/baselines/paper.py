@@ -1,0 +1,124 @@
+"""paper: the published prune-and-graft with its gates, splits and widths, and two of its ablations; recycle.
+
+What was not published is decided here: rows of the matrix that were never written give no node, a token that was both
+drafted and retrieved is one node (its place stays empty), the root does not count in the budget, and which ranks a
+template has is decided in `template`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from graft.bench.baselines import native
+from graft.bench.baselines.adjacency import AdjacencyMatrix
+from graft.bench.baselines.gates import DRAFTED, NEVER, Drafted, Gates, draft_through_gates
+from graft.bench.baselines.template import ENVELOPE, LIKELY, NOTHING, make_template, scaled
+from graft.model import TargetRunner
+from graft.request.batch import Batch
+from graft.request.stats import Clock
+from graft.spec_decode.policies.base import DraftResult, Policy
+from graft.spec_decode.policy_settings import USUAL_BUDGET, PolicySettings
+from graft.spec_decode.proposers.drafter import Drafter
+from graft.tree.candidates import Candidates
+
+_KEPT = (8, 24, 40, 60)  # drafted nodes kept of 60, by the gate that stopped the drafting
+_WIDTHS = (
+    (8, 10, 8, 6, 5, 4, 4, 4, 3),
+    (6, 7, 5, 4, 4, 3, 3, 2, 2),
+    (4, 3, 3, 2, 2, 2, 2, 1, 1),
+)  # retrieved, by depth
+ADJACENCY = DRAFTED + 1
+
+
+class Recycle(Policy):
+    """Token recycling: the adjacency matrix alone, filled into a fixed template."""
+
+    sources = ("root", "adjacency")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
+        self.retrievers = [self._matrix]
+        self.isolated = settings.isolated
+        self._budget = settings.budget or USUAL_BUDGET
+        self._template = make_template(scaled(ENVELOPE, self._budget))
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        with clock("graft"):
+            candidates = self.new_candidates(batch, roots)
+            source = self.sources.index("adjacency")
+            templates = [self._template] * len(roots)
+            native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, source, batch.max_depth)
+            candidates.merge()
+            return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())
+
+
+class Paper(Policy):
+    """Gates after passes 1, 2 and 6; the gate that stops a row decides how its budget is split between drafted and
+    retrieved nodes."""
+
+    drafts = True
+    sources = ("root", "drafted", "adjacency")
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
+        assert drafter is not None
+        self.drafter = drafter
+        self._matrix = AdjacencyMatrix(target.vocab_size, settings.isolated)
+        self.retrievers = [self._matrix]
+        self.isolated = settings.isolated
+        self._budget = settings.budget or USUAL_BUDGET
+        self._kept = [round(kept * self._budget / 60) for kept in _KEPT]
+        self._templates = [
+            make_template(scaled(widths, self._budget - kept))
+            for widths, kept in zip(_WIDTHS, self._kept, strict=False)
+        ]
+        self._templates.append(NOTHING)
+        self.gates = Gates()
+
+    def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
+        assert self.drafter is not None
+        candidates = self.new_candidates(batch, roots)
+        drafted = draft_through_gates(self.drafter, batch, candidates, self._thresholds(), clock, self.kept_of_a_level)
+        with clock("graft"):
+            stops = self._stops(drafted)
+            native.keep_best(candidates, [self._kept[stop] for stop in stops])
+            self._retrieve(candidates, stops, batch.max_depth)
+            candidates.merge()
+            return DraftResult(candidates.best(self._budget, batch.max_depth)[0].trimmed(), drafted.passes)
+
+    def _thresholds(self) -> Tensor | None:
+        return self.gates.thresholds
+
+    def _stops(self, drafted: Drafted) -> list[int]:
+        """By row, the gate whose split of the budget is used."""
+        return drafted.stops
+
+    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
+        templates = [self._templates[stop] for stop in stops]
+        native.fill(candidates, self._matrix.tables.structs, templates, LIKELY, ADJACENCY, max_depth)
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | self.gates.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.gates.restore(state)
+
+
+class Root(Paper):
+    """Retrieval at the root beside the whole drafted tree, without pruning: two thirds of the budget are drafted."""
+
+    def _thresholds(self) -> None:
+        return None
+
+    def _stops(self, drafted: Drafted) -> list[int]:
+        return [NEVER - 1] * len(drafted.stops)
+
+
+class Tail(Root):
+    """Retrieval at the leaves: the likeliest leaves of the drafted tree get their first two successors."""
+
+    def _retrieve(self, candidates: Candidates, stops: list[int], max_depth: int) -> None:
+        count = (self._budget - self._kept[NEVER - 1]) // 2
+        native.extend_leaves(candidates, self._matrix.tables.structs, count, 2, LIKELY, ADJACENCY, max_depth)

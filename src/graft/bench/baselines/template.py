@@ -1,0 +1,47 @@
+"""Templates: fixed trees of successor ranks, which the adjacency matrix fills with tokens.
+
+The published method gives only how many nodes each depth has. Which ranks they are is ours: at every depth the
+nodes with the least product of 2 + rank along their path, so the best ranks get the most children and the chain
+of first ranks goes all the way down.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from graft.bench.baselines.native import TemplateStruct
+from graft.model.verified import NUM_SUCCESSORS
+
+ENVELOPE = (8, 16, 14, 11, 8, 7, 6, 5, 5)  # the published design for retrieval alone, 80 nodes
+LIKELY = 0.5  # every node's probability after its parent: paths' only have to fall with depth
+
+
+NOTHING = TemplateStruct()
+
+
+def make_template(widths: tuple[int, ...], k: int = NUM_SUCCESSORS) -> TemplateStruct:
+    """The template with `widths` nodes at depths 1, 2, 3 ...: of each its parent, its rank among the parent's k
+    successors, and its depth. Nodes are numbered from 1, and 0 is the root."""
+    parents: list[int] = []
+    ranks: list[int] = []
+    depths: list[int] = []
+    above = [(1, 0)]  # (product of 2 + rank, number) of the nodes one depth up
+    for depth, width in enumerate(widths, start=1):
+        candidates = sorted((cost * (2 + rank), node, rank) for cost, node in above for rank in range(k))[:width]
+        above = [(cost, len(parents) + place) for place, (cost, _, _) in enumerate(candidates, start=1)]
+        parents += [node for _, node, _ in candidates]
+        ranks += [rank for _, _, rank in candidates]
+        depths += [depth] * len(candidates)
+    columns = ((ctypes.c_int64 * len(column))(*column) for column in (parents, ranks, depths))
+    return TemplateStruct(len(parents), *columns)
+
+
+def scaled(widths: tuple[int, ...], budget: int) -> tuple[int, ...]:
+    """The widths scaled to `budget` nodes in all, as near to their proportions as whole numbers allow."""
+    total, taken, given = sum(widths), 0, 0
+    result = []
+    for width in widths:
+        taken += width
+        result.append(round(budget * taken / total) - given)
+        given += result[-1]
+    return tuple(width for width in result if width)

@@ -1,2 +1,0 @@
-"""Graft inside vLLM, which verifies chains: `chains` and `texts` decide and need no vLLM; `plugin`, `eagle` and
-`retrieval` bring them into it."""

@@ -1,0 +1,168 @@
+"""Incremental detokenizer: token ids to text, never half a character, never past a stop string."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from graft.errors import GraftError
+
+_TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
+_SHORT = 4  # tokens whose text is remembered
+_LONGEST = 4  # tokens of one character: it has at most four bytes, and each may be a token
+_DAMAGED = 3 * _LONGEST  # tokens without a whole character at their end: bytes that make none
+_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+
+
+class TextStream:
+    """Detokenizes an answer token by token and watches for stop strings."""
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), kept: frozenset[int] = frozenset()
+    ) -> None:
+        """kept: special tokens that are part of the text; all others leave none."""
+        self._tokenizer = tokenizer
+        self.kept = kept
+        self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: what the tokenizer itself leaves out
+        self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
+        self._ids = self._context(prompt)
+        self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
+        self._whole_after = 0  # held ids: fewer are not decoded as a whole again
+        self._stop = tuple(stop)
+        self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
+        self._num_taken = 0
+        self._lengths: list[int] = []  # of the text behind each token
+        self.text = ""  # whole characters only; ends before the stop string, if one came
+
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Adds one token; True when it completed a stop string (the text is then cut before it)."""
+        is_stopped = self._push(token, may_stop)
+        self._lengths.append(len(self.text))
+        return is_stopped
+
+    def num_tokens(self, num_characters: int) -> int:
+        """How many tokens brought the first so many characters of the text."""
+        return min(bisect_left(self._lengths, num_characters) + 1, len(self._lengths)) if num_characters else 0
+
+    def _push(self, token: int, may_stop: bool) -> bool:
+        if may_stop and token in self._stop_ids:
+            return True
+        if self._leaves_no_text(token):
+            return False
+        self._ids.append(token)
+        if not self._may_be_whole():
+            return False
+        new = self._decode(self._ids[self._decoded_from :])
+        if new.endswith(_UNFINISHED):
+            self._whole_after = self._num_held_ids + self._num_held_ids // 8
+            return False
+        return self._add(new, may_stop)
+
+    @property
+    def _num_held_ids(self) -> int:
+        return len(self._ids) - self._decoded_to
+
+    def _may_be_whole(self) -> bool:
+        """Whether the text may end with a whole character, as far as a few of the held ids can tell.
+
+        To decode all held ids for every token of damaged text would take quadratic time. The last few ids tell how a
+        text ends, wherever they begin within a character: hence several lengths. The first few ids count too, for
+        decoders to which one invalid byte makes all bytes beside it invalid. Where such a byte stands in neither, all
+        ids are decoded in vain; then not again before there are an eighth more.
+        """
+        if self._num_held_ids <= _DAMAGED:
+            return True
+        if self._num_held_ids < self._whole_after:
+            return False
+        first = self._ids[self._decoded_to : self._decoded_to + _LONGEST]
+        ends = (self._ids[-length:] for length in range(_LONGEST, 2 * _LONGEST))
+        return any(not self._decode(first + end).endswith(_UNFINISHED) for end in ends)
+
+    def finish(self) -> None:
+        """Flushes what was held back when an answer ends inside a character."""
+        if self._num_held_ids:
+            self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
+
+    def take(self, final: bool = False) -> str:
+        """The new text since the last call, without (unless `final`) an end that may begin a stop string."""
+        end = len(self.text) if final else len(self.text) - self._num_held()
+        piece = self.text[self._num_taken : end]
+        self._num_taken = max(end, self._num_taken)
+        return piece
+
+    def _add(self, new: str, may_stop: bool) -> bool:
+        known = self._decode(self._ids[self._decoded_from : self._decoded_to])
+        self._decoded_from, self._decoded_to, self._whole_after = self._decoded_to, len(self._ids), 0
+        before = len(self.text)
+        self.text += new[len(known) :]
+        if not (may_stop and self._stop):
+            return False
+        hits = [self.text.find(s, max(0, before - len(s) + 1)) for s in self._stop]
+        found = [hit for hit in hits if hit >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def _num_held(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        return max((self._num_begun(s) for s in self._stop), default=0)
+
+    def _num_begun(self, stop: str) -> int:
+        place = max(len(self.text) - len(stop) + 1, 0)
+        while (place := self.text.find(stop[0], place)) >= 0:
+            if stop.startswith(self.text[place:]):
+                return len(self.text) - place
+            place += 1
+        return 0
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, which begin with a whole character if the prompt has one there."""
+        ends = [list(prompt[-length:]) for length in range(_TAIL, _TAIL + _LONGEST)]
+        return next((end for end in ends if _UNFINISHED not in self._decode(end)), ends[0])
+
+    def _leaves_no_text(self, token: int) -> bool:
+        """Whether a token is special and left out, or in no vocabulary: the text goes on as if it were not there."""
+        if self._decode([token]):
+            return False
+        # A space leaves no text either where it stands alone.
+        return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return _special_ids(self._tokenizer)
+
+    def _decode(self, ids: list[int]) -> str:
+        dropped = self._dropped
+        if dropped is not None:
+            ids = [token for token in ids if token not in dropped]
+        if len(ids) <= _SHORT:
+            return self._decode_short(self._tokenizer, tuple(ids), dropped is None)
+        return _decoded(self._tokenizer, ids, dropped is None)
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int], skips_special: bool) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False))
+
+
+_decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # a token or two come again and again
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {number for number, token in added if token.special}
+
+
+def _special_stops(tokenizer: Any, stop: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an answer because a stop string spells one: special tokens leave no text to find."""
+    added = tokenizer.added_tokens_decoder.items()
+    ids = {str(token.content): number for number, token in added if token.special and number not in kept}
+    for text in stop:
+        for name in ids:
+            if name in text and text not in ids:
+                raise GraftError(
+                    f"stop string {text!r} holds the special token {name}, which is never part of the text: "
+                    f"give {name!r} alone, or stop_token_ids=[{ids[name]}]"
+                )
+    return frozenset(ids[text] for text in stop if text in ids)

@@ -1,0 +1,77 @@
+"""EarlyExitDrafter: drafts with the target's own first layers, its final norm and its output layer.
+
+It has the target's weights and KV cache, and nothing of its own to load or to read: what the target has read, the first
+layers have read. The target's step goes on with its drafts behind the exit layer (`runner`). On a GPU steps are
+captured, and run all nodes through all layers: leaves and grafts need the first layers' weights to be read anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.model import KVCache, Row, TargetRunner, VerifyOutput, target_for
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.early_exit.runner import FirstLayersRunner
+from graft.spec_decode.proposers.early_exit.split import SplitModel, first_layers
+from graft.spec_decode.proposers.small_model import ModelRow, ModelState, SmallModelDrafter
+
+
+class ExitRow(ModelRow):
+    """What the drafter keeps of one row, which is the target's own."""
+
+    @classmethod
+    def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> Self:
+        return cls(row, row)
+
+
+class EarlyExitDrafter(SmallModelDrafter):
+    """Drafts with the first layers of the target, of which it is an exit behind layer `num_layers`."""
+
+    def __init__(self, target: PreTrainedModel, num_layers: int, settings: TreeSettings | None = None) -> None:
+        super().__init__(first_layers(target, num_layers), TargetRunner(target).vocab_size, settings)
+        self.num_layers = num_layers
+        self._target = target
+        self._is_captured = target.device.type == "cuda"
+        if not self._is_captured:
+            SplitModel(target, num_layers).check()
+
+    def with_settings(self, settings: TreeSettings) -> EarlyExitDrafter:
+        return EarlyExitDrafter(self._target, self.num_layers, settings)
+
+    def of_model(self, target: PreTrainedModel) -> EarlyExitDrafter:
+        """The same exit of another model, that of `widen` say, whose added layers come last."""
+        return EarlyExitDrafter(target, self.num_layers, self.settings)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 0
+
+    def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
+        return ModelState(self._runner(cache), [ExitRow.of(row, row.length) for row in cache.rows])
+
+    def _new_runner(self, cache: KVCache) -> TargetRunner:
+        if self._is_captured:
+            return target_for(self.model, pool=cache.pool, store=cache.store)
+        return FirstLayersRunner(self._target, self.num_layers, cache.pool, cache.store)
+
+    def read(self, state: ModelState[Any], row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
+        """Does nothing: the target has read it."""
+
+    def learn(
+        self,
+        state: ModelState[Any],
+        verified: VerifyOutput,
+        nodes: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+    ) -> None:
+        for row in state.rows:  # what was accepted is in the target's cache
+            row.drop_drafts()
+
+    def _run_roots(self, state: ModelState[Any], roots: Sequence[int], topk: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.tensor(roots)[:, None]
+        return self._run_beams(state, tokens, torch.zeros_like(tokens), 0, topk)

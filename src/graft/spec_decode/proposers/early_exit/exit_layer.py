@@ -1,0 +1,151 @@
+"""Chooses the layer behind which an early-exit drafter leaves the model: the one that promises the most speed.
+
+On the model's own greedy answers it counts how often each of a few layers would have chosen the same token, and weighs
+that against the share of the weights that a draft pass reads.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graft.data import user_message
+from graft.errors import GraftError
+from graft.model import TargetRunner
+from graft.model.decoder_layers import layers_of
+from graft.settings import require
+from graft.spec_decode.proposers.early_exit.split import check_exit_layer, exit_logits
+from graft.tree.tree import DraftTree
+
+EARLY_EXIT = "early-exit"  # as `--draft` takes it, alone or before a colon and a layer
+_MAX_PROMPTS = 8  # that a layer is chosen by
+_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the layers that are tried
+_MAX_NEW_TOKENS = 32
+_MAX_DRAFTED = 8  # tokens a round
+# Of several kinds, and not the benchmark's: it is not to be tuned on what it measures.
+_PROMPTS = (
+    "Explain in a few sentences why leaves change their colour in autumn.",
+    "Write a Python function that returns the second largest number of a list.",
+    "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost? Show the steps.",
+    "Write a short and friendly e-mail that moves a meeting from Monday to Wednesday.",
+)
+
+
+@dataclass(frozen=True)
+class ExitEstimate:
+    """What is expected of an exit layer."""
+
+    layer: int
+    agreement: float  # share of tokens that it would have chosen as the whole model did
+    cost: float  # of a draft pass, in forwards of the whole model: the share of the weights that it reads
+
+    @property
+    def speed(self) -> float:
+        """Tokens a round over its cost, where chains of the best length are drafted and plain decoding is 1."""
+        drafted = range(1, _MAX_DRAFTED + 1)
+        return max(sum(self.agreement**i for i in range(n + 1)) / (1 + n * self.cost) for n in drafted)
+
+
+def named_layer(draft: str) -> int | None:
+    """The layer that early-exit:LAYER names; None if it names none."""
+    _, colon, word = draft.partition(":")
+    if not colon:
+        return None
+    try:
+        return int(word)
+    except ValueError as error:
+        raise GraftError(f"--draft {EARLY_EXIT}:LAYER takes a whole number, not {word!r}") from error
+
+
+def usual_prompts(model: PreTrainedModel, tokenizer: Any | None) -> list[list[int]]:
+    """Prompts to choose a layer by, where the user has given none."""
+    if tokenizer is None:
+        most = len(layers_of(model)) - 1
+        raise GraftError(
+            f"without a tokenizer no exit layer can be chosen: name one, {EARLY_EXIT}:1 to {EARLY_EXIT}:{most}"
+        )
+    return [_encode(user_message(prompt, tokenizer), tokenizer) for prompt in _PROMPTS]
+
+
+def _encode(prompt: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def choose_exit_layer(model: PreTrainedModel, prompts: Sequence[list[int]]) -> int:
+    """The layer with the best expected speed on answers to the first of these prompts; of equals the first."""
+    best = max(estimate_exits(model, prompts[:_MAX_PROMPTS]), key=lambda each: each.speed)
+    if best.speed <= 1:
+        warnings.warn(
+            f"no exit layer is expected to pay; the best, {best.layer}, chooses {best.agreement:.0%} of the model's "
+            "tokens: models that were trained for early exit draft better",
+            stacklevel=2,
+        )
+    return best.layer
+
+
+def estimate_exits(
+    model: PreTrainedModel, prompts: Sequence[list[int]], layers: Sequence[int] = ()
+) -> list[ExitEstimate]:
+    """What is expected of each of some layers; of a few between the first and the last if none are named."""
+    require(bool(prompts), "an exit layer is chosen by answers, and there are no prompts")
+    all_layers = layers_of(model)
+    count = len(all_layers)
+    tried = tuple(layers) or tuple(sorted({max(round(share * count), 1) for share in _SHARES} - {count}))
+    for layer in tried or (1,):
+        check_exit_layer(model, layer)
+    agreed, num_tokens = torch.zeros(len(tried)), 0
+    for answer, hidden in _greedy_answers(TargetRunner(model, tried), prompts):
+        for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
+            agreed[number] += (exit_logits(model, own[None])[0].argmax(dim=-1).cpu() == answer).sum()
+        num_tokens += len(answer)
+    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], _output_layer(model)))
+    return [
+        ExitEstimate(layer, float(share), (layer * each + head) / (count * each + head))
+        for layer, share in zip(tried, agreed / max(num_tokens, 1), strict=True)
+    ]
+
+
+def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """The model's answers [n] to the prompts, and the hidden states [n, layers * H] that each token was chosen from."""
+    configured = getattr(runner.model.generation_config, "eos_token_id", None)
+    ends = set(configured) if isinstance(configured, list) else {configured}
+    longest, context = max(map(len, prompts)), runner.max_positions or math.inf
+    require(longest < context, f"a prompt of {longest} tokens leaves no room for an answer in a context of {context}")
+    num_steps = int(min(_MAX_NEW_TOKENS, context - longest))
+    cache = runner.open(len(prompts), longest + num_steps)
+    tokens, hidden = [], []  # by step, of all rows
+    try:
+        for row, prompt in enumerate(prompts):
+            for _ in runner.prefill(cache, row, prompt[:-1]):
+                pass
+        roots = torch.tensor([prompt[-1] for prompt in prompts])
+        for _ in range(num_steps):
+            verified = runner.verify(cache, DraftTree.roots(roots))
+            roots = verified.logits.argmax(dim=-1).cpu()
+            tokens.append(roots)
+            hidden.append(verified.hidden.clone())
+            runner.commit(cache, [[]] * len(prompts))
+    finally:
+        cache.release()
+    answers = []
+    for row in range(len(prompts)):
+        text = [int(step[row]) for step in tokens]
+        length = next((at for at, token in enumerate(text, start=1) if token in ends), len(text))
+        answers.append((torch.tensor(text[:length]), torch.stack([step[row] for step in hidden[:length]])))
+    return answers
+
+
+def _output_layer(model: PreTrainedModel) -> torch.nn.Module:
+    output = model.get_output_embeddings()
+    assert output is not None
+    return output

@@ -1,0 +1,467 @@
+"""Candidates: all tokens proposed for a round, each with its acceptance probability, from which the tree is chosen.
+
+When a node is added, its path's probability, key and last tokens are computed from its parent's: nothing is folded over
+the tree afterwards. Equal paths, whoever proposed them, have equal keys. Candidates are in the host's memory wherever
+the models are; `native.c` does the work, and the docstrings here say what it does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from ctypes import Array, byref
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graft.hashing import mix64
+from graft.tree.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
+from graft.tree.tree import DraftTree
+
+NOBODY = -1  # no source
+ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers (see `Candidates.merge`)
+NO_TOKEN = -1  # stands where a text has no earlier token
+# A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
+# rare as equal random numbers.
+DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
+_CAPACITY = 2048  # nodes a row has room for at first
+_INHERITED = -1  # needs as many draft passes as its parent
+
+
+class Nodes(NamedTuple):
+    """B rows of N nodes, each field [B, N]. The first is the root; a node stands after its parent."""
+
+    tokens: Tensor
+    before: Tensor  # the token before the node's
+    depths: Tensor
+    keys: Tensor  # hash of the path from the root
+    needs: Tensor  # draft passes without which the node would not have been proposed
+    parents: Tensor
+    earlier: Tensor  # the token before `before`
+    sources: Tensor
+    score_bucket: Tensor
+    paths: Tensor  # P(the target accepts the whole path down to the node); 0 is padding
+
+
+@dataclass(frozen=True)
+class Level:
+    """Drafted nodes of one depth. Parents are node numbers in the drafted tree so far."""
+
+    tokens: Tensor  # [B, n] target ids
+    parents: Tensor  # [B, n]
+    probabilities: Tensor  # [B, n] the drafter's q(token | parent); 0 is padding
+    path_probabilities: Tensor  # [B, n] their product along the path
+
+    def to_host(self) -> Level:
+        return Level(*(getattr(self, field.name).cpu() for field in fields(self)))
+
+    def at(self, index: Tensor) -> Level:
+        """The nodes at `index` [B, m] of the level."""
+        return Level(*(getattr(self, field.name).gather(1, index) for field in fields(self)))
+
+
+class Place(NamedTuple):
+    """A candidate node to look up continuations for, and its path."""
+
+    node: int
+    depth: int
+    path: list[int]  # the tokens from the root down to it, without the root's
+
+
+class Columns(NamedTuple):
+    """New nodes of one row, made in Python, a list a field."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    sources: list[int]
+    score_bucket: list[int]
+
+
+class Beside(NamedTuple):
+    """By row, the answers to the same prompt that are decoded beside it."""
+
+    indices: array[int]  # addresses, row after row
+    ends: array[int]  # [B] where each row's end among them
+    num_prompt: array[int]  # [B] tokens of the prompt
+
+
+class _Room:
+    """Memory for candidates, and the C struct that points to it."""
+
+    def __init__(self, fields: Tensor, paths: Tensor) -> None:
+        self.fields, self.paths = self.memory = fields, paths
+        addresses = (fields.data_ptr(), paths.data_ptr(), None, DEPTH_FACTORS.data_ptr())
+        self.struct = PoolStruct(*paths.shape, 0, 0, *addresses, DEPTH_FACTORS.numel())
+        self.ref = byref(self.struct)
+
+
+_SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds' candidates: first writes to new memory are slow
+
+
+class Candidates:
+    """The candidate nodes below B roots, a row each.
+
+    `chances`, which many methods take, are `Calibration.chances`: P(accepted | parent accepted) by agreement, source
+    and score bucket.
+    """
+
+    most_nodes = 1 << 10  # that a row can get in the round's tree: more need not be looked for
+    _is_alone = False  # whether nobody else has a view of the memory, so that it can be used again
+
+    def __init__(self, roots: Tensor, histories: Sequence[Sequence[int]], salts: Sequence[int] = ()) -> None:
+        """roots [B]: the last tokens of the histories. salts [B]: whose table entries each row uses; none: all's."""
+        library: Any = native()
+        self._native = library
+        self.num_rows = len(roots)
+        self._salts = array("q", salts) if salts else _no_salts(self.num_rows)
+        self._chances: tuple[Tensor | None, Any] | None = None
+        self._spare = _SPARE
+        self._move_into(_room_for(self.num_rows))
+        self._is_alone = True
+        roots, columns = plain(roots), [array("q", column) for column in before_roots(histories)]
+        self._native.graft_begin(self.ref, roots.data_ptr(), *map(address_of, columns))
+
+    def __del__(self) -> None:
+        if self._is_alone:
+            self._spare.append(self._room)
+
+    def _move_into(self, room: _Room) -> None:
+        room.struct.salts = address_of(self._salts)
+        self._room, self._fields, self._paths = room, room.fields, room.paths
+        self._struct = room.struct
+        self.ref = room.ref  # for C; it points elsewhere once more room is reserved
+
+    def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
+        """Switches to other memory, into which everything was copied."""
+        old = self._struct
+        self._move_into(_Room(fields, paths))
+        self._struct.width, self._struct.deepest = old.width, old.deepest
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` more nodes in each row."""
+        width, capacity = self.width, self._struct.capacity
+        if width + count > capacity:
+            more = max(capacity, width + count - capacity)
+            self._copy_into(*(torch.nn.functional.pad(column, (0, more)) for column in (self._fields, self._paths)))
+
+    def _weigh_by(self, chances: Tensor | None) -> Any:
+        """A reference to the chances for C, kept while they are the same tensor, as mostly in a round."""
+        if self._chances is None or chances is not self._chances[0]:
+            self._chances = (chances, byref(ChancesStruct.of(chances)))
+        return self._chances[1]
+
+    def __copy__(self) -> Candidates:
+        other = object.__new__(Candidates)
+        other.__dict__.update(self.__dict__, _is_alone=False)  # until it has memory of its own
+        other._copy_into(self._fields.clone(), self._paths.clone())
+        return other
+
+    @property
+    def nodes(self) -> Nodes:
+        self._is_alone = False
+        return Nodes._make((*self._fields[:-1, :, : self.width].unbind(), self._paths[:, : self.width]))
+
+    @property
+    def agreement(self) -> Tensor:
+        """[B, N] ALONE, OPPOSED or AGREED for each node, once candidates are merged."""
+        self._is_alone = False
+        return self._fields[-1, :, : self.width]
+
+    @property
+    def width(self) -> int:
+        return self._struct.width
+
+    def add(
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        probabilities: Tensor,
+        sources: Tensor,
+        score_bucket: Tensor,
+        needs: int | None = None,
+    ) -> None:
+        """Adds nodes [B, n], whose parents may be among them; probability 0 adds padding.
+
+        needs: draft passes they need; as many as their parents if None.
+        """
+        self.reserve(tokens.shape[1])
+        tokens, parents, sources, score_bucket = (plain(column) for column in (tokens, parents, sources, score_bucket))
+        probabilities = plain(probabilities, torch.float32)
+        self._native.graft_add(
+            self.ref,
+            tokens.shape[1],
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            probabilities.data_ptr(),
+            sources.data_ptr(),
+            score_bucket.data_ptr(),
+            _INHERITED if needs is None else needs,
+        )
+
+    def add_level(
+        self,
+        level: Level,
+        chances: Tensor | None,
+        source: int,
+        needs: int,
+        first: int,
+        going: Sequence[bool],
+        num_beams: int,
+    ) -> list[float]:
+        """Adds a drafted level; in rows that are not `going` it is padding, and where q is 0.
+
+        chances: turn the drafter's q into acceptance probabilities; if None, q is taken as it is. first: candidates
+        between the root and the first drafted level. Returns, by row, the probability that the target accepts a path
+        down to one of the level's first `num_beams` nodes.
+        """
+        count = level.tokens.shape[1]
+        self.reserve(count)
+        tokens, parents = plain(level.tokens), plain(level.parents)
+        probabilities = plain(level.probabilities, torch.float32)
+        reached = (ctypes.c_double * len(going))()
+        self._native.graft_add_level(
+            self.ref,
+            count,
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            probabilities.data_ptr(),
+            self._weigh_by(chances),
+            source,
+            needs,
+            first,
+            bytes(going),
+            num_beams,
+            reached,
+        )
+        return reached[:]
+
+    def add_rows(self, rows: Sequence[Columns], chances: Tensor) -> None:
+        """Adds nodes made in Python, each row's own."""
+        counts = [len(row.tokens) for row in rows]
+        width = max(counts)
+        if width == 0:
+            return
+        self.reserve(width)
+        columns, lengths = array("q"), array("q", counts)
+        for column in (0, 1, 3, 4):  # depths follow from the parents
+            for row, count in zip(rows, counts, strict=True):
+                columns.extend(row[column])
+                columns.extend([0] * (width - count))
+        self._native.graft_add_rows(self.ref, width, address_of(columns), address_of(lengths), self._weigh_by(chances))
+
+    def attach_copies(
+        self,
+        own: array[int],
+        past: array[int],
+        beside: Beside,
+        scale: ScaleStruct,
+        first: int,
+        chances: Tensor,
+        num_places: int,
+        max_depth: int,
+        length: int,
+        num_nodes: int,
+    ) -> None:
+        """Adds what `SuffixLookup` proposes.
+
+        own, past: by row, the address of the index of its own text and of that of finished texts.
+        """
+        count, width = ctypes.c_int64(), self.width
+        while True:
+            self._native.graft_attach_copies(
+                self.ref,
+                address_of(own),
+                address_of(past),
+                *(address_of(part) for part in beside),
+                first,
+                self._weigh_by(chances),
+                num_places,
+                max_depth,
+                length,
+                num_nodes,
+                byref(scale),
+                byref(count),
+            )
+            if self.width == width + count.value:
+                break
+            self.reserve(count.value)  # nothing was added, for lack of room
+
+    def follow(
+        self, tables: Array[TableStruct], chances: Tensor, first: int, waves: int, beam: int, max_depth: int
+    ) -> None:
+        """Adds the tables' successors of the `beam` likeliest nodes not yet looked up, wave after wave.
+
+        A node's source is its table's number, counted from `first`.
+        """
+        waves = min(waves, max_depth)
+        self.reserve(waves * beam * tables[0].num_successors)
+        self._native.graft_follow(self.ref, tables, len(tables), self._weigh_by(chances), first, waves, beam, max_depth)
+
+    def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
+        """Makes equal paths one node: the likeliest copy stays, the others become padding.
+
+        With `chances`, probabilities are computed again by agreement: AGREED where several sources propose the token,
+        OPPOSED where one does and the source `drafted` proposed something else there, ALONE otherwise. What retrieval
+        proposes against the drafter is seldom accepted, however good it is elsewhere.
+        """
+        self._native.graft_merge(self.ref, drafted, self._weigh_by(chances))
+
+    def ranked(self, total: int, caps: Sequence[int], truths: array[float] | None = None) -> Ranking:
+        """The `total` likeliest nodes of all rows together, of each row at most `caps[row]`; no root counts.
+
+        truths: see `PathCalibration`; path probabilities are taken as they are if None. Candidates must be merged, or
+        equal paths count separately.
+        """
+        return Ranking(self, total, caps, truths)
+
+    def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
+        """The tree of the root and the `budget` likeliest nodes of each row, and their path probabilities.
+
+        Candidates must be merged. max_depth: no candidate is deeper.
+        """
+        return self.ranked(budget * self.num_rows, [budget] * self.num_rows).tree(max_depth)
+
+    def values_by_need(
+        self,
+        max_passes: int,
+        counts: Sequence[int],
+        costs: Sequence[float],
+        caps: Sequence[int],
+        truths: array[float] | None = None,
+    ) -> list[float]:
+        """What the best nodes (see `ranked`) would have been worth, had there been 0, 1, 2 ... `max_passes` draft
+        passes: their expected accepted tokens less what it costs to verify them, at the best of the rising `counts`,
+        whose costs are in tokens too; at least 0. Candidates must be merged."""
+        values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
+        numbers, prices = array("q", counts), array("d", costs)
+        self._native.graft_values_by_need(
+            self.ref,
+            max_passes,
+            len(counts),
+            address_of(numbers),
+            address_of(prices),
+            max(caps),
+            address_of(limits),
+            truths and address_of(truths),
+            values,
+        )
+        return values[:]
+
+    def places(self, count: int, max_depth: int) -> list[list[Place]]:
+        """By row, the nodes at which retrievers look up continuations.
+
+        The root alone as long as nothing was drafted; from then on up to `count` nodes below it, the likeliest of those
+        that may have children.
+        """
+        num_rows = self.num_rows
+        room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
+        found = (ctypes.c_int64 * (num_rows * room))()
+        self._native.graft_places(self.ref, count, max_depth, found)
+        places: list[list[Place]] = []
+        at = 0
+        for _ in range(num_rows):
+            places.append([])
+            num_places = found[at]
+            at += 1
+            for _ in range(num_places):
+                node, depth = found[at : at + 2]
+                places[-1].append(Place(node, depth, found[at + 2 : at + 2 + depth]))
+                at += 2 + depth
+        return places
+
+    def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
+        """Adds to the counts [agreements, sources, buckets] how many proposals were tried, and how many of them fitted.
+
+        A proposal is tried if its parent's path was emitted with a token behind it, and fits if that token is its own;
+        whether it was verified does not matter. Counts above `memory` are scaled down to it, so that old ones fade.
+        """
+        came = array("q", [token for tokens in emitted for token in tokens])
+        lengths = array("q", map(len, emitted))
+        self._native.graft_count(
+            self.ref, address_of(came), address_of(lengths), tried.data_ptr(), fitted.data_ptr(), *tried.shape, memory
+        )
+
+
+class Ranking:
+    """The likeliest nodes of all rows in one order, likeliest first; of equally likely ones the first row's.
+
+    A path's probability falls along it, so any number of the first nodes is closed under ancestors: a tree. The
+    candidates must not change while it is used.
+    """
+
+    def __init__(
+        self, candidates: Candidates, total: int, caps: Sequence[int], truths: array[float] | None = None
+    ) -> None:
+        most = min(max(caps), total, candidates.width - 1)  # nodes that a row may get
+        total = min(total, most * candidates.num_rows)
+        self._candidates, self._stride = candidates, most
+        self._nodes, self._rows = _numbers(most * candidates.num_rows), _numbers(total)
+        limits, found = array("q", (min(cap, most) for cap in caps)), ctypes.c_int64()
+        gains = (ctypes.c_double * total)()
+        addresses = (address_of(limits), truths and address_of(truths), *map(address_of, (self._nodes, self._rows)))
+        candidates._native.graft_rank(candidates.ref, total, most, *addresses, gains, byref(found))
+        self.gains: list[float] = gains[: found.value]  # expected accepted tokens of the first 1, 2, 3 ... nodes
+
+    def __len__(self) -> int:
+        return len(self.gains)
+
+    def tree(self, max_depth: int, count: int | None = None) -> tuple[DraftTree, Tensor]:
+        """The tree [B, W] of the roots and the first `count` nodes, all if None, each row's likeliest first and then
+        PADDING; and path probabilities [B, W]. max_depth: no candidate is deeper."""
+        num_rows, count = self._candidates.num_rows, len(self) if count is None else min(count, len(self))
+        room = 1 + min(self._stride, count)
+        numbers = torch.empty(4 * num_rows * room, dtype=torch.int64)
+        shares, width = torch.empty(2 * num_rows * room), ctypes.c_int64()
+        memory = (numbers.data_ptr(), shares.data_ptr(), byref(width))
+        ranked = (self._stride, address_of(self._nodes), address_of(self._rows))
+        self._candidates._native.graft_tree(self._candidates.ref, count, *ranked, room, *memory)
+        size = num_rows * width.value
+        tokens, parents, sources, score_bucket = numbers[: 4 * size].view(4, num_rows, -1).unbind()
+        probabilities, paths = shares[: 2 * size].view(2, num_rows, -1).unbind()
+        return DraftTree(max_depth, tokens, parents, probabilities, sources, score_bucket), paths
+
+
+def _numbers(count: int) -> array[int]:
+    return array("q", bytes(8 * count))
+
+
+def _room_for(num_rows: int) -> _Room:
+    """Spare memory for so many rows, or new: for a power of two of them, as rows come and go."""
+    num_fields, size = len(Nodes._fields), num_rows * _CAPACITY
+    for _ in range(len(_SPARE)):
+        try:
+            room = _SPARE.popleft()
+        except IndexError:  # another thread was quicker
+            break
+        if room.paths.shape == (num_rows, _CAPACITY):
+            return room
+        if room.paths.untyped_storage().nbytes() >= 4 * size:
+            fields, paths = (torch.empty(0, dtype=part.dtype).set_(part.untyped_storage()) for part in room.memory)
+            return _Room(fields[: num_fields * size].view(num_fields, num_rows, -1), paths[:size].view(num_rows, -1))
+        _SPARE.append(room)
+    most = _CAPACITY << (num_rows - 1).bit_length()
+    fields, paths = torch.empty(num_fields * most, dtype=torch.int64), torch.empty(most)
+    return _Room(fields[: num_fields * size].view(num_fields, num_rows, -1), paths[:size].view(num_rows, -1))
+
+
+@lru_cache(maxsize=64)
+def _no_salts(num_rows: int) -> array[int]:
+    """Zeros, one a row; shared, so not to be written to."""
+    return array("q", [0] * num_rows)
+
+
+def address_of(numbers: array[int] | array[float]) -> int:
+    """The address of an array's memory; the array must live as long as it is used."""
+    return numbers.buffer_info()[0]
+
+
+def before_roots(histories: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """By text, the token before the last one, and the token before that."""
+    before, earlier = ([ids[-n] if len(ids) >= n else NO_TOKEN for ids in histories] for n in (2, 3))
+    return before, earlier

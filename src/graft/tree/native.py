@@ -1,0 +1,170 @@
+"""ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
+
+The C code is compiled when the package is installed, into a shared library beside this file. Calls hold the GIL: they
+take microseconds, read Python memory that must not move meanwhile, and share one team of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.errors import GraftError
+from graft.machine import num_cores
+
+HERE = Path(__file__).parent
+
+
+class PoolStruct(ctypes.Structure):
+    """The memory of `Candidates`."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("capacity", c_int64),
+        ("width", c_int64),
+        ("deepest", c_int64),
+        ("fields", c_void_p),
+        ("paths", c_void_p),
+        ("salts", c_void_p),
+        ("factors", c_void_p),
+        ("num_factors", c_int64),
+    )
+
+
+class ChancesStruct(ctypes.Structure):
+    _fields_ = (("values", c_void_p), ("num_sources", c_int64), ("num_buckets", c_int64))
+
+    @classmethod
+    def of(cls, chances: Tensor | None) -> ChancesStruct:
+        """chances [..., sources, buckets]: contiguous float32, kept alive by the caller; a null pointer if None."""
+        if chances is None:
+            return cls()
+        assert chances.is_contiguous() and chances.dtype is torch.float32
+        return cls(chances.data_ptr(), *chances.shape[-2:])
+
+
+class TableStruct(ctypes.Structure):
+    _fields_ = (
+        ("entries", c_void_p),
+        ("tags", c_void_p),
+        ("num_rows", c_int64),
+        ("num_successors", c_int64),
+        ("order", c_int64),
+        ("row_bits", c_int64),
+        ("factors", c_void_p),
+        ("isolated", c_int64),
+    )
+
+
+class IndexStruct(ctypes.Structure):
+    """The memory of a `SuffixIndex`. All zeros is an empty one; `graft_index_free` frees what it comes to hold."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_texts", c_int64),
+        ("dropped", c_int64),
+        ("tokens", c_void_p),
+        ("previous", c_void_p),
+        ("starts", c_void_p),
+        ("pairs", c_void_p),
+        ("token_room", c_int64),
+        ("text_room", c_int64),
+        ("num_slots", c_int64),
+        ("num_pairs", c_int64),
+    )
+
+
+class ScaleStruct(ctypes.Structure):
+    _fields_ = (
+        ("max_match", c_int64),
+        ("num_matches", c_int64),
+        ("num_shares", c_int64),
+        ("matches", POINTER(c_int64)),
+        ("shares", POINTER(c_double)),
+    )
+
+
+_ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
+    "graft_begin": [c_void_p] * 4,
+    "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
+    "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
+    "graft_add_level": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
+    "graft_merge": [c_void_p, c_int64, c_void_p],
+    "graft_use_threads": [c_int64],
+    "graft_rank": [c_void_p, *[c_int64] * 2, *[c_void_p] * 6],
+    "graft_tree": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
+    "graft_values_by_need": [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 3],
+    "graft_places": [c_void_p, c_int64, c_int64, c_void_p],
+    "graft_count": [*[c_void_p] * 5, *[c_int64] * 3, c_float],
+    "graft_walk": [c_int64, c_int64, *[c_void_p] * 7],
+    "graft_flatten_trees": [*[c_int64] * 2, *[c_void_p] * 3, c_int64, *[c_void_p] * 5],
+    "graft_best_first": [*[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 5],
+    "graft_count_sources": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
+    "graft_flat_levels": [*[c_int64] * 4, *[c_void_p] * 3, c_int64, *[c_void_p] * 4],
+    "graft_tree_links": [*[c_int64] * 3, *[c_void_p] * 5],
+    "graft_follow": [c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 4],
+    "graft_learn": [c_void_p, *[c_int64] * 5, *[c_void_p] * 8, c_int64],
+    "graft_restore": [c_void_p, *[c_int64] * 2, *[c_void_p] * 3],
+    "graft_index_free": [c_void_p],
+    "graft_index_begin": [c_void_p],
+    "graft_index_extend": [c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "graft_attach_copies": [*[c_void_p] * 6, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
+}
+
+
+@cache
+def native() -> Any:
+    """The compiled library, loaded once."""
+    library = load_library(HERE, "_native", _ARGUMENTS)
+    library.graft_use_threads(num_cores())
+    return library
+
+
+def load_library(folder: Path, name: str, arguments: dict[str, list[Any]]) -> Any:
+    """A library whose functions keep the GIL, take these arguments, and raise an exception where they fail."""
+    library: Any = compiled(folder, name, ctypes.PyDLL)
+    for function_name, types in arguments.items():
+        try:
+            function = getattr(library, function_name)
+        except AttributeError as error:  # built from an older source
+            raise _unusable(name, error) from error
+        function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, _check
+    return library
+
+
+def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """A shared library that was built with the package; its file's suffix differs between machines."""
+    built = [path for suffix in EXTENSION_SUFFIXES if (path := folder / (name + suffix)).exists()]
+    try:
+        if not built:
+            raise OSError("it was not built")
+        return loader(str(built[0]))
+    except OSError as error:
+        raise _unusable(name, error) from error
+
+
+def _unusable(name: str, error: Exception) -> GraftError:
+    return GraftError(
+        f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
+        "source tree, by `make setup` or `pip install -e .`"
+    )
+
+
+def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The tensor contiguous and of the dtype that C reads. Keep it until the call is over."""
+    return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
+
+
+def _check(failed: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if failed == 1:
+        raise MemoryError(f"{function.__name__} found no memory")
+    if failed:
+        raise IndexError(f"{function.__name__} was given a place, source or bucket that is out of range")
+    return failed

@@ -1,0 +1,375 @@
+/* Candidates: how nodes are added, found again, merged and counted. */
+
+/* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
+typedef struct {
+    const float *values;
+    int64_t num_sources, num_buckets;
+} Chances;
+
+/* One row of the candidates: where its columns begin. */
+typedef struct {
+    int64_t *fields[AGREEMENT + 1];
+    float *paths;
+} Row;
+
+static Row row_of(const Pool *pool, int64_t row) {
+    Row found;
+    for (int field = 0; field <= AGREEMENT; field++)
+        found.fields[field] = pool->fields + (field * pool->num_rows + row) * pool->capacity;
+    found.paths = pool->paths + row * pool->capacity;
+    return found;
+}
+
+static int64_t step_key(int64_t token, int64_t factor) {
+    return (int64_t)(((uint64_t)token + 1) * (uint64_t)factor);
+}
+
+static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+
+static int chance_of(const Chances *chances, int64_t agreement, int64_t source, int64_t score_bucket, float *chance) {
+    if (source < 0 || source >= chances->num_sources || score_bucket < 0 || score_bucket >= chances->num_buckets)
+        return OUT_OF_RANGE;
+    *chance = chances->values[(agreement * chances->num_sources + source) * chances->num_buckets + score_bucket];
+    return OK;
+}
+
+static float path_of(float above, float chance) {
+    float path = above * (chance < SURE ? chance : SURE);
+    return path < LEAST ? 0.0f : path;
+}
+
+/* Buckets of probabilities, two a halving: bucket b is from 2^(-b/2) down to the start of the next. */
+enum { NUM_BUCKETS = 16 };
+
+static int64_t bucket_of(double probability) {
+#define HALF 0.70710678118654752440 /* of a halving */
+    static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
+                                               1.0 / 8,  HALF / 8,  1.0 / 16, HALF / 16, 1.0 / 32, HALF / 32,
+                                               1.0 / 64, HALF / 64, 1.0 / 128, HALF / 128};
+    for (int64_t bucket = 1; bucket < NUM_BUCKETS; bucket++)
+        if (!(probability <= STARTS[bucket])) return bucket - 1;
+    return NUM_BUCKETS - 1;
+}
+
+/* Top-k: indices of the `count` highest values, best first, of equal values the first. */
+static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < num_values && count > 0; i++) {
+        float value = values[i];
+        if (found == count && !(value > values[places[count - 1]])) continue;
+        int64_t at = found < count ? found++ : count - 1;
+        for (; at > 0 && values[places[at - 1]] < value; at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+}
+
+static int add_node(
+    Pool *pool, const Row *row, int64_t node, int64_t token, int64_t parent, float chance, int64_t source,
+    int64_t score_bucket, int64_t needs) {
+    int64_t *const *fields = row->fields;
+    if (node >= pool->capacity || parent < 0 || parent >= node) return OUT_OF_RANGE;
+    int64_t depth = fields[DEPTH][parent] + 1;
+    if (depth >= pool->num_factors) return OUT_OF_RANGE;
+    fields[TOKEN][node] = token;
+    fields[BEFORE][node] = fields[TOKEN][parent];
+    fields[DEPTH][node] = depth;
+    fields[KEY][node] = sum_keys(fields[KEY][parent], step_key(token, pool->factors[depth]));
+    fields[NEED][node] = needs == INHERITED ? fields[NEED][parent] : needs;
+    fields[PARENT][node] = parent;
+    fields[EARLIER][node] = fields[BEFORE][parent];
+    fields[SOURCE][node] = source;
+    fields[SCORE_BUCKET][node] = score_bucket;
+    fields[AGREEMENT][node] = ALONE;
+    row->paths[node] = path_of(row->paths[parent], chance);
+    if (depth > pool->deepest) pool->deepest = depth;
+    return OK;
+}
+
+/* Starts with the roots alone. roots, before, earlier: [num_rows] the last token and the two before. */
+int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
+    if (pool->capacity < 1) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int field = 0; field <= AGREEMENT; field++) row.fields[field][0] = 0;
+        row.fields[TOKEN][0] = roots[r];
+        row.fields[BEFORE][0] = before[r];
+        row.fields[EARLIER][0] = earlier[r];
+        row.fields[SOURCE][0] = ROOT;
+        row.paths[0] = 1.0f;
+    }
+    pool->width = 1;
+    pool->deepest = 0;
+    return OK;
+}
+
+/* Adds nodes. All columns are [num_rows][count]; a node's parent may be a new one before it. */
+int graft_add(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *chances,
+    const int64_t *sources, const int64_t *score_bucket, int64_t needs) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = r * count + i;
+            int failed = add_node(
+                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], score_bucket[at],
+                needs);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+/* Adds nodes made in Python. columns: [4][num_rows][count] of tokens, parents, sources and score buckets; the first
+   counts[row] of each row are nodes, the others padding. */
+int graft_add_rows(
+    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const Chances *chances) {
+    int64_t size = pool->num_rows * count;
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t *at = columns + r * count + i;
+            int64_t source = at[2 * size], score_bucket = at[3 * size];
+            float chance = 0.0f;
+            int failed = i < counts[r] ? chance_of(chances, ALONE, source, score_bucket, &chance) : OK;
+            if (!failed)
+                failed = add_node(
+                    pool, &row, pool->width + i, at[0], at[size], chance, source, score_bucket, INHERITED);
+            if (failed) return failed;
+        }
+    }
+    pool->width += count;
+    return OK;
+}
+
+typedef struct {
+    int64_t count;
+    const int64_t *tokens, *parents;
+    const float *probabilities;
+    const Chances *chances;
+    int64_t source, needs, first;
+    const uint8_t *going;
+    int64_t num_beams;
+    double *reached;
+} DraftedLevel;
+
+static void add_level(Part *part) {
+    const DraftedLevel *level = part->arguments;
+    const Chances *chances = level->chances;
+    Pool *pool = &part->pool;
+    for (int64_t r = part->start; r < part->stop; r++) {
+        Row row = row_of(pool, r);
+        float sum = 0.0f;
+        for (int64_t i = 0; i < level->count; i++) {
+            int64_t at = r * level->count + i, node = pool->width + i;
+            int64_t parent = level->parents[at] > 0 ? level->parents[at] + level->first : 0;
+            float chance = level->probabilities[at];
+            int going = level->going[r] && chance > 0.0f;
+            int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(chance);
+            if (chances->values != NULL)
+                part->failed = chance_of(chances, ALONE, level->source, score_bucket, &chance);
+            if (!part->failed)
+                part->failed = add_node(
+                    pool, &row, node, level->tokens[at], parent, going ? chance : 0.0f, level->source,
+                    score_bucket, level->needs);
+            if (part->failed) return;
+            if (i < level->num_beams) sum += row.paths[node];
+        }
+        level->reached[r] = sum < 1.0f ? sum : 1.0f;
+    }
+}
+
+/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
+   whose nodes but the root are `first` further on among the candidates. Without values in `chances` the drafter's q is
+   the acceptance probability; q of 0 adds padding. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
+int graft_add_level(
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
+    const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
+    double *reached) {
+    DraftedLevel level = {count, tokens, parents, probabilities, chances, source, needs, first, going, num_beams,
+                          reached};
+    int failed = share_work(pool, add_level, &level, NULL);
+    if (!failed) pool->width += count;
+    return failed;
+}
+
+typedef struct {
+    int64_t drafted;
+    const Chances *chances;
+} Merging;
+
+static void merge(Part *part) {
+    const Pool *pool = &part->pool;
+    const Chances *chances = ((const Merging *)part->arguments)->chances;
+    int64_t width = pool->width, num_slots = 16, drafted = ((const Merging *)part->arguments)->drafted;
+    int bits = 4;
+    for (; num_slots < 2 * width; num_slots *= 2) bits++;
+    int64_t *memory = malloc((size_t)(num_slots + 6 * width + pool->deepest + 2) * sizeof(int64_t));
+    if (memory == NULL) {
+        part->failed = NO_MEMORY;
+        return;
+    }
+    int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
+    int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
+    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all its copies */
+    int64_t *last_source = first_source + width;
+    int64_t *needs = last_source + width;
+    int64_t *spoke = needs + width;          /* whether the drafter proposed a child */
+    int64_t *order = spoke + width;          /* nodes sorted by depth */
+    int64_t *starts = order + width;         /* where each depth starts in `order` */
+    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
+        Row row = row_of(pool, r);
+        const int64_t *keys = row.fields[KEY], *sources = row.fields[SOURCE], *depths = row.fields[DEPTH];
+        int64_t *parents = row.fields[PARENT], *agreement = row.fields[AGREEMENT];
+        float *paths = row.paths;
+        for (int64_t s = 0; s < num_slots; s++) slots[s] = -1;
+        for (int64_t i = 0; i < width; i++) {
+            uint64_t slot = ((uint64_t)keys[i] * UINT64_C(0x9E3779B97F4A7C15)) >> (64 - bits);
+            while (slots[slot] >= 0 && keys[slots[slot]] != keys[i]) slot = (slot + 1) & (uint64_t)(num_slots - 1);
+            if (slots[slot] < 0 || paths[i] > paths[slots[slot]]) slots[slot] = i;
+            kept[i] = (int64_t)slot;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            kept[i] = slots[kept[i]];
+            first_source[i] = last_source[i] = sources[i];
+            needs[i] = row.fields[NEED][i];
+            spoke[i] = 0;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            int64_t k = kept[i];
+            parents[i] = kept[parents[i]];
+            if (!(paths[i] > 0)) continue; /* padding */
+            needs[k] = least(needs[k], row.fields[NEED][i]);
+            first_source[k] = least(first_source[k], sources[i]);
+            last_source[k] = -least(-last_source[k], -sources[i]);
+            if (sources[i] == drafted) spoke[parents[i]] = 1;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            row.fields[NEED][i] = kept[i] == i ? needs[i] : 0;
+            if (kept[i] != i) paths[i] = 0.0f;
+            agreement[i] = ALONE;
+        }
+        if (chances->values == NULL) continue;
+        /* The kept copy of a parent may come after its child: probabilities are computed again depth by depth. */
+        memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
+        for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
+        for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
+        for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
+        for (int64_t o = 0; o < width && !part->failed; o++) {
+            int64_t i = order[o];
+            float chance;
+            if (kept[i] == i && first_source[i] != last_source[i])
+                agreement[i] = AGREED;
+            else if (spoke[parents[i]] && sources[i] != drafted)
+                agreement[i] = OPPOSED;
+            if (i == 0 || !(paths[i] > 0)) continue;
+            part->failed = chance_of(chances, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &chance);
+            if (!part->failed) paths[i] = path_of(paths[parents[i]], chance);
+        }
+    }
+    free(memory);
+}
+
+/* Merges equal paths into the likeliest copy; the others become padding. Without values in `chances`, probabilities are
+   not computed again by agreement. */
+int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
+    Merging merging = {drafted, chances};
+    return share_work(pool, merge, &merging, NULL);
+}
+
+/* Whether any candidate was drafted so far. */
+static int is_drafted(const Pool *pool) {
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        const int64_t *needs = row_of(pool, r).fields[NEED];
+        for (int64_t i = 0; i < pool->width; i++)
+            if (needs[i]) return 1;
+    }
+    return 0;
+}
+
+/* The nodes of a row to look up continuations for, at most max(count, 1), and their number: see `Candidates.places`. */
+static int64_t places_of(
+    const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
+    int64_t num_found = 0;
+    if (!drafted) { /* the root alone */
+        nodes[0] = 0;
+        return 1;
+    }
+    count = least(count, pool->width - 1);
+    highest(row->paths + 1, pool->width - 1, count, nodes);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t node = nodes[i] + 1;
+        if (row->paths[node] > 0 && row->fields[DEPTH][node] < max_depth) nodes[num_found++] = node;
+    }
+    return num_found;
+}
+
+/* found: for each row the number of places, and of each its node, its depth and the tokens of its path. It needs room
+   for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, with the lesser of max_depth and the deepest node's depth.
+   */
+int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
+    int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
+    if (nodes == NULL) return NO_MEMORY;
+    int drafted = is_drafted(pool);
+    for (int64_t r = 0; r < pool->num_rows; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_places = places_of(pool, &row, drafted, count, max_depth, nodes);
+        *found++ = num_places;
+        for (int64_t i = 0; i < num_places; i++) {
+            int64_t depth = row.fields[DEPTH][nodes[i]];
+            *found++ = nodes[i];
+            *found++ = depth;
+            for (int64_t d = depth, at = nodes[i]; d > 0; at = row.fields[PARENT][at])
+                found[--d] = row.fields[TOKEN][at];
+            found += depth;
+        }
+    }
+    free(nodes);
+    return OK;
+}
+
+/* Adds to the counts, by agreement, source and score bucket, the nodes whose parent's path was emitted with a token
+   behind it (tried), and those that are this token (fitted). emitted: the rows' new tokens, one row after the other.
+   Counts above `memory` are scaled down to it, so that old ones fade. */
+int graft_count(
+    const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
+    int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
+    enum { FOLLOWED = 1, FITTED = 2 };
+    uint8_t *came = malloc((size_t)pool->width); /* by node: FOLLOWED, FITTED */
+    int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of the emitted path, by depth */
+    int failed = came == NULL || keys == NULL ? NO_MEMORY : OK;
+    for (int64_t r = 0; r < pool->num_rows && !failed; emitted += lengths[r++]) {
+        Row row = row_of(pool, r);
+        if (lengths[r] >= pool->num_factors) failed = OUT_OF_RANGE;
+        keys[0] = 0;
+        for (int64_t d = 1; d <= lengths[r] && !failed; d++)
+            keys[d] = sum_keys(keys[d - 1], step_key(emitted[d - 1], pool->factors[d]));
+        for (int64_t i = 0; i < pool->width && !failed; i++) {
+            int64_t depth = row.fields[DEPTH][i];
+            int is_true = depth <= lengths[r] && row.fields[KEY][i] == keys[depth];
+            came[i] = (uint8_t)(is_true ? (depth < lengths[r] ? FOLLOWED : 0) | (depth > 0 ? FITTED : 0) : 0);
+        }
+        for (int64_t i = 1; i < pool->width && !failed; i++) {
+            int64_t source = row.fields[SOURCE][i], score_bucket = row.fields[SCORE_BUCKET][i];
+            int64_t agreement = row.fields[AGREEMENT][i];
+            if (!(came[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
+            if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 ||
+                score_bucket >= num_buckets) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            int64_t cell = (agreement * num_sources + source) * num_buckets + score_bucket;
+            tried[cell] += 1.0f;
+            if (came[i] & FITTED) fitted[cell] += 1.0f;
+        }
+    }
+    for (int64_t cell = 0; cell < num_agreements * num_sources * num_buckets && !failed; cell++) {
+        float fade = memory / tried[cell];
+        if (!(fade < 1.0f)) continue;
+        tried[cell] *= fade;
+        fitted[cell] *= fade;
+    }
+    free(came);
+    free(keys);
+    return failed;
+}

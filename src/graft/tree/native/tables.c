@@ -1,0 +1,205 @@
+/* Successor tables: what the target held likeliest after an n-gram. */
+
+/* The target's top-k successors by n-gram, a row each: Python's `SuccessorTable`. */
+typedef struct {
+    int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its score bucket, or -1 */
+    int64_t *tags;    /* [num_rows] the whole hash of the row's n-gram; NULL if not hashed: then a row is a token */
+    int64_t num_rows, num_successors, order;
+    int64_t row_bits;       /* high bits of a hash that are the row's number */
+    const int64_t *factors; /* [4] hash factors of the last token, the one before, the one before that and the salt */
+    int64_t isolated;       /* whether entries under a text's own salt are looked up before those of all, under 0 */
+} Table;
+
+static int64_t row_of_key(const Table *table, uint64_t key) {
+    return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
+}
+
+/* The row of an n-gram, or -1 if the token is out of range; tag: its hash, 0 in a table that is not hashed. */
+static int64_t table_row(
+    const Table *table, int64_t token, int64_t before, int64_t earlier, int64_t salt, int64_t *tag) {
+    *tag = 0;
+    if (table->tags == NULL) return token >= 0 && token < table->num_rows ? token : -1;
+    const int64_t *factors = table->factors;
+    uint64_t key = (uint64_t)salt * (uint64_t)factors[3] + (uint64_t)token * (uint64_t)factors[0];
+    if (table->order > 1) key += (uint64_t)before * (uint64_t)factors[1];
+    if (table->order > 2) key += (uint64_t)earlier * (uint64_t)factors[2];
+    *tag = (int64_t)key;
+    return row_of_key(table, key);
+}
+
+/* The node at i of a row's tree, or the root where that is padding, and the two tokens before the node's. */
+static int context_of(
+    int64_t i, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources, int64_t before,
+    int64_t earlier, int64_t *node, int64_t *last, int64_t *second) {
+    *node = sources[i] == PADDING ? 0 : i;
+    int64_t parent = parents[*node];
+    if (parent < 0 || parent >= width || parents[parent] < 0 || parents[parent] >= width) return OUT_OF_RANGE;
+    *last = *node ? tokens[parent] : before;
+    *second = parent ? tokens[parents[parent]] : *node ? before : earlier;
+    return OK;
+}
+
+/* Writes the successors of an n-gram to every table. */
+static int write_entries(
+    const Table *tables, int64_t num_tables, int64_t token, int64_t before, int64_t earlier, int64_t salt,
+    const int32_t *entries, int64_t num_successors) {
+    for (int64_t t = 0; t < num_tables; t++) {
+        int64_t tag, row = table_row(tables + t, token, before, earlier, salt, &tag);
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(tables[t].entries + row * tables[t].num_successors, entries, (size_t)num_successors * sizeof(int32_t));
+        if (tables[t].tags != NULL) tables[t].tags[row] = tag;
+    }
+    return OK;
+}
+
+/* exp(x) for x <= 0 as a whole number, in parts of 2^30. */
+static int64_t exp_of(float x) {
+    /* The Taylor series of 2^-f for f from 0 to 1: the sum of c_i (-f)^i. */
+    static const int64_t COEFFICIENTS[] = {
+        1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8};
+    if (!(x > -20.0f)) return 0;
+    int64_t halvings = x < 0.0f ? (int64_t)((double)x * -1549082004.679870) : 0; /* 2^30 / log(2) */
+    int64_t fraction = halvings & 0x3FFFFFFF, sum = 0;
+    for (int place = 10; place >= 0; place--) sum = COEFFICIENTS[place] - ((sum * fraction) >> 30);
+    return sum >> (halvings >> 30);
+}
+
+enum { MAX_SUCCESSORS = 64 };
+
+/* Entries of the top-k tokens after a node: each with the score bucket of its softmax share among them. */
+static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
+    int64_t weights[MAX_SUCCESSORS], total = 0;
+    for (int64_t s = 0; s < num_successors; s++) total += weights[s] = exp_of(logits[s] - logits[0]);
+    for (int64_t s = 0; s < num_successors; s++)
+        entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of((double)weights[s] / (double)total));
+}
+
+/* Learns the target's top-k successors of every node of verified trees [num_rows][width]: tokens and logits, best
+   first, [num_rows][row_stride] of [width][num_successors] each. before, earlier, salts: [num_rows], of the roots.
+   Where an n-gram occurs several times the last write stays: that of the likeliest node or, in a chunk of text, of the
+   last occurrence. */
+int graft_learn(
+    const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
+    int64_t row_stride, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int32_t *successors, const float *logits, const int64_t *before, const int64_t *earlier,
+    const int64_t *salts, int64_t is_text) {
+    int32_t entries[MAX_SUCCESSORS];
+    if (num_successors > MAX_SUCCESSORS) return OUT_OF_RANGE;
+    for (int64_t t = 0; t < num_tables; t++)
+        if (num_successors > tables[t].num_successors) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t n = 0; n < width; n++) {
+            int64_t i = is_text ? n : width - 1 - n, first = r * width, node, last, second;
+            if (context_of(
+                    i, width, tokens + first, parents + first, sources + first, before[r], earlier[r], &node, &last,
+                    &second))
+                return OUT_OF_RANGE;
+            int64_t at = r * row_stride + i * num_successors;
+            entries_of(num_successors, successors + at, logits + at, entries);
+            if (write_entries(
+                    tables, num_tables, tokens[first + node], last, second, salts[r], entries, num_successors))
+                return OUT_OF_RANGE;
+        }
+    }
+    return OK;
+}
+
+/* Writes saved rows [count][num_successors] to a table, each where its tag belongs; or, if tags is NULL, where its
+   token does: then they are of a table of order 1 that was not hashed. */
+int graft_restore(
+    const Table *table, int64_t count, int64_t num_successors, const int64_t *tokens, const int64_t *tags,
+    const int32_t *entries) {
+    if (num_successors > table->num_successors) return OUT_OF_RANGE;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t tag, row = table_row(table, tokens[i], 0, 0, 0, &tag);
+        if (table->tags != NULL && tags != NULL) row = row_of_key(table, (uint64_t)(tag = tags[i]));
+        if (row < 0) return OUT_OF_RANGE;
+        memcpy(
+            table->entries + row * table->num_successors, entries + i * num_successors,
+            (size_t)num_successors * sizeof(int32_t));
+        if (table->tags != NULL) table->tags[row] = tag;
+    }
+    return OK;
+}
+
+/* A table's successors of a node's n-gram under a salt, or NULL. */
+static const int32_t *known_after(const Table *table, const Row *row, int64_t node, int64_t salt) {
+    int64_t tag, place = table_row(
+        table, row->fields[TOKEN][node], row->fields[BEFORE][node], row->fields[EARLIER][node], salt, &tag);
+    if (place < 0 || (table->tags != NULL && table->tags[place] != tag)) return NULL;
+    const int32_t *entries = table->entries + place * table->num_successors;
+    return entries[0] >= 0 ? entries : NULL;
+}
+
+/* The successors of a node's longest n-gram that a table has, or NULL; number: that table's, or the last one's. */
+static const int32_t *longest_known(
+    const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
+    for (*number = 0; *number < num_tables; ++*number) {
+        const int32_t *entries = known_after(tables + *number, row, node, salt);
+        if (entries == NULL && tables[*number].isolated) entries = known_after(tables + *number, row, node, 0);
+        if (entries != NULL) return entries;
+    }
+    --*number;
+    return NULL;
+}
+
+typedef struct {
+    const Table *tables;
+    int64_t num_tables;
+    const Chances *chances;
+    int64_t first, num_waves, beam, max_depth;
+} Following;
+
+static void follow(Part *part) {
+    const Following *given = part->arguments;
+    Pool *pool = &part->pool;
+    int64_t width, num_successors = given->tables[0].num_successors;
+    int64_t *best = malloc((size_t)(given->beam + 1) * sizeof(int64_t));
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of nodes that may be looked up */
+    if (best == NULL || open == NULL) part->failed = NO_MEMORY;
+    for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
+        Row row = row_of(pool, r);
+        int64_t num_open = 0;
+        width = pool->width;
+        for (int64_t wave = 0; wave < given->num_waves && !part->failed; wave++) {
+            for (; num_open < width; num_open++)
+                open[num_open] = row.fields[DEPTH][num_open] < given->max_depth ? row.paths[num_open] : 0.0f;
+            int64_t count = least(given->beam, width);
+            highest(open, width, count, best);
+            for (int64_t b = 0; b < count && !part->failed; b++) {
+                int64_t number;
+                const int32_t *entries =
+                    longest_known(given->tables, given->num_tables, &row, best[b], pool->salts[r], &number);
+                if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
+                for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
+                    int32_t entry = entries != NULL ? entries[s] : -1;
+                    int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
+                    float chance = 0.0f;
+                    if (entry >= 0) {
+                        token = entry / NUM_BUCKETS;
+                        score_bucket = entry % NUM_BUCKETS;
+                        part->failed = chance_of(given->chances, ALONE, source, score_bucket, &chance);
+                    }
+                    if (!part->failed)
+                        part->failed =
+                            add_node(pool, &row, width, token, best[b], chance, source, score_bucket, INHERITED);
+                }
+                open[best[b]] = 0.0f;
+            }
+        }
+        part->most = width - pool->width; /* the same in all rows */
+    }
+    free(best);
+    free(open);
+}
+
+/* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
+int graft_follow(
+    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    int64_t beam, int64_t max_depth) {
+    Following given = {tables, num_tables, chances, first, num_waves, beam, max_depth};
+    int64_t num_added = 0;
+    int failed = share_work(pool, follow, &given, &num_added);
+    if (!failed) pool->width += num_added;
+    return failed;
+}

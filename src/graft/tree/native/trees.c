@@ -1,0 +1,266 @@
+/* Verified trees: the walk down to what was accepted, flat steps, best-first trees, and what other engines want. */
+
+/* The walk down trees [num_rows][width] by the token chosen after each node, to the first token that is no child.
+   nodes, came: [num_rows][width], the accepted nodes and the new tokens; counts[row] tokens, and one node less. Of
+   equal children the first is taken. */
+int graft_walk(
+    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t first = r * width, count = 0, node = 0;
+        came[first] = chosen[first];
+        for (int64_t i = 1; i < width; i++) { /* a child comes after its parent */
+            int64_t at = first + i;
+            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            node = i;
+            nodes[first + count++] = node;
+            came[first + count] = chosen[at];
+        }
+        counts[r] = count + 1;
+    }
+    return OK;
+}
+
+/* Trees [num_rows][width] one behind the other, as a flat step has them: a row's padding comes last and is left out.
+   columns: [6][room] of tokens, parents (places in the row's own tree), places, depths, rows and numbers in strips;
+   starts, counts: [num_rows] each row's first token in the step and its number of tokens; index: [num_rows][width] the
+   token of each node, the root's for padding. total: tokens of the step.
+   A strip is a run of nodes down one path: a node's first child goes on with the node's own, any other begins one. A
+   node's number in its strip counts from 1, and is negative for the last, which has no child. */
+int graft_flatten_trees(
+    int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
+    int64_t room, int32_t *columns, int32_t *starts, int32_t *counts, int64_t *index, int64_t *total) {
+    int32_t *flat_tokens = columns, *flat_parents = columns + room, *places = columns + 2 * room;
+    int32_t *depths = columns + 3 * room, *rows = columns + 4 * room, *strips = columns + 5 * room;
+    int64_t at = 0;
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t first = r * width, start = at;
+        for (int64_t i = 0; i < width; i++) {
+            int64_t parent = parents[first + i];
+            index[first + i] = start;
+            if (i > 0 && sources[first + i] == PADDING) continue;
+            if (at >= room || at - start != i || parent < 0 || (i > 0 && parent >= i)) return OUT_OF_RANGE;
+            index[first + i] = at;
+            flat_tokens[at] = (int32_t)tokens[first + i];
+            flat_parents[at] = (int32_t)(i > 0 ? parent : 0);
+            places[at] = (int32_t)i;
+            depths[at] = i > 0 ? depths[start + parent] + 1 : 0;
+            rows[at] = (int32_t)r;
+            strips[at] = -1;
+            if (i > 0 && strips[start + parent] < 0) {
+                strips[at] = strips[start + parent] - 1;
+                strips[start + parent] *= -1;
+            }
+            at++;
+        }
+        starts[r] = (int32_t)start;
+        counts[r] = (int32_t)(at - start);
+    }
+    *total = at;
+    return OK;
+}
+
+/* A node that has not been taken yet: the child at `at` in a row's table, of the node `parent`. */
+typedef struct {
+    float path;          /* probability of the path down to it */
+    int64_t order;       /* of equals the one that was found first goes first */
+    int64_t at, parent;
+} Open;
+
+static int goes_before(const Open *a, const Open *b) {
+    return a->path > b->path || (a->path == b->path && a->order < b->order);
+}
+
+static void push_open(Open *heap, int64_t *count, Open node) {
+    int64_t i = (*count)++;
+    for (; i > 0 && goes_before(&node, heap + (i - 1) / 2); i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = node;
+}
+
+static Open pop_open(Open *heap, int64_t *count) {
+    Open first = heap[0], last = heap[--*count];
+    int64_t i = 0, end = *count;
+    for (int64_t child; (child = 2 * i + 1) < end; i = child) {
+        if (child + 1 < end && goes_before(heap + child + 1, heap + child)) child++;
+        if (!goes_before(heap + child, &last)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = last;
+    return first;
+}
+
+/* The trees of the likeliest paths, at most num_nodes nodes each, by tables [num_rows][num_entries][num_children] of
+   tokens, of their probabilities after the node before, in falling order, and of the entry that has a token's own
+   children, -1 for none. The root's children are in entry 0. Nodes come out level by level, a level [num_rows][width]
+   behind the one before, likeliest first and then padding, whose probability is 0; parents are numbered so, from 1 on,
+   and the root is 0. widths: [num_levels] the most nodes that a row has at each depth; room: of the other outputs. */
+int graft_best_first(
+    int64_t num_rows, int64_t num_entries, int64_t num_children, const int32_t *tokens, const float *probabilities,
+    const int32_t *entries, int64_t num_levels, int64_t num_nodes, int64_t room, int64_t *widths, int64_t *out_tokens,
+    int64_t *out_parents, float *out_probabilities, float *out_paths) {
+    size_t total = (size_t)(num_rows * num_nodes);
+    Open *heap = malloc((size_t)(2 * num_nodes + 2) * sizeof(Open));
+    Open *nodes = malloc(total * sizeof(Open)); /* those taken; `order` is then the place in the level */
+    int64_t *depths = malloc((total + (size_t)(num_rows * (num_levels + 1))) * sizeof(int64_t));
+    int failed = heap != NULL && nodes != NULL && depths != NULL ? OK : NO_MEMORY;
+    int64_t *counts = NULL, *taken = NULL, size = num_entries * num_children;
+    if (!failed) {
+        counts = depths + total; /* [num_rows][num_levels] */
+        taken = counts + num_rows * num_levels; /* [num_rows] of all levels */
+        memset(counts, 0, (size_t)(num_rows * (num_levels + 1)) * sizeof(int64_t));
+        for (int64_t k = 0; k < num_levels; k++) widths[k] = 0;
+    }
+    for (int64_t r = 0; r < num_rows && !failed; r++) {
+        const float *own = probabilities + r * size;
+        const int32_t *following = entries + r * size;
+        Open *row = nodes + r * num_nodes;
+        int64_t *deep = depths + r * num_nodes, *by_level = counts + r * num_levels, open = 0, found = 0, count = 0;
+        if (num_levels > 0 && size > 0 && own[0] > 0) push_open(heap, &open, (Open){own[0], found++, 0, -1});
+        while (open > 0 && count < num_nodes) {
+            Open node = pop_open(heap, &open);
+            int64_t depth = node.parent < 0 ? 0 : deep[node.parent] + 1, next = node.at + 1;
+            float before = node.parent < 0 ? 1.0f : row[node.parent].path;
+            if (next % num_children != 0) {
+                float path = before * own[next];
+                if (path > 0) push_open(heap, &open, (Open){path, found++, next, node.parent});
+            }
+            int64_t entry = following[node.at];
+            if (entry >= num_entries) {
+                failed = OUT_OF_RANGE;
+                break;
+            }
+            if (entry >= 0 && depth + 1 < num_levels) {
+                float path = node.path * own[entry * num_children];
+                if (path > 0) push_open(heap, &open, (Open){path, found++, entry * num_children, count});
+            }
+            node.order = by_level[depth]++;
+            if (by_level[depth] > widths[depth]) widths[depth] = by_level[depth];
+            deep[count] = depth;
+            row[count++] = node;
+        }
+        taken[r] = count;
+    }
+    int64_t needed = 0;
+    for (int64_t k = 0; k < num_levels && !failed; k++) needed += num_rows * widths[k];
+    if (!failed && needed > room) failed = OUT_OF_RANGE;
+    if (!failed && needed > 0) { /* outputs without room may be NULL, which memset must not be given */
+        memset(out_tokens, 0, (size_t)needed * sizeof(int64_t));
+        memset(out_parents, 0, (size_t)needed * sizeof(int64_t));
+        memset(out_probabilities, 0, (size_t)needed * sizeof(float));
+        memset(out_paths, 0, (size_t)needed * sizeof(float));
+    }
+    for (int64_t r = 0; r < num_rows && !failed; r++)
+        for (int64_t i = 0; i < taken[r]; i++) {
+            const Open *node = nodes + r * num_nodes + i;
+            int64_t depth = depths[r * num_nodes + i], before = 0, number = 1;
+            for (int64_t k = 0; k < depth; k++) before += widths[k];
+            for (int64_t k = 0; k + 1 < depth; k++) number += widths[k];
+            int64_t at = num_rows * before + r * widths[depth] + node->order;
+            out_tokens[at] = tokens[r * size + node->at];
+            out_parents[at] = node->parent < 0 ? 0 : number + nodes[r * num_nodes + node->parent].order;
+            out_probabilities[at] = probabilities[r * size + node->at];
+            out_paths[at] = node->path;
+        }
+    free(heap);
+    free(nodes);
+    free(depths);
+    return failed;
+}
+
+/* Numbers of nodes by source in trees [num_rows][width]. counts: [num_rows][num_sources] */
+int graft_count_sources(
+    int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
+    for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources) {
+        for (int64_t s = 0; s < num_sources; s++) counts[s] = 0;
+        for (int64_t i = 0; i < width; i++) {
+            if (sources[i] == PADDING) continue;
+            if (sources[i] < 0 || sources[i] >= num_sources) return OUT_OF_RANGE;
+            counts[sources[i]]++;
+        }
+    }
+    return OK;
+}
+
+/* Drafted nodes of engines that number them flat, as levels: the first has `topk` nodes, every further one topk * topk,
+   of which its best `width` are kept, the likeliest first, of equals the first.
+
+   tokens, scores: [num_rows][total], scores being q multiplied along the path. beams: [num_rows][num_beams], whose
+   entry f / topk is the parent of a node f beyond the first level. Results: level after level, each [num_rows][kept];
+   parents are numbers among the kept nodes of a row from 1, 0 is the root; a node whose parent was left out has
+   probability 0. */
+int graft_flat_levels(
+    int64_t num_rows, int64_t total, int64_t topk, int64_t width, const int64_t *tokens, const float *scores,
+    const int64_t *beams, int64_t num_beams, int64_t *out_tokens, int64_t *out_parents, float *out_probabilities,
+    float *out_paths) {
+    if (topk < 1) return OUT_OF_RANGE; /* levels without nodes would never end */
+    int64_t *numbers = malloc((size_t)total * sizeof(int64_t));
+    if (numbers == NULL) return NO_MEMORY;
+    int failed = OK;
+    for (int64_t r = 0; r < num_rows && !failed; r++, tokens += total, scores += total, beams += num_beams) {
+        memset(numbers, 0, (size_t)total * sizeof(int64_t)); /* 0: left out */
+        int64_t start = 0, count = topk, next = 1, before = 0;
+        while (start < total && !failed) {
+            if (start + count > total) { failed = OUT_OF_RANGE; break; }
+            int64_t kept = count < width ? count : width, at = num_rows * before + r * kept;
+            for (int64_t k = 0; k < kept && !failed; k++, at++) {
+                int64_t best = -1;
+                for (int64_t f = start; f < start + count; f++)
+                    if (!numbers[f] && (best < 0 || scores[f] > scores[best])) best = f;
+                int64_t parent = 0;
+                float above = 1.0f;
+                int has_parent = scores[best] > 0;
+                if (start) {
+                    int64_t beam = best / topk, upper = beam < num_beams ? beams[beam] : -1;
+                    if (upper < 0 || upper >= start) { failed = OUT_OF_RANGE; break; }
+                    parent = numbers[upper];
+                    above = scores[upper];
+                    has_parent = parent > 0 && above > 0;
+                }
+                float probability = has_parent ? scores[best] / above : 0.0f;
+                out_tokens[at] = tokens[best];
+                out_parents[at] = parent;
+                out_probabilities[at] = probability > 1.0f ? 1.0f : probability;
+                out_paths[at] = scores[best];
+                numbers[best] = next + k;
+            }
+            next += kept, before += kept, start += count;
+            count = topk * topk;
+        }
+    }
+    free(numbers);
+    return failed;
+}
+
+/* What the kernels of other engines want of trees [num_rows][width], a root being its own parent and padding's source
+   being -1, in num_places >= width places of each row, padding last. numbers: [4][num_rows][num_places] tokens (padding:
+   0); depths; first children and next siblings, -1 where there is none. mask: [num_rows][num_places][num_places] which
+   places a place sees, itself and its ancestors (padding: itself alone). */
+int graft_tree_links(
+    int64_t num_rows, int64_t width, int64_t num_places, const int64_t *tokens, const int64_t *parents,
+    const int64_t *sources, int64_t *numbers, uint8_t *mask) {
+    int64_t size = num_rows * num_places;
+    if (num_places < width) return OUT_OF_RANGE;
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t *depths = numbers + size, *children = depths + size, *siblings = children + size;
+        for (int64_t i = 0; i < num_places; i++) {
+            uint8_t *seen = mask + i * num_places;
+            int is_node = i < width && sources[i] >= 0;
+            int64_t parent = is_node && i ? parents[i] : -1;
+            if (parent >= i || (is_node && i && parent < 0)) return OUT_OF_RANGE;
+            numbers[i] = is_node ? tokens[i] : 0;
+            children[i] = siblings[i] = -1;
+            depths[i] = parent < 0 ? 0 : depths[parent] + 1;
+            if (parent < 0) memset(seen, 0, (size_t)num_places);
+            else memcpy(seen, mask + parent * num_places, (size_t)num_places);
+            seen[i] = 1;
+        }
+        for (int64_t i = width - 1; i > 0; i--)
+            if (sources[i] >= 0) {
+                siblings[i] = children[parents[i]];
+                children[parents[i]] = i;
+            }
+        tokens += width, parents += width, sources += width;
+        numbers += num_places, mask += num_places * num_places;
+    }
+    return OK;
+}

@@ -1,0 +1,139 @@
+"""DraftTree: a batch of token trees, ready to be verified, as plain tensors.
+
+Trees are made from `candidates` by the `policies`, and verified by `model.runner`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graft.tree.native import native, plain
+
+PADDING = -1  # source of a place that holds no node
+ROOT = 0  # source of the root; proposers are numbered from 1
+DRAFTED = ROOT + 1  # of the drafter, where there is one
+
+
+def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Parents, probabilities, sources and score buckets of trees with one path each; not to be written to."""
+    parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape).contiguous()
+    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
+    return parents, torch.ones(shape, device=device), zeros, zeros
+
+
+_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # the host's only: a CUDA graph must not read an evicted entry
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """B trees of N nodes. Node 0 is the root: the last known token, whose keys and values are not cached yet.
+
+    Invariant: a node stands after its parent, the root is its own parent, and a row's padding comes last.
+    """
+
+    max_depth: int  # no node is deeper
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64
+    probabilities: Tensor  # [B, N] float, P(the target accepts the node | it accepted the parent)
+    sources: Tensor  # [B, N] int64, who proposed the node
+    score_bucket: Tensor  # [B, N] int64, the proposer's score bucket, from which the probability was calibrated
+
+    @classmethod
+    def roots(cls, tokens: Tensor) -> DraftTree:
+        """Trees [B, 1] of a root each: what plain decoding verifies."""
+        return cls.chain(tokens.unsqueeze(1))
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> DraftTree:
+        """Trees with one path each: tokens [B, N], the first being the root."""
+        rest = _of_host_chains if tokens.device.type == "cpu" else _of_chains
+        return cls(tokens.shape[1] - 1, tokens, *rest(tokens.shape, tokens.device))
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, N] bool, False where a place is padding."""
+        return self.sources != PADDING
+
+    @cached_property
+    def source_lists(self) -> list[list[int]]:
+        """`sources` by row."""
+        return self.sources.tolist()
+
+    @cached_property
+    def counts_by_source(self) -> list[list[int]]:
+        """By row: how many nodes each source has, the root's first."""
+        sources, library = plain(self.sources), native()
+        num_sources = int(sources.max()) + 1
+        counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
+        library.graft_count_sources(*sources.shape, sources.data_ptr(), num_sources, counts.data_ptr())
+        return counts.tolist()
+
+    @cached_property
+    def num_nodes(self) -> list[int]:
+        """By row: how many nodes it has beside the root."""
+        if self.width == 1:
+            return [0] * len(self.tokens)
+        return [sum(counts[ROOT + 1 :]) for counts in self.counts_by_source]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """All nodes of all rows, the roots among them."""
+        return len(self.tokens) if self.width == 1 else int(self.valid.sum())
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    # What other engines' kernels want
+
+    def links(self, into: TreeLinks | None = None) -> TreeLinks:
+        """What verify kernels want to know of the trees. into: memory for it, in which a row may have more places: they
+        become padding."""
+        links = into or TreeLinks.empty(*self.tokens.shape)
+        columns = [plain(column) for column in (self.tokens, self.parents, self.sources)]
+        addresses = (column.data_ptr() for column in (*columns, *links))
+        native().graft_tree_links(*columns[0].shape, links.mask.shape[1], *addresses)
+        return links
+
+    def trimmed(self) -> DraftTree:
+        """Without the places at the end that hold no node in any row."""
+        return self.first(int(self.valid.sum(dim=1).max()))
+
+    def first(self, width: int) -> DraftTree:
+        """The trees of the first `width` nodes."""
+        if width >= self.width:
+            return self
+        columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
+        return DraftTree(self.max_depth, *(column.narrow(1, 0, width) for column in columns))
+
+
+class TreeLinks(NamedTuple):
+    """What verify kernels want to know of B trees of N places, on the host."""
+
+    numbers: Tensor  # [4, B, N] int64: tokens, of padding 0; depths, of the root and of padding 0; each node's first
+    # child, and its next sibling, -1 where there is none. No link leads to padding.
+    mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees itself alone
+
+    @classmethod
+    def empty(cls, num_rows: int, num_places: int, is_pinned: bool = False) -> TreeLinks:
+        return cls(
+            torch.empty(4, num_rows, num_places, dtype=torch.int64, pin_memory=is_pinned),
+            torch.empty(num_rows, num_places, num_places, dtype=torch.bool, pin_memory=is_pinned),
+        )
+
+
+def ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    """[..., n, n] bool, [i, j] when j is i or an ancestor of i, of trees with these parents [..., n]. A root is its own
+    parent, and no node is deeper than `max_depth`."""
+    node = torch.arange(parents.shape[-1], device=parents.device).expand_as(parents)
+    seen = torch.eye(parents.shape[-1], dtype=torch.bool, device=parents.device).repeat(*parents.shape[:-1], 1, 1)
+    for _ in range(max_depth):
+        node = parents.gather(-1, node)
+        seen.scatter_(-1, node[..., None], True)
+    return seen

@@ -1,0 +1,154 @@
+"""The drafters of a model: what each brought when `graft tune` measured it on this machine, and which is the best.
+
+Results are kept in one small file for each model and machine, under GRAFT_HOME.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from graft.engine import Engine
+from graft.home import graft_home, is_gguf, model_folder
+from graft.hub.drafters import NAMED, name_of, packaged_head
+from graft.hub.registry import PACKAGED_MODELS
+from graft.progress import Report
+from graft.request.stats import Stats
+from graft.tuning.profile import About, machine_digest
+
+NONE = "none"  # retrieval alone
+_MEASURED = 5  # of so many prompts one is measured, and the others are learned from
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a drafter brought, with grafts, on prompts that it had not seen."""
+
+    draft: str  # as `--draft` takes it; an absolute path for a folder
+    speed: float  # tokens per second over those of plain decoding
+    tokens_per_second: float
+    mean_accepted: float
+    passes: float  # a round
+    prompts: int
+    date: str
+
+
+def measure(
+    engine: Engine,
+    draft: str,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    progress: Callable[[Report], None] = lambda report: None,
+) -> Measured:
+    """Answers the prompts plainly and with the engine in turns, and compares. draft: what its drafter is called."""
+    plain = Engine(engine.target.model, engine.tokenizer, policy="off")
+    seconds, num_tokens, drafted = {plain: 0.0, engine: 0.0}, {plain: 0, engine: 0}, list[Stats]()
+    for each in (plain, engine):  # what is made once is made here
+        each.generate(prompts[0], max_new_tokens=min(max_new_tokens, 8))
+    for number, prompt in enumerate(prompts, start=1):
+        for each in (plain, engine):
+            stats = each.generate(prompt, max_new_tokens=max_new_tokens).stats
+            seconds[each] += stats.decode_seconds
+            num_tokens[each] += stats.tokens
+        drafted.append(stats)
+        progress(Report("measuring", number, len(prompts), f"accepted {stats.mean_accepted:.2f}"))
+    rates = {each: num_tokens[each] / max(seconds[each], 1e-9) for each in seconds}
+    rounds = max(sum(stats.rounds for stats in drafted), 1)
+    return Measured(
+        draft=draft,
+        speed=rates[engine] / rates[plain],
+        tokens_per_second=rates[engine],
+        mean_accepted=1 + sum(stats.accepted for stats in drafted) / rounds,
+        passes=sum(stats.draft_passes for stats in drafted) / rounds,
+        prompts=len(prompts),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to learn from, and those to measure with; none of the latter where there are few."""
+    if len(prompts) < _MEASURED:
+        return list(prompts), []
+    parts: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for number, prompt in enumerate(prompts, start=1):
+        parts[number % _MEASURED == 0].append(prompt)
+    return parts
+
+
+def remember(about: About, result: Measured) -> None:
+    """Keeps a result, in place of an earlier one of the same drafter."""
+    known = {each.draft: each for each in known_results(about)} | {result.draft: result}
+    path = _path(about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(each) for each in known.values()], indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def known_results(about: About) -> list[Measured]:
+    """What was measured for this model on this machine, the fastest first."""
+    path = _path(about)
+    if not path.exists():
+        return []
+    try:
+        results = [_read(each) for each in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"{path} is damaged ({error}) and passed over: graft tune makes it anew", stacklevel=2)
+        return []
+    return sorted(results, key=lambda each: -each.speed)
+
+
+def best_draft(about: About) -> str | None:
+    """The drafter that was measured as the fastest, of those that are still there; None if nothing was measured."""
+    return next((each.draft for each in known_results(about) if is_here(each.draft)), None)
+
+
+def best_variant(about: About, name: str) -> str | None:
+    """The drafter NAME:VARIANT that was measured as the fastest; None if none was."""
+    return next((each.draft for each in known_results(about) if each.draft.startswith(f"{name}:")), None)
+
+
+def is_here(draft: str) -> bool:
+    """Whether a drafter can be used without fetching it. A hub id is believed to be in the cache."""
+    if draft in PACKAGED_MODELS:
+        return packaged_head(draft) is not None or model_folder(draft).is_dir()
+    return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
+
+
+def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
+    """Names of drafters that the model of that name may have: none, its packaged head, those that come from the model
+    itself, packaged models smaller than it, and those measured before."""
+    heads = [name] if packaged_head(name) is not None else []
+    most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
+    smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
+    measured = [each.draft for each in known_results(About.of_model(model))]
+    own = [name for name in NAMED if NAMED[name].is_for(model) and name not in map(name_of, measured)]
+    return list(dict.fromkeys([NONE, *heads, *own, *smaller, *measured]))
+
+
+def full_name(draft: str | None) -> str:
+    """A drafter's name that holds in any folder."""
+    if draft is None:
+        return NONE
+    path = Path(draft).expanduser()
+    is_path = draft not in (*PACKAGED_MODELS, *NAMED) and (path.is_dir() or is_gguf(path))
+    return str(path.resolve()) if is_path else draft
+
+
+def _read(facts: dict[str, Any]) -> Measured:
+    result = Measured(**{field.name: facts[field.name] for field in fields(Measured)})
+    if not isinstance(result.draft, str) or not math.isfinite(float(result.speed)):
+        raise ValueError("a drafter needs a name and a speed")
+    return result
+
+
+def _path(about: About) -> Path:
+    return graft_home() / "drafters" / f"{about.model}-{machine_digest(about)}.json"

@@ -1,0 +1,171 @@
+"""What a process has learned, kept for the next: n-gram tables, finished texts and acceptance, a file for each model.
+
+The file holds pieces of the user's texts: only the user can read it, and it is never read where texts are isolated. It
+is bounded, as the tables and the finished texts are. Several processes may write it, one after the other: each adds
+what it has learned to what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save
+from torch import Tensor
+
+from graft.errors import GraftError
+from graft.home import graft_home
+from graft.settings import require
+from graft.spec_decode.proposers.suffix import MAX_PAST_TOKENS
+from graft.tuning.profile import FORMAT, About, Profile, profile_path
+
+if TYPE_CHECKING:
+    from graft.engine import Engine
+    from graft.spec_decode.policies import Policy
+
+VARIABLE = "GRAFT_KEEP_LEARNED"
+_PATIENCE = 5  # seconds that a process waits at its end for another that writes
+_TABLES = ("adjacency", "bigram", "trigram")
+
+log = logging.getLogger("graft.learned")
+
+
+def is_wanted(keep: bool | None) -> bool:
+    """Whether what is learned is kept: as the caller says, else as the environment does, else it is."""
+    if keep is not None:
+        return keep
+    word = os.environ.get(VARIABLE, "1")
+    require(word in ("0", "1"), f"{VARIABLE} must be 0 or 1, not {word!r}")
+    return word == "1"
+
+
+def keep_learned(engine: Engine) -> None:
+    """Gives an engine what earlier processes have learned of its model, and keeps what it learns when it goes."""
+    about = About.of(engine)
+    path = learned_path(about)
+    state = _read(path, about)
+    # A profile that the user has made since is what the user wants.
+    tuned = profile_path(about)
+    if state is not None and not _is_newer(tuned, path):
+        before = engine.policy.state()
+        try:
+            engine.policy.restore(state)
+        except (KeyError, IndexError, RuntimeError, ValueError) as error:
+            engine.policy.restore(before)
+            _pass_over(path, f"{type(error).__name__}: {error}")
+    weakref.finalize(engine, _add, engine.policy, about, path)
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    """Whether a file is there and newer than another, which may have gone."""
+    try:
+        return one.stat().st_mtime > other.stat().st_mtime
+    except OSError:
+        return False
+
+
+def learned_path(about: About) -> Path:
+    # A folder for each user: a GRAFT_HOME may be shared, and what was learned may not.
+    return graft_home() / f"learned-{os.geteuid()}" / f"{about.model}-{about.head or 'no-head'}.safetensors"
+
+
+def _add(policy: Policy, about: About, path: Path) -> None:
+    """Adds what a policy knows to the file, if it has learned from any text."""
+    if not policy.num_texts:
+        return
+    try:
+        write(policy.state(), about, path)
+    except Exception as error:  # at the end of a process nobody can do anything about it
+        log.warning("what was learned is not kept: %s", str(error).partition("\n")[0] or type(error).__name__)
+
+
+def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
+    """Adds a state to what is in the file."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(path.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
+        try:
+            both = merged(_read(path, about) or {}, state)
+        except (KeyError, IndexError, RuntimeError, ValueError):  # what is there does not fit together
+            both = dict(state)
+        tensors = {name: value.cpu().contiguous() for name, value in both.items()}
+        facts = {"format": FORMAT, **asdict(About(about.model, about.head, None, None))}
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")  # which the user alone can read
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(save(tensors, metadata={"about": json.dumps(facts)}))
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+
+
+def merged(known: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both states: of a table's row the new one, of texts the latest; acceptance is the new one's."""
+    both = {**known, **new}
+    for table in _TABLES:
+        if f"{table}/rows" not in known or f"{table}/rows" not in new:
+            continue
+        rows = torch.cat([known[f"{table}/rows"].cpu(), new[f"{table}/rows"].cpu()])
+        last = {row: place for place, row in enumerate(rows.tolist())}
+        kept = torch.tensor(list(last.values()), dtype=torch.int64)
+        for name in (f"{table}/rows", f"{table}/entries", f"{table}/tags"):
+            if name in known and name in new:
+                both[name] = torch.cat([known[name].cpu(), new[name].cpu()])[kept]
+    if "past/tokens" in known and "past/tokens" in new:
+        both |= _texts(dict.fromkeys((*_split(known), *_split(new))))
+    return both
+
+
+def _split(state: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
+    parts = state["past/tokens"].split(state["past/lengths"].tolist())
+    return [tuple(part.tolist()) for part in parts]
+
+
+def _texts(texts: dict[tuple[int, ...], None]) -> dict[str, Tensor]:
+    """The latest of the texts, as many as an index takes."""
+    kept: list[tuple[int, ...]] = []
+    room = MAX_PAST_TOKENS
+    for text in reversed(texts):
+        room -= len(text)
+        if room < 0:
+            break
+        kept.append(text)
+    kept.reverse()
+    return {
+        "past/tokens": torch.tensor([token for text in kept for token in text], dtype=torch.int32),
+        "past/lengths": torch.tensor([len(text) for text in kept], dtype=torch.int64),
+    }
+
+
+def _read(path: Path, about: About) -> dict[str, Tensor] | None:
+    """What is in the file; None if there is none, it is damaged, or it is another user's."""
+    try:
+        if path.stat().st_uid != os.geteuid():
+            _pass_over(path, "it belongs to another user")
+            return None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _pass_over(path, str(error))
+        return None
+    try:
+        profile = Profile.read(path)
+        require((profile.about.model, profile.about.head) == (about.model, about.head), "it is another model's")
+    except GraftError as error:
+        _pass_over(path, str(error))
+        return None
+    return profile.state
+
+
+def _pass_over(path: Path, why: str) -> None:
+    warnings.warn(f"what was learned before is passed over, {path.name}: {why.splitlines()[0]}", stacklevel=4)

@@ -1,0 +1,74 @@
+"""Tuning: a profile from warm-up prompts, with the state that `graft` learns and measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from graft.engine import Engine
+from graft.model import target_for
+from graft.progress import Report
+from graft.spec_decode.policies import DEFAULT_POLICY, PolicySettings, make_policy, policy_with
+from graft.spec_decode.policy_settings import USUAL_BUDGET
+from graft.spec_decode.proposers.drafter import TreeSettings
+from graft.spec_decode.proposers.factory import with_tree
+from graft.tuning.profile import About, Profile
+
+_PORTABLE = ("calibration/", "prospect/", "adjacency/")
+_MAX_ROWS = 8192  # of the adjacency matrix in a portable profile
+
+Progress = Callable[[Report], None]
+
+
+def tune(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int = 64,
+    portable: bool = False,
+    progress: Progress = lambda report: None,
+) -> Profile:
+    """The profile of an engine whose policy is `graft`, learned from the prompts while it answers them.
+
+    portable: small and for any machine: learned at the usual budget with all draft passes, whatever pays here; without
+    costs, n-gram tables and past texts.
+    """
+    about = About.of(engine)
+    if portable:
+        engine = _engine_with_whole_trees(engine)
+    counts = torch.zeros(engine.target.vocab_size, dtype=torch.int64)
+    for number, prompt in enumerate(prompts, start=1):
+        answer = engine.generate(prompt, max_new_tokens=max_new_tokens)
+        counts += torch.bincount(torch.tensor(prompt + answer.ids), minlength=len(counts))
+        progress(Report("learning", number, len(prompts), f"accepted {answer.stats.mean_accepted:.2f}"))
+    state = engine.policy.state()
+    if portable:
+        state = {key: value for key, value in state.items() if key.startswith(_PORTABLE)}
+        return Profile(About(about.model, about.head, None, None), _most_seen(state, counts), {})
+    return Profile(about, state, _measured(engine))
+
+
+def _measured(engine: Engine) -> dict[str, Tensor]:
+    """Costs as a new policy measures them in this warm process; what only rounds can tell, from the rounds so far."""
+    policy = make_policy("graft", engine.target, engine.drafter)
+    policy.measure()
+    return engine.policy.costs() | policy.costs()
+
+
+def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
+    """The state with only those adjacency rows whose tokens were the most frequent; `counts` by token."""
+    rows = state["adjacency/rows"].cpu()
+    kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
+    fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
+    return state | fields
+
+
+def _engine_with_whole_trees(engine: Engine) -> Engine:
+    """The same model and drafter with trees of the default size and every draft pass, as on no particular machine."""
+    drafter = engine.drafter
+    if drafter is not None:  # on a CPU the engine drafts narrower trees
+        drafter = with_tree(drafter, TreeSettings())
+    target = target_for(engine.target.model, drafter.hidden_layers if drafter is not None else ())
+    policy = policy_with(PolicySettings(USUAL_BUDGET, pass_cost=0.0), DEFAULT_POLICY, target, drafter)
+    return Engine(engine.target.model, engine.tokenizer, policy=policy, drafter=drafter)

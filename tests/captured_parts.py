@@ -1,0 +1,154 @@
+"""Captured targets and drafters of small sizes, whose graphs are called instead of replayed where there is no GPU."""
+
+import random
+from itertools import islice
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
+
+from graft.model import TargetRunner
+from graft.model.captures import Event
+from graft.model.cuda_graphs import CapturedTarget
+from graft.model.runner import outputs_of
+from graft.model.step import Chunk
+from graft.model.verified import Step
+from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
+from heads import SMALL_TREE, make_head
+from proposers import random_tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+PROMPT = [3, 17, 42, 9, 9, 30, 5, 21, 17, 42, 9, 11]
+
+
+class StaticTarget(TargetRunner):
+    """Eager steps that leave their output where captured ones do, at the same place each time."""
+
+    def __init__(self, model, hidden_layers=(), chunk_size=256, exact=False):
+        super().__init__(model, hidden_layers, chunk_size)
+        self._hidden = torch.full((512, len(hidden_layers) * model.config.hidden_size), torch.nan, device=model.device)
+
+    def _run(self, step, num_run=0):
+        tree, chunks = super()._run(step, num_run)
+        logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
+        self._hidden[: len(hidden)] = hidden
+        columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))
+        captured = Step(
+            tokens=columns[0],
+            parents=columns[1],
+            rows=columns[4],
+            depths=columns[3],
+            starts=by_row[0],
+            counts=by_row[1],
+            best=logits.argmax(dim=1).int(),
+            chosen=torch.zeros(len(logits), dtype=torch.int64),
+            judged=Event(self.device),
+        )
+        return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
+
+
+class SmallTarget(CapturedTarget):
+    """Contexts whose borders short texts cross."""
+
+    contexts = (16, 32)
+
+
+class SmallDrafter(CapturedEagle3Drafter):
+    contexts = (16, 32)
+
+
+def drafter_of(kind, model, settings=SMALL_TREE):
+    return kind(make_head(model).to(DEVICE), settings)
+
+
+class Text:
+    """Rows of a target and of a drafter, without an engine."""
+
+    def __init__(self, model, kind, settings=SMALL_TREE, target=StaticTarget):
+        self.drafter = drafter_of(kind, model, settings)
+        self.target = target(model, self.drafter.hidden_layers)
+        self.rng = random.Random(0)
+
+    def go_on_from(self, row):
+        """Another row with the same text."""
+        other = self.target.pool.open_row(200)
+        self.target.pool.copy(row, other)
+        return other
+
+    def open(self, *prompts, shuffled=False):
+        """A cache and a state whose rows have read all but the last token of their prompts."""
+        pool = self.target.pool
+        caches = [self.target.open(1, 0 if shuffled else 300) for _ in prompts]
+        if shuffled:  # pages of the rows lie between each other's
+            for slots in range(64, 300, 64):
+                for cache in reversed(caches):
+                    pool.ensure(cache.rows[0], slots)
+        cache = self.target.cache_of([cache.rows[0] for cache in caches])
+        state = self.drafter.open(cache)
+        for row, prompt in enumerate(prompts):
+            self.read(cache, state, row, prompt)
+        return cache, state
+
+    def read(self, cache, state, row, prompt, chunk=100):
+        for start in range(0, len(prompt) - 1, chunk):
+            tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
+            _, (verified,) = self.target.step(None, None, [Chunk(cache.rows[row], tokens)])
+            self.drafter.read(state, row, verified, prompt[start + 1 : start + 1 + len(tokens)])
+
+    def round(self, cache, state, roots, width=6, ahead=False, reading=None):
+        """Verifies random trees, and takes some path of each. Returns the new roots.
+
+        reading: a cache and a state of one row, whose prompt is read in the same step.
+        """
+        tree = random_tree(self.rng, roots, width, 61)
+        chunks = [Chunk(reading[0].rows[0], PROMPT[:-1])] if reading else []
+        verified, read = self.target.step(cache, tree, chunks)
+        nodes, tokens = [], []
+        for row in range(len(roots)):
+            path = [0]
+            while below := [
+                node
+                for node in range(1, tree.width)
+                if int(tree.sources[row, node]) == 1 and int(tree.parents[row, node]) == path[-1]
+            ]:
+                path.append(self.rng.choice(below))
+                if self.rng.random() < 0.3:
+                    break
+            nodes.append(path[1:])
+            tokens.append([*tree.tokens[row, path[1:]].tolist(), self.rng.randrange(61)])
+        if ahead:
+            chosen = torch.full((sum(verified.counts),), 62, device=self.target.device)
+            for row, (path, new) in enumerate(zip(nodes, tokens, strict=True)):
+                chosen[verified.index[row, [0, *path]]] = torch.tensor(new, device=chosen.device)
+            self.drafter.draft_ahead(state, verified, chosen)
+        self.target.commit(cache, nodes)
+        self.drafter.learn(state, verified, nodes, tokens)
+        if reading:
+            self.drafter.read(reading[1], 0, read[0], PROMPT[1:])
+        return [new[-1] for new in tokens]
+
+    def levels(self, state, count=4, keep=None, stops=None):
+        roots = torch.zeros(len(state.rows), dtype=torch.int64)
+        return list(islice(self.drafter.levels(state, roots, keep, stops), count))
+
+
+def assert_alike(levels, others):
+    """The same nodes; and probabilities but for the last bits."""
+    assert len(levels) == len(others)
+    for level, other in zip(levels, others, strict=True):
+        assert torch.equal(level.tokens, other.tokens.cpu()) and torch.equal(level.parents, other.parents.cpu())
+        for name in ("probabilities", "path_probabilities"):
+            torch.testing.assert_close(getattr(level, name), getattr(other, name), atol=1e-5, rtol=1e-3)
+
+
+class Small(CapturedTarget):
+    """Few and small sizes, whose borders short texts and small trees cross."""
+
+    sizes = (1, 4, 8, 16, 64, 256)
+    contexts = (16, 32)
+
+
+def small_target(model, hidden_layers=(), chunk_size=256, exact=False):
+    return Small(model, hidden_layers, chunk_size, exact)

@@ -1,0 +1,98 @@
+"""Requests to a scheduler, and the texts that they get alone."""
+
+import queue
+from contextlib import contextmanager
+
+from gates import PATIENCE
+from graft import Engine
+from graft.engine.jobs import Failure, Job, SchedulerSettings
+from graft.engine.scheduler import Scheduler
+from graft.model.sampler import SamplingSettings
+from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
+
+
+def new_model():
+    return tiny_model(vocab_size=BYTE_VOCAB, max_position_embeddings=2048, num_hidden_layers=1)
+
+
+@contextmanager
+def schedulers():
+    """Makes schedulers that are ready, each over a model of its own, and closes them."""
+    made = []
+
+    def make(policy="graft", drafter=None, **settings):
+        engine = Engine(new_model(), byte_tokenizer(), policy=policy, drafter=drafter, budget=12)
+        made.append(Scheduler(engine, SchedulerSettings(**{"max_cache_tokens": 65536, **settings})))
+        assert made[-1].is_ready.wait(PATIENCE), "its first steps, to warm up, would count as those of requests"
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+        assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
+        pool = scheduler.pool
+        assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
+
+
+def undisturbed(scheduler):
+    """While this is held the scheduler takes nobody in: all who ask meanwhile come at once."""
+    return scheduler._changed
+
+
+class Asked:
+    """A request and all that was heard of it."""
+
+    def __init__(self, scheduler, prompt, *, speculates=True, deadline=None, constraint=None, salt="", **options):
+        engine = scheduler.engine
+        self.scheduler, self.news = scheduler, queue.SimpleQueue()
+        sequences = engine.new_sequences(engine.encode(prompt), SamplingSettings(**options))
+        for sequence in sequences:
+            sequence.speculates = speculates
+            sequence.constraint = constraint() if constraint is not None else None
+        self.job = Job(sequences, self.news.put, salt=salt, deadline=deadline)
+        self.updates = []
+        scheduler.submit(self.job)
+
+    def next(self):
+        news = self.news.get(timeout=PATIENCE)
+        self.updates.append(news)
+        return news
+
+    def wait(self):
+        """All answers' texts, or what went wrong."""
+        open_answers = set(range(len(self.job.sequences)))
+        while open_answers:
+            news = self.next()
+            if isinstance(news, Failure):
+                return news
+            if news.finish_reason is not None:
+                open_answers.remove(news.index)
+        return [sequence.text.text for sequence in self.job.sequences]
+
+
+_ALONE = {}
+
+
+def alone(model, prompt, **options):
+    """Texts of plain decoding, each decoded once: all tests ask the same model."""
+    asked = repr((prompt, sorted(options.items())))
+    if asked not in _ALONE:
+        answers = Engine(model, byte_tokenizer(), policy="off").generate(prompt, **options)
+        _ALONE[asked] = [choice.text for choice in answers.choices]
+    return _ALONE[asked]
+
+
+def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
+    """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
+    scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
+    make_room, backs, numbers = scheduler._make_room, [], iter(range(10**9))
+
+    def and_put_back():
+        youngest = max(scheduler._running, key=lambda job: job.number, default=None)
+        if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
+            backs.append(youngest)
+            scheduler._put_back(youngest)
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    return scheduler, backs

@@ -1,0 +1,75 @@
+"""Parsers of answers take time in proportion to the text, whatever a model writes and however it is cut into pieces."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from graft.server.tools import FORMATS, Function, Thinking
+
+FUNCTIONS = [Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})]
+CALL = '<tool_call>{"name": "f", "arguments": {}}'
+XML = "<tool_call><function=f><parameter=a>"
+# A format, what a text begins with, what comes again and again, and its end.
+CASES = {
+    "pythonic, a list of spaces": ("pythonic", "[", " ", "!"),
+    "pythonic, one long word": ("pythonic", "", "f", "!"),
+    "hermes, braces behind a call": ("hermes", CALL, "}", ""),
+    "hermes, a call that never closes": ("hermes", "<tool_call>", "x</tool_call", ""),
+    "qwen, spaces in a call": ("qwen", "<tool_call>", " ", "<function="),
+    "qwen, spaces behind a value": ("qwen", XML + "x</parameter>", " ", ""),
+}
+MORE = {
+    "pythonic, spaces behind a name": ("pythonic", "[f", " ", "!"),
+    "pythonic, one long name": ("pythonic", "[", "f", "!"),
+    "hermes, spaces alone": ("hermes", "", " ", ""),
+    "hermes, spaces behind a call": ("hermes", CALL, " ", ""),
+    "hermes, calls that never close": ("hermes", "", "<tool_call>", ""),
+    "qwen, ends of values": ("qwen", XML, "</parameter> ", ""),
+    "qwen, line breaks in a value": ("qwen", XML, "\n", ""),
+    "llama3, brackets": ("llama3", "", "[", ""),
+    "llama3, spaces behind a call": ("llama3", '{"name": "f", "parameters": {}}', " ", "x"),
+    "mistral, spaces behind a name": ("mistral", "[TOOL_CALLS]f", " ", "{"),
+}
+
+
+def seconds(form: str, text: str, size: int, thinks: bool) -> float:
+    """CPU time of a parser that is fed a text in pieces."""
+    parser = FORMATS[form].parser(FUNCTIONS)
+    parser = Thinking(False, parser) if thinks else parser
+    start = time.thread_time()
+    for place in range(0, len(text), size):
+        parser.feed(text[place : place + size])
+    parser.finish()
+    return time.thread_time() - start
+
+
+def check(case: tuple[str, str, str, str], length: int, size: int, thinks: bool = False) -> None:
+    """Four times the text takes about four times as long; quadratic time would be sixteen times as long."""
+    form, before, again, after = case
+
+    def measured(number: int) -> float:
+        return seconds(form, before + again * (number // len(again)) + after, size, thinks)
+
+    ratios = []
+    for _ in range(3):
+        short, long = measured(length), measured(4 * length)
+        ratios.append(long / short)
+        if long < 0.05 or ratios[-1] < 8:
+            return
+    pytest.fail(f"{length} characters, {size} at a time, then four times as many: {ratios} times as long")
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_a_text_in_small_pieces_is_read_in_linear_time(case):
+    check((CASES | MORE)[case], 8_000, 2)
+
+
+def test_spaces_before_an_answer_that_may_begin_with_reasoning_are_read_in_linear_time():
+    check(("hermes", "", " ", "x"), 25_000, 2, thinks=True)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES | MORE if name.startswith("pythonic")])
+def test_the_head_of_a_list_of_calls_is_matched_in_linear_time(case):
+    check((CASES | MORE)[case], 2_500, 20_000)
