@@ -1,4 +1,4 @@
-"""The round's candidates on the device give the trees of the C code, to the last bit."""
+"""The round's candidates on the device are those of the C code, to the last bit: see `graft.tree.device`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import random
 import pytest
 import torch
 
+from graft.hashing import mix64
+from graft.model.kv_cache import Row
+from graft.model.step import FlatStep
+from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
+
 pytest.importorskip("triton")
 
-from graft.hashing import mix64
-from graft.model.kernels import walk as walk_kernels
-from graft.spec_decode.calibration import Calibration
-from graft.spec_decode.candidates import DEPTH_FACTORS, Candidates, Level
-from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
-from graft.spec_decode.acceptance import paths as c_paths
-from graft.model.step import FlatStep
-from graft.model.kv_cache import Row
 from graft.tree.device import copies, drafts, outcome, ranking, tables
 from graft.tree.device.pool import Pool, PoolShape, bucket_starts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUMBERS = itertools.count(1)
-DRAFTED, SUFFIX, PAST, TRIGRAM = 1, 2, 3, 4
+DRAFTED, SUFFIX, TRIGRAM = 1, 2, 4  # sources; `past` is the one behind SUFFIX
 NUM_SOURCES, NUM_BUCKETS = 7, 32
-CONTEXT, RING = 2048, 2048
+NUM_BEAMS, LEVELS = 4, (4, 8, 8)
+VOCABULARY = 9  # of the tables; texts have fewer tokens, so that equal paths are common
+CONTEXT = RING = 2048
+MOST_NODES, TOTAL, SIZE = 40, 30, 48
+Q = (0.0, 1e-9, 0.004, 0.25, 0.5, 0.5**0.5, 0.9, 1.0)
+NUMBERS = itertools.count(1)
 
 
 class Text:
@@ -36,235 +38,243 @@ class Text:
         self.ids, self.number = list(ids), next(NUMBERS)
 
 
-class Both:
-    """The same round on the host and on the device."""
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    def __init__(self, seed, num_rows=2, vocabulary=5, num_passes=3, isolated=False, most=40):
+
+class Case:
+    """A random round: texts, drafted levels, what the tables have learned, and acceptance probabilities."""
+
+    def __init__(self, seed, num_passes):
         self.rng = rng = random.Random(seed)
-        self.num_rows, self.vocabulary = num_rows, vocabulary
-        self.texts = [Text(rng.randrange(vocabulary) for _ in range(rng.choice((1, 2, 3, 30, 1500)))) for _ in range(num_rows)]
-        self.past = [[rng.randrange(vocabulary) for _ in range(rng.randrange(1, 60))] for _ in range(6)]
+        self.num_rows, self.num_tokens, self.num_passes = 1 + seed % 3, 3 + seed % 4, num_passes
+        lengths = [rng.choice((1, 2, 3, 30, 1500)) for _ in range(self.num_rows)]
+        self.texts = [Text(self.tokens(length)) for length in lengths]
+        self.past = [self.tokens(rng.randrange(1, 60)) for _ in range(6)]
         self.max_depth = rng.choice((3, 12, 40))
-        self.caps = [rng.choice((0, 7, 40, 40)) for _ in range(num_rows)]
+        self.caps = [rng.choice((0, 7, MOST_NODES, MOST_NODES)) for _ in range(self.num_rows)]
+        # Products of such numbers are often equal, or nearly: there machines could differ.
         values = [rng.randrange(1, 20) / 20 for _ in range(3 * NUM_SOURCES * NUM_BUCKETS)]
         self.chances = torch.tensor(values).view(3, NUM_SOURCES, NUM_BUCKETS)
-        self.topk = 4
-        self.num_passes = num_passes
-        counts = [self.topk] + [8] * (num_passes - 1)
-        self.shape = PoolShape(num_rows, min(40, most), min(10, max(most // 4, 1)), tuple(counts), 5, min(12, max(most // 4, 1)))
-        self.levels = [self.level(number, count) for number, count in enumerate(counts)]
-        self.most = most
+        self.levels = [self.level(number) for number in range(len(LEVELS))]
+        self.learned = [self.top_k(is_text) for is_text in (False, True, False)]
 
-    def level(self, number, count):
-        rng, rows = self.rng, range(self.num_rows)
-        first, end = (0, 0) if number == 0 else (1 + (0 if number == 1 else self.topk + 8 * (number - 2)), 1 + self.topk + 8 * (number - 1))
-        tokens = [[rng.randrange(self.vocabulary) for _ in range(count)] for _ in rows]
-        parents = [[rng.randrange(first, end) if number else 0 for _ in range(count)] for _ in rows]
-        q = [[rng.choice((0.0, 1e-9, 0.004, 0.25, 0.5, 0.7071067811865476, 0.9, 1.0)) for _ in range(count)] for _ in rows]
-        return Level(torch.tensor(tokens), torch.tensor(parents), torch.tensor(q), torch.tensor(q))
+    def tokens(self, count):
+        return [self.rng.randrange(self.num_tokens) for _ in range(count)]
 
-    def top_k(self, num_rows, width, is_text):
-        rng = self.rng
-        tokens = torch.tensor([[rng.randrange(self.vocabulary) for _ in range(width)] for _ in range(num_rows)])
-        if is_text:
-            parents = torch.arange(width).sub(1).clamp(min=0).expand(num_rows, -1).contiguous()
-        else:
-            parents = torch.tensor([[rng.randrange(max(place, 1)) for place in range(width)] for _ in range(num_rows)])
-        sources = torch.ones_like(tokens)
+    def level(self, number):
+        """A drafted level, whose parents are beams of the level before."""
+        count, rows = LEVELS[number], range(self.num_rows)
+        first = 1 + sum(LEVELS[: number - 1]) if number else 0
+        end = first + NUM_BEAMS if number else 1
+        parents = torch.tensor([[self.rng.randrange(first, end) for _ in range(count)] for _ in rows])
+        q = torch.tensor([[self.rng.choice(Q) for _ in range(count)] for _ in rows])
+        return Level(torch.tensor([self.tokens(count) for _ in rows]), parents, q, q)
+
+    def top_k(self, is_text, num_rows=2, width=12):
+        """The target's likeliest successors of the nodes of trees, or of the tokens of texts."""
+        rng, nodes = self.rng, num_rows * width
+        parents = [[max(n - 1, 0) if is_text else rng.randrange(max(n, 1)) for n in range(width)]] * num_rows
+        sources = torch.ones(num_rows, width, dtype=torch.int64)
         sources[:, 0] = 0
-        successors = torch.stack(
-            [torch.tensor([rng.sample(range(9), 8) for _ in range(width)]) for _ in range(num_rows)]
-        ).int()
-        logits = torch.tensor(
-            [[sorted((rng.choice((0.0, 1.0, 2.5, 40.0)) * rng.random() for _ in range(8)), reverse=True) for _ in range(width)] for _ in range(num_rows)]
+        successors = torch.tensor([rng.sample(range(VOCABULARY), 8) for _ in range(nodes)], dtype=torch.int32)
+        spread = [rng.choice((0.0, 1.0, 2.5, 40.0)) for _ in range(nodes)]
+        logits = torch.tensor([sorted((s * rng.random() for _ in range(8)), reverse=True) for s in spread])
+        before, earlier = ([rng.randrange(-1, self.num_tokens) for _ in range(num_rows)] for _ in range(2))
+        tokens = torch.tensor([self.tokens(width) for _ in range(num_rows)])
+        shape = (num_rows, width, 8)
+        return TargetTopK(
+            *(tokens, torch.tensor(parents), sources, successors.view(shape), logits.view(shape)),
+            *(before, earlier, [0] * num_rows, is_text),
         )
-        before = [rng.randrange(-1, self.vocabulary) for _ in range(num_rows)]
-        earlier = [rng.randrange(-1, self.vocabulary) for _ in range(num_rows)]
-        return TargetTopK(tokens, parents, sources, successors, logits, before, earlier, [0] * num_rows, is_text)
 
-    # On the host
-
-    def host(self):
-        lookup = SuffixLookup()
+    def on_host(self):
+        """The candidates by the C code, and by pass the probability that a beam is accepted."""
+        lookup, ngrams = SuffixLookup(), NgramTables(VOCABULARY)
         for text in self.past:
             lookup.finish(Text(text))
-        ngrams = NgramTables(9)
         for top_k in self.learned:
             ngrams.learn(top_k)
-        candidates = Candidates(torch.tensor([text.ids[-1] for text in self.texts]), [text.ids for text in self.texts])
-        candidates.most_nodes = self.most
+        ids = [text.ids for text in self.texts]
+        candidates, reach = Candidates(torch.tensor([own[-1] for own in ids]), ids), []
+        candidates.most_nodes = MOST_NODES
         lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
-        first, reach = candidates.width - 1, []
-        for number, level in enumerate(self.levels):
-            if number < self.made:
-                going = [cap > 0 for cap in self.caps]
-                reach.append(candidates.add_level(level, self.chances, DRAFTED, number + 1, first, going, self.topk))
-        if self.made:
+        first, going = candidates.width - 1, [cap > 0 for cap in self.caps]
+        for number, level in enumerate(self.levels[: self.num_passes], start=1):
+            reach.append(candidates.add_level(level, self.chances, DRAFTED, number, first, going, NUM_BEAMS))
+        if self.num_passes:
             lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
         ngrams.propose(candidates, self.texts, TRIGRAM, self.chances, self.max_depth)
         return candidates, reach
 
-    # On the device
 
-    def device(self):
-        shape, rows = self.shape, self.num_rows
-        pool = Pool(rows, shape.width + 37, DEVICE)
-        pool.tokens.random_(0, 7)
-        pool.paths.fill_(0.5)  # of the round before
-        texts = copies.Texts(rows + 2, CONTEXT, RING, DEVICE)
-        lines = torch.arange(2, rows + 2, dtype=torch.int32, device=DEVICE).flip(0).contiguous()
-        for text, line in zip(self.texts, lines.tolist(), strict=True):
-            texts.own[line, : len(text.ids)] = torch.tensor(text.ids, dtype=torch.int32)
-            texts.lengths[line] = len(text.ids)
-        written = []
-        for text in self.past:
-            written += [*text, -1]
-        texts.past[: len(written)] = torch.tensor(written, dtype=torch.int32)
-        texts.past_end[0] = len(written)
-        factors, chances = DEPTH_FACTORS.to(DEVICE), self.chances.to(DEVICE)
-        owners = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-        max_depths = torch.full((rows,), self.max_depth, dtype=torch.int32, device=DEVICE)
-        caps = torch.tensor(self.caps, dtype=torch.int32, device=DEVICE)
-        roots = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
-        places = torch.zeros(rows, shape.num_places, dtype=torch.int32, device=DEVICE)
-        made = torch.zeros(self.num_passes + 1, dtype=torch.int32, device=DEVICE)
-        made[: self.made] = 1
-        thresholds = torch.full((self.num_passes + 1,), -1.0, device=DEVICE)
-        thresholds[self.made] = 1e9
-        copies.begin(pool, shape, texts, lines)
-        own, past = (copies.Found.make(rows, 1, size, DEVICE) for size in (CONTEXT, RING))
-        copies.find(pool, texts, lines, owners, roots, own, past, CONTEXT)
-        copies.attach(pool, shape, texts, lines, roots, own, past, chances, factors, max_depths, SUFFIX, 1)
-        starts, reach = bucket_starts(torch.float32, DEVICE), torch.zeros(rows, device=DEVICE)
-        arrived, reached = torch.zeros(1, dtype=torch.int32, device=DEVICE), []
-        for number, level in enumerate(self.levels):
-            columns = (level.tokens.flatten(), level.parents.flatten(), level.probabilities.flatten())
-            columns = [column.contiguous().to(DEVICE) for column in columns]
-            drafts.add_level(
-                pool, shape, number, *columns, chances, factors, starts, caps, thresholds, reach, made, arrived, DRAFTED, self.topk
-            )
-            if number < self.made:
-                reached.append(reach.tolist())
-            assert made[number + 1] == (number + 1 < self.made)
-        own, past = (copies.Found.make(rows, shape.num_places, size, DEVICE) for size in (CONTEXT, RING))
-        copies.choose_places(pool, shape, made, places, max_depths)
-        copies.find(pool, texts, lines, owners, places, own, past, CONTEXT)
-        copies.attach(
-            pool, shape, texts, lines, places, own, past, chances, factors, max_depths, SUFFIX, shape.first_copy
+class OnDevice:
+    """The same round by kernels."""
+
+    def __init__(self, case):
+        self.case, rows = case, case.num_rows
+        beam = MOST_NODES // 4
+        self.shape = PoolShape(rows, MOST_NODES, beam, LEVELS, num_waves=5, beam=beam)
+        self.pool = Pool(rows, self.shape.width + 37, DEVICE)
+        self.pool.tokens.fill_(5)
+        self.pool.paths.fill_(0.5)  # left by the round before
+        self.texts = copies.Texts(rows + 2, CONTEXT, RING, DEVICE)
+        self.lines = numbers(*range(rows + 1, 1, -1))
+        for text, line in zip(case.texts, self.lines.tolist(), strict=True):
+            self.texts.own[line, : len(text.ids)] = numbers(*text.ids)
+            self.texts.lengths[line] = len(text.ids)
+        past = [token for text in case.past for token in (*text, -1)]
+        self.texts.past[: len(past)] = numbers(*past)
+        self.texts.past_end[0] = len(past)
+        self.factors, self.chances = DEPTH_FACTORS.to(DEVICE), case.chances.to(DEVICE)
+        self.caps, self.max_depths = numbers(*case.caps), numbers(*[case.max_depth] * rows)
+        factors = mix64(torch.arange(4)) | 1
+        self.tables = tables.Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
+        for top_k in case.learned:
+            self.learn(top_k)
+
+    def learn(self, top_k):
+        rows, width = top_k.tokens.shape
+        flat = [part.flatten().int().to(DEVICE) for part in (top_k.tokens, top_k.parents)]
+        places, of_rows = numbers(*[*range(width)] * rows), numbers(*(r for r in range(rows) for _ in range(width)))
+        before = torch.tensor([top_k.before, top_k.earlier], dtype=torch.int32, device=DEVICE)
+        successors, logits = (part.flatten(0, 1).to(DEVICE) for part in (top_k.successors, top_k.logits))
+        starts = numbers(*range(0, rows * width, width))
+        outcome.learn(
+            *(self.tables, *flat, places, of_rows, starts, before, torch.zeros(rows, dtype=torch.int64, device=DEVICE)),
+            *(successors, logits, bucket_starts(torch.float64, DEVICE), outcome.exponential_terms(DEVICE)),
+            *(rows, top_k.is_text),
         )
-        known = tables.Tables.make(
-            (1 << 18, 1 << 18, 9), (True, True, False), mix64(torch.arange(4)) | 1, False, DEVICE
-        )
-        for top_k in self.learned:
-            learn(known, top_k)
-        self.tables = known
-        salts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-        tables.follow(pool, shape, known, salts, chances, factors, max_depths, TRIGRAM)
-        self.on_device = (pool, texts, lines, caps, chances, factors)
-        return pool, reached
 
-    made = 3
-    learned = ()
+    def copy(self, places, first):
+        """Adds copies of earlier text below the places [R, P]."""
+        pool, texts, lines = self.pool, self.texts, self.lines
+        own, past = (copies.Found.make(*places.shape, size, DEVICE) for size in (CONTEXT, RING))
+        copies.find(pool, texts, lines, torch.zeros_like(lines), places, own, past, CONTEXT)
+        calibration = (self.chances, self.factors, self.max_depths)
+        copies.attach(pool, self.shape, texts, lines, places, own, past, *calibration, SUFFIX, first)
+
+    def propose(self):
+        """All candidates; returns, by pass that was made, the probability that a beam is accepted."""
+        case, pool, shape = self.case, self.pool, self.shape
+        copies.begin(pool, shape, self.texts, self.lines)
+        self.copy(torch.zeros_like(self.lines)[:, None], first=1)
+        made = numbers(*[1] * min(case.num_passes, 1), *[0] * (len(LEVELS) + 1))
+        thresholds = torch.full((len(LEVELS) + 1,), -1.0, device=DEVICE)
+        thresholds[case.num_passes] = 1e9  # the pass that is not made
+        starts, reach, arrived = bucket_starts(torch.float32, DEVICE), torch.zeros(case.num_rows), numbers(0)
+        reach, reached = reach.to(DEVICE), []
+        for number, level in enumerate(case.levels):
+            columns = [part.flatten().to(DEVICE) for part in (level.tokens, level.parents, level.probabilities)]
+            given = (self.chances, self.factors, starts, self.caps, thresholds, reach, made, arrived)
+            drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, NUM_BEAMS)
+            reached += [reach.tolist()] if number < case.num_passes else []
+        assert made.tolist()[: len(LEVELS) + 1] == [number < case.num_passes for number in range(len(LEVELS) + 1)]
+        places = torch.zeros(case.num_rows, shape.num_places, dtype=torch.int32, device=DEVICE)
+        copies.choose_places(pool, shape, made, places, self.max_depths)
+        self.copy(places, shape.first_copy)
+        salts = torch.zeros(case.num_rows, dtype=torch.int64, device=DEVICE)
+        tables.follow(pool, shape, self.tables, salts, self.chances, self.factors, self.max_depths, TRIGRAM)
+        return reached
 
 
-def learn(known, top_k):
-    rows, width = top_k.tokens.shape
-    flat = [part.flatten().int().to(DEVICE) for part in (top_k.tokens, top_k.parents)]
-    places = torch.arange(width, device=DEVICE).repeat(rows).int()
-    numbers = torch.arange(rows, device=DEVICE).repeat_interleave(width).int()
-    starts = (torch.arange(rows, device=DEVICE) * width).int()
-    before = torch.tensor([list(top_k.before), list(top_k.earlier)], dtype=torch.int32, device=DEVICE)
-    salts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    successors, logits = (part.flatten(0, 1).contiguous().to(DEVICE) for part in (top_k.successors, top_k.logits))
-    outcome.learn(
-        known, *flat, places, numbers, starts, before, salts, successors, logits,
-        bucket_starts(torch.float64, DEVICE), outcome.exponential_terms(DEVICE), rows, top_k.is_text,
-    )
-
-
-def nodes_of_host(candidates, row):
-    nodes = candidates.nodes
-    listed = []
-    agreement = candidates.agreement
-    for node in range(candidates.width):
-        if float(nodes.paths[row, node]) > 0:
+def listed(columns, paths, num_rows):
+    """By row, the nodes that are no padding: their paths' tokens, probabilities and the other columns."""
+    tokens, parents, *others = (part.tolist() for part in columns)
+    found = []
+    for row in range(num_rows):
+        nodes = []
+        for node in (paths[row] > 0).nonzero().flatten().tolist():
             words, at = [], node
             while at:
-                words.append(int(nodes.tokens[row, at]))
-                at = int(nodes.parents[row, at])
-            own = [int(part[row, node]) for part in (nodes.depths, nodes.keys, nodes.needs, nodes.sources, nodes.score_bucket)]
-            listed.append((tuple(words[::-1]), float(nodes.paths[row, node]), *own, int(agreement[row, node])))
-    return listed
+                words.append(tokens[row][at])
+                at = parents[row][at]
+            nodes.append((words[::-1], float(paths[row, node]), *(part[row][node] for part in others)))
+        found.append(nodes)
+    return found
 
 
-def nodes_of_device(pool, shape, row, merged):
-    listed = []
-    for node in (pool.paths[row, : shape.width] > 0).nonzero().flatten().tolist():
-        words, at = [], node
-        while at:
-            words.append(int(pool.tokens[row, at]))
-            at = int(pool.parents[row, at])
-        own = [int(part[row, node]) for part in (pool.depths, pool.keys, pool.needs, pool.sources, pool.buckets)]
-        listed.append((tuple(words[::-1]), float(pool.paths[row, node]), *own, int(pool.agreement[row, node]) if merged else 0))
-    return listed
+def assert_same_nodes(candidates, device, is_merged):
+    nodes, pool = candidates.nodes, device.pool
+    here = [nodes.tokens, nodes.parents, nodes.depths, nodes.keys, nodes.needs, nodes.sources, nodes.score_bucket]
+    there = [pool.tokens, pool.parents, pool.depths, pool.keys, pool.needs, pool.sources, pool.buckets]
+    if is_merged:
+        here, there = [*here, candidates.agreement], [*there, pool.agreement]
+    width, num_rows = device.shape.width, candidates.num_rows
+    assert listed(there, pool.paths[:, :width].cpu(), num_rows) == listed(here, nodes.paths, num_rows)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("made", [0, 1, 3])
-def test_candidates_merges_and_steps_are_those_of_the_c_code(seed, made):
-    both = Both(seed, num_rows=1 + seed % 3, vocabulary=3 + seed % 4)
-    both.made = made
-    both.learned = [both.top_k(2, 20, bool(number % 2)) for number in range(3)]
-    candidates, reach = both.host()
-    pool, reached = both.device()
-    assert reach == reached
-    for row in range(both.num_rows):
-        assert nodes_of_device(pool, both.shape, row, False) == nodes_of_host(candidates, row)
-    _, texts, lines, caps, chances, factors = both.on_device
-    candidates.merge(DRAFTED, both.chances)
-    ranking.merge(pool, both.shape, ranking.Scratch(both.num_rows, pool.capacity, DEVICE), chances, factors, DRAFTED)
-    for row in range(both.num_rows):
-        assert nodes_of_device(pool, both.shape, row, True) == nodes_of_host(candidates, row)
-    total = torch.tensor([30], dtype=torch.int32, device=DEVICE)
-    ranked = ranking.Ranked.make(both.num_rows, 40, DEVICE)
-    ranking.rank(pool, both.shape, caps, ranked, total)
-    tree, _ = candidates.ranked(30, both.caps).tree(both.max_depth) if sum(both.caps) else (None, None)
-    if tree is None:
-        assert ranked.counts.tolist() == [0] * both.num_rows
-        return
-    rows = [Row(line) for line in lines.tolist()]
-    for row, text in zip(rows, both.texts, strict=True):
-        row.length = len(text.ids) - 1
-    flat = FlatStep(rows, tree)
-    size = 48
-    columns, by_row = torch.full((6, 64), 77, dtype=torch.int32, device=DEVICE), torch.full((4, 8), 77, dtype=torch.int32, device=DEVICE)
-    in_pool = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    ranking.lay_out(pool, both.shape, ranked, texts.lengths, lines, columns, by_row, in_pool, size)
-    count = flat.num_tokens
-    assert columns[:, :count].tolist() == flat.columns[:, :count].tolist()
-    assert by_row[:, : both.num_rows].tolist() == flat.by_row[:, : both.num_rows].tolist()
-    assert columns[:, count:size].unique().tolist() in ([0, both.num_rows], [])
-    # What was emitted is counted alike.
-    emitted = [[both.rng.randrange(both.vocabulary) for _ in range(both.rng.randrange(1, 6))] for _ in rows]
-    for row, tokens in enumerate(emitted):  # along a proposed path, where there is one
-        listed = [node for node in nodes_of_host(candidates, row) if node[0]]
-        if listed:
-            emitted[row] = [*both.rng.choice(listed)[0], *tokens]
-    tried, fitted = torch.zeros(2, *both.chances.shape)
+@pytest.mark.parametrize(
+    ("seed", "num_passes"),
+    [(0, 0), (1, 1), (2, 3), (4, 3), *(pytest.param(seed, 3, marks=pytest.mark.slow) for seed in range(5, 40))],
+)
+def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes):
+    case = Case(seed, num_passes)
+    device = OnDevice(case)
+    candidates, reach = case.on_host()
+    assert device.propose() == reach
+    assert_same_nodes(candidates, device, is_merged=False)
+
+    candidates.merge(DRAFTED, case.chances)
+    pool, shape, rows = device.pool, device.shape, case.num_rows
+    scratch = ranking.Scratch(rows, pool.capacity, DEVICE)
+    ranking.merge(pool, shape, scratch, device.chances, device.factors, DRAFTED)
+    assert_same_nodes(candidates, device, is_merged=True)
+
+    ranked = ranking.Ranked.make(rows, MOST_NODES, DEVICE)
+    ranking.rank(pool, shape, device.caps, ranked, numbers(TOTAL))
+    step = FlatStep(
+        [Row(line, length=len(text.ids) - 1) for line, text in zip(device.lines.tolist(), case.texts, strict=True)],
+        candidates.ranked(TOTAL, [max(cap, 1) for cap in case.caps]).tree(case.max_depth, sum(ranked.counts.tolist()))[
+            0
+        ]
+        if sum(case.caps)
+        else candidates.ranked(1, [1] * rows).tree(case.max_depth, 0)[0],
+    )
+    if 0 not in case.caps:
+        check_step(device, ranked, step)
+
+    emitted = [(*case.rng.choice(nodes)[0], *case.tokens(3)) for nodes in _paths_of(candidates)]
+    check_outcome(device, candidates, emitted)
+
+
+def check_step(device, ranked, expected):
+    """The trees as a flat step, with padding behind them."""
+    columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
+    texts, in_pool = device.texts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.lines, columns, by_row, in_pool, SIZE)
+    count, rows = expected.num_tokens, device.case.num_rows
+    assert columns[:, :count].tolist() == expected.columns[:, :count].tolist()
+    assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()
+    padding = [[rows if column == 4 else 0] * (SIZE - count) for column in range(6)]
+    assert columns[:, count:SIZE].tolist() == padding and by_row[:, rows].tolist() == [0] * 4
+
+
+def check_outcome(device, candidates, emitted):
+    """Texts grow by what was emitted, and proposals are counted."""
+    case, texts, rows = device.case, device.texts, device.case.num_rows
+    tried, fitted = torch.zeros(2, *case.chances.shape)
     candidates.count(emitted, tried, fitted, 1e9)
     width = max(map(len, emitted))
-    there = torch.zeros(both.num_rows, width, dtype=torch.int32, device=DEVICE)
-    for row, tokens in enumerate(emitted):
-        there[row, : len(tokens)] = torch.tensor(tokens)
-    lengths = torch.tensor([len(tokens) for tokens in emitted], dtype=torch.int32, device=DEVICE)
-    nodes, places = torch.zeros_like(there), torch.zeros_like(there)
-    accepted, committed = torch.zeros(2, both.num_rows, dtype=torch.int32, device=DEVICE)
-    keys = torch.zeros(both.num_rows, width + 1, dtype=torch.int64, device=DEVICE)
-    outcome.advance(texts, lines, by_row[0], lengths, there, nodes, places, accepted, committed, factors, keys)
-    for text, line, tokens in zip(both.texts, lines.tolist(), emitted, strict=True):
-        ids = [*text.ids, *tokens]
-        assert texts.lengths[line] == len(ids) and texts.own[line, : len(ids)].tolist() == ids
-    assert committed.tolist() == [len(text.ids) - 1 for text in both.texts]
-    counted = torch.zeros(2, *both.chances.shape, dtype=torch.int32, device=DEVICE)
-    outcome.count(pool, both.shape, factors, lengths, keys, *counted)
+    tokens = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
+    for row, new in enumerate(emitted):
+        tokens[row, : len(new)] = numbers(*new)
+    counts, nodes, places = numbers(*map(len, emitted)), torch.zeros_like(tokens), torch.zeros_like(tokens)
+    accepted, committed = torch.zeros(2, rows, dtype=torch.int32, device=DEVICE)
+    keys = torch.zeros(rows, width + 1, dtype=torch.int64, device=DEVICE)
+    starts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    given = (starts, counts, tokens, nodes, places, accepted, committed)
+    outcome.advance(texts, device.lines, *given, device.factors, keys)
+    for text, line, new in zip(case.texts, device.lines.tolist(), emitted, strict=True):
+        ids = [*text.ids, *new]
+        assert texts.own[line, : texts.lengths[line]].tolist() == ids
+    assert committed.tolist() == [len(text.ids) - 1 for text in case.texts]
+    assert accepted.tolist() == [len(new) - 1 for new in emitted]
+    counted = torch.zeros(2, *case.chances.shape, dtype=torch.int32, device=DEVICE)
+    outcome.count(device.pool, device.shape, device.factors, counts, keys, *counted)
     assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()
+
+
+def _paths_of(candidates):
+    nodes = candidates.nodes
+    return listed([nodes.tokens, nodes.parents], nodes.paths, candidates.num_rows)

@@ -254,11 +254,9 @@ def _choose_places_kernel(
         best = tl.max(path, axis=0)
         node = tl.min(tl.where(path == best, place, BLOCK), axis=0)  # of equal ones the first
         path = tl.where(place == node, -1.0, path)
-        is_one = is_drafted & (best > 0)
-        if is_one:
-            if tl.load(depths + first + node) < max_depth:
-                tl.store(places + row * NUM_PLACES + count, node)
-                count += 1
+        is_place = is_drafted & (best > 0) & (tl.load(depths + first + node) < max_depth)
+        tl.store(places + row * NUM_PLACES + count, node, mask=is_place)
+        count += is_place.to(tl.int32)
     rest = tl.arange(0, triton.next_power_of_2(NUM_PLACES))
     tl.store(places + row * NUM_PLACES + rest, -1, mask=(rest >= count) & (rest < NUM_PLACES))
 
