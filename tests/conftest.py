@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import interpreter  # noqa: F401  (before all that imports Triton)
+
+# isort: split
 import hypothesis
 import pytest
 import torch
 
 import garbage
 import graft.bench.baselines
-import interpreter  # noqa: F401  (before Triton)
 from graft.cli import main
 from graft.engine.scheduler import Scheduler
 from graft.machine import num_cores, total_memory

@@ -60,6 +60,10 @@ exit status: 0 if every fault is noticed, but for those that the list explains (
 """
 
 
+class CannotRun(Exception):
+    """The check cannot be made."""
+
+
 @dataclass(frozen=True)
 class Result:
     fault: Fault
@@ -193,7 +197,7 @@ def check(fault: Fault, copy: Path) -> Result:
 def chosen(only: Sequence[str]) -> list[Fault]:
     found = [fault for fault in FAULTS if not only or any(word in f"{fault.name} {fault.file}" for word in only)]
     if not found:
-        raise SystemExit(f"error: no fault is called {' or '.join(only)}: --list shows them")
+        raise CannotRun(f"no fault is called {' or '.join(only)}: --list shows them")
     return found
 
 
@@ -222,7 +226,7 @@ def check_all(faults: Sequence[Fault], jobs: int) -> list[Result]:
         status, seconds = run_tests(first, tests, first / "output.txt", "--durations=10", limit=LIMIT * len(tests))
         if status != 0:
             print((first / "output.txt").read_text()[-4000:])
-            raise SystemExit("error: these tests must pass before faults are planted")
+            raise CannotRun("these tests must pass before faults are planted")
         print(f"they pass in {seconds:.0f} s", flush=True)
         copies.put(first)
         num_done = 0
@@ -286,4 +290,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except CannotRun as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -150,7 +150,7 @@ def test_an_exit_that_is_right_has_all_its_drafts_accepted_and_reads_no_prompt()
 def test_requests_that_come_and_go_are_drafted_as_if_alone(schedule, monkeypatch):
     """Whatever the exit knew wrongly would be rejected."""
     model, beginning = settled_model(1), "It was a dark and stormy night. " * 4
-    monkeypatch.setattr("test_scheduler.new_model", lambda: model)
+    monkeypatch.setattr("scheduling.new_model", lambda: model)
     common = {"seed": 4, "ignore_eos": True}
     various = [{"max_new_tokens": 31}, {"max_new_tokens": 16}, {"max_new_tokens": 21, "temperature": 1.0, "n": 2}]
     prompts = [f"{beginning}{number}" for number in range(len(various))]

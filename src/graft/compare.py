@@ -105,7 +105,8 @@ def find_difference(
         return None
     before = [*prompt_ids, *expected.ids[:position]]
     logits = next_logits(model, before)
-    scores = rule(torch.tensor([before], device=logits.device), logits[None])[0]  # type: ignore[arg-type]
+    inputs = torch.tensor([before], device=logits.device)
+    scores = rule(inputs, logits[None])[0]  # type: ignore[arg-type]  # it asks for a LongTensor and a FloatTensor
 
     def candidate(answer: Answer) -> Candidate:
         if position >= len(answer.ids):
