@@ -1,0 +1,560 @@
+"""Copies of earlier text on the device: what followed the latest occurrences of a text's end.
+
+There is no index. A lookup scans the row's own text and the finished texts for the last two tokens, a block of text a
+program; the latest occurrences are then compared further back, and what followed the longest ones becomes a tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.tree.device.pool import ALONE, NO_TOKEN, Pool, PoolShape, chance_of, key_of, path_of
+
+MAX_OCCURRENCES = 12  # of a pair of tokens, the latest, that are compared
+MAX_MATCH = 24  # tokens that are compared
+MAX_LENGTH = 32  # tokens that are copied
+_BLOCK = 1024  # tokens of text that one program scans
+_SPANS = tl.constexpr(16)  # MAX_OCCURRENCES, rounded up to a power of two
+_NUM_SHARES = tl.constexpr(4)  # buckets of the share of occurrences that go on alike: from 0, 0.3, 0.6 and 0.9
+
+
+class Texts:
+    """Token ids on the device: the rows' own texts, a line each, and finished texts in a ring.
+
+    Each finished text is followed by NO_TOKEN, so that nothing is matched or copied across its end.
+    """
+
+    def __init__(self, num_lines: int, context: int, past: int, device: torch.device) -> None:
+        """past: room for tokens of finished texts, a power of two."""
+        self.own = torch.zeros(num_lines, context, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(num_lines, dtype=torch.int32, device=device)  # tokens of each text, the root's too
+        self.past = torch.full((past,), NO_TOKEN, dtype=torch.int32, device=device)
+        self.owners = torch.zeros(past, dtype=torch.int32, device=device)  # who may see each token; 0: everybody
+        self.past_end = torch.zeros(2, dtype=torch.int64, device=device)  # tokens ever written, and those since dropped
+
+
+@dataclass(frozen=True)
+class Found:
+    """The latest occurrences of each place's last two tokens."""
+
+    counts: Tensor  # [R, places, blocks] int32
+    positions: Tensor  # [R, places, blocks, MAX_OCCURRENCES] int64 behind the pair, the latest first
+
+    @classmethod
+    def make(cls, num_rows: int, num_places: int, num_tokens: int, device: torch.device) -> Found:
+        shape = (num_rows, num_places, triton.cdiv(num_tokens, _BLOCK))
+        counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        return cls(counts, torch.zeros(*shape, MAX_OCCURRENCES, dtype=torch.int64, device=device))
+
+
+def begin(pool: Pool, shape: PoolShape, texts: Texts, lines: Tensor) -> None:
+    """Starts a round: the roots are the last tokens of the texts of `lines` [R], and all else is padding."""
+    _begin_kernel[(shape.num_rows, triton.cdiv(shape.width, _BLOCK))](
+        pool.tokens,
+        pool.parents,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.buckets,
+        pool.keys,
+        pool.paths,
+        pool.before,
+        texts.own,
+        texts.lengths,
+        lines,
+        texts.own.shape[1],
+        pool.before.shape[1],
+        pool.capacity,
+        BLOCK=_BLOCK,
+    )
+
+
+def choose_places(pool: Pool, shape: PoolShape, made: Tensor, places: Tensor, max_depths: Tensor) -> None:
+    """Writes the likeliest nodes below the roots to `places` [R, num_places], -1 where there is none.
+
+    made: [passes] int32, of which the first says whether anything was drafted; without it there is no place.
+    max_depths: [R] int32, deeper nodes get no children.
+    """
+    _choose_places_kernel[(shape.num_rows,)](
+        pool.paths,
+        pool.depths,
+        made,
+        places,
+        max_depths,
+        pool.capacity,
+        shape.first_copy,
+        NUM_PLACES=shape.num_places,
+        BLOCK=triton.next_power_of_2(shape.first_copy),
+    )
+
+
+def find(
+    pool: Pool, texts: Texts, lines: Tensor, owners: Tensor, places: Tensor, own: Found, past: Found, max_context: int
+) -> None:
+    """Finds the last two tokens of every place in the row's own text and in finished ones.
+
+    lines: [R] int32 of the rows' texts. owners: [R] int32 whose finished texts a row sees. places: [R, P] int32 nodes
+    of the pool, -1 for none. max_context: no text is longer.
+    """
+    num_rows, num_places = places.shape
+    for found, num_blocks, is_past in (
+        (own, triton.cdiv(max_context, _BLOCK), False),
+        (past, triton.cdiv(len(texts.past), _BLOCK), True),
+    ):
+        _find_kernel[(num_blocks, num_rows)](
+            pool.tokens,
+            pool.parents,
+            pool.before,
+            texts.past if is_past else texts.own,
+            texts.owners,
+            texts.past_end,
+            texts.lengths,
+            lines,
+            owners,
+            places,
+            found.counts,
+            found.positions,
+            pool.before.shape[1],
+            pool.capacity,
+            texts.own.shape[1],
+            len(texts.past) - 1,
+            found.counts.shape[2],
+            num_places,
+            IS_PAST=is_past,
+            MOST=MAX_OCCURRENCES,
+            BLOCK=_BLOCK,
+        )
+
+
+def attach(
+    pool: Pool,
+    shape: PoolShape,
+    texts: Texts,
+    lines: Tensor,
+    places: Tensor,
+    own: Found,
+    past: Found,
+    chances: Tensor,
+    factors: Tensor,
+    max_depths: Tensor,
+    source: int,
+    first: int,
+) -> None:
+    """Adds below every place what followed the occurrences that were found.
+
+    source: of copies of the row's own text; those of finished texts have the next number. first: where the copies of
+    the first place begin in the pool.
+    """
+    num_rows, num_places = places.shape
+    _attach_kernel[(num_rows, num_places)](
+        pool.tokens,
+        pool.parents,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.buckets,
+        pool.keys,
+        pool.paths,
+        texts.own,
+        texts.past,
+        texts.lengths,
+        lines,
+        places,
+        own.counts,
+        own.positions,
+        past.counts,
+        past.positions,
+        chances,
+        factors,
+        max_depths,
+        source,
+        *chances.shape[1:],
+        pool.capacity,
+        first,
+        texts.own.shape[1],
+        len(texts.past) - 1,
+        own.counts.shape[2],
+        past.counts.shape[2],
+        NUM_NODES=shape.copy_nodes,
+        MOST=MAX_OCCURRENCES,
+        MAX_MATCH=MAX_MATCH,
+        MAX_LENGTH=MAX_LENGTH,
+        OWN_BLOCKS=triton.next_power_of_2(own.counts.shape[2]),
+        PAST_BLOCKS=triton.next_power_of_2(past.counts.shape[2]),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _begin_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    before: tl.tensor,
+    texts: tl.tensor,
+    lengths: tl.tensor,
+    lines: tl.tensor,
+    context: tl.int64,
+    num_rows: int,
+    capacity: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One block of a row."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    node = row.to(tl.int64) * capacity + place
+    tl.store(paths + node, tl.where(place == 0, 1.0, 0.0), mask=place < capacity)
+    if block == 0:
+        line = tl.load(lines + row)
+        end = tl.load(lengths + line)
+        text = texts + line.to(tl.int64) * context
+        root = row.to(tl.int64) * capacity
+        tl.store(tokens + root, tl.load(text + end - 1, mask=end > 0, other=0))
+        tl.store(before + row, tl.load(text + end - 2, mask=end > 1, other=-1))
+        tl.store(before + num_rows + row, tl.load(text + end - 3, mask=end > 2, other=-1))
+        tl.store(parents + root, 0)
+        tl.store(depths + root, 0)
+        tl.store(needs + root, 0)
+        tl.store(sources + root, 0)
+        tl.store(buckets + root, 0)
+        tl.store(keys + root, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def _choose_places_kernel(
+    paths: tl.tensor,
+    depths: tl.tensor,
+    made: tl.tensor,
+    places: tl.tensor,
+    max_depths: tl.tensor,
+    capacity: int,
+    width: int,
+    NUM_PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    is_drafted = tl.load(made) != 0
+    max_depth = tl.load(max_depths + row)
+    place = tl.arange(0, BLOCK)
+    first = row.to(tl.int64) * capacity
+    path = tl.load(paths + first + place, mask=(place > 0) & (place < width), other=0.0)
+    count = 0
+    for _ in range(NUM_PLACES):
+        best = tl.max(path, axis=0)
+        node = tl.min(tl.where(path == best, place, BLOCK), axis=0)  # of equal ones the first
+        path = tl.where(place == node, -1.0, path)
+        is_place = is_drafted & (best > 0) & (tl.load(depths + first + node) < max_depth)
+        tl.store(places + row * NUM_PLACES + count, node, mask=is_place)
+        count += is_place.to(tl.int32)
+    rest = tl.arange(0, triton.next_power_of_2(NUM_PLACES))
+    tl.store(places + row * NUM_PLACES + rest, -1, mask=(rest >= count) & (rest < NUM_PLACES))
+
+
+@triton.jit
+def _find_kernel(
+    pool_tokens: tl.tensor,
+    pool_parents: tl.tensor,
+    before_roots: tl.tensor,
+    texts: tl.tensor,
+    text_owners: tl.tensor,
+    past_end: tl.tensor,
+    lengths: tl.tensor,
+    lines: tl.tensor,
+    owners: tl.tensor,
+    places: tl.tensor,
+    counts: tl.tensor,
+    positions: tl.tensor,
+    num_rows: int,
+    capacity: int,
+    context: tl.int64,
+    ring: tl.int64,
+    num_blocks: int,
+    num_places: int,
+    IS_PAST: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One block of text, counted from the latest token back, for all places of a row."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    back = block * BLOCK + tl.arange(0, BLOCK)  # tokens behind the one looked at
+    if IS_PAST:
+        written, dropped = tl.load(past_end), tl.load(past_end + 1)
+        at = written - 1 - back
+        is_text = at > dropped  # the token before it is there too
+        text = texts
+        owner = tl.load(owners + row)
+        token = tl.load(text + (at & ring), mask=is_text, other=-1)
+        prior = tl.load(text + ((at - 1) & ring), mask=is_text, other=-1)
+    else:
+        line = tl.load(lines + row)
+        at = tl.load(lengths + line).to(tl.int64) - 1 - back
+        is_text = at > 0
+        text = texts + line.to(tl.int64) * context
+        owner = 0
+        token = tl.load(text + at, mask=is_text, other=-1)
+        prior = tl.load(text + at - 1, mask=is_text, other=-1)
+    first = row.to(tl.int64) * capacity
+    for number in range(num_places):
+        node = tl.load(places + row * num_places + number)
+        where = (row * num_places + number) * num_blocks + block
+        count = 0
+        if node >= 0:
+            wanted = tl.load(pool_tokens + first + node)
+            parent = tl.load(pool_parents + first + node)
+            wanted_prior = tl.load(before_roots + row)
+            if node > 0:
+                wanted_prior = tl.load(pool_tokens + first + parent)
+            is_match = is_text & (token == wanted) & (prior == wanted_prior) & (wanted_prior >= 0)
+            if IS_PAST:
+                is_match = is_match & (tl.load(text_owners + (at & ring), mask=is_match, other=-1) == owner)
+            count = tl.sum(is_match.to(tl.int32), axis=0)
+            left = tl.where(is_match, back, 0x7FFFFFFF)
+            for rank in range(tl.minimum(count, MOST)):
+                latest = tl.min(left, axis=0)
+                behind = tl.sum(tl.where(left == latest, at + 1, 0), axis=0)
+                tl.store(positions + where.to(tl.int64) * MOST + rank, behind)
+                left = tl.where(left == latest, 0x7FFFFFFF, left)
+        tl.store(counts + where, count)
+
+
+@triton.jit
+def _latest(
+    counts: tl.tensor,
+    positions: tl.tensor,
+    where: tl.tensor,
+    num_blocks: int,
+    MOST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """The latest positions of one place, [_SPANS] int64, the oldest first and -1 behind them, from its blocks."""
+    block = tl.arange(0, BLOCKS)
+    count = tl.load(counts + where * num_blocks + block, mask=block < num_blocks, other=0)
+    before = tl.cumsum(count, axis=0) - count
+    total = tl.minimum(tl.sum(count, axis=0), MOST)
+    span = tl.arange(0, _SPANS)
+    rank = total - 1 - span  # the oldest first
+    holds = (before[None, :] <= rank[:, None]) & (rank[:, None] < (before + count)[None, :]) & (rank[:, None] >= 0)
+    own_block = tl.sum(tl.where(holds, block[None, :], 0), axis=1)
+    earlier = tl.sum(tl.where(holds, before[None, :], 0), axis=1)
+    place = (where * num_blocks + own_block).to(tl.int64) * MOST + rank - earlier
+    return tl.load(positions + place, mask=span < total, other=-1)
+
+
+@triton.jit
+def _match_bucket(match: tl.tensor, size: tl.tensor, members: tl.tensor) -> tl.tensor:
+    """The score bucket of a copied token: by the length of the match, and the share of occurrences that go on so."""
+    length = (match >= 3).to(tl.int32)  # a match has at least two tokens
+    length += (match >= 4).to(tl.int32)
+    length += (match >= 6).to(tl.int32)
+    length += (match >= 9).to(tl.int32)
+    length += (match >= 13).to(tl.int32)
+    length += (match >= 18).to(tl.int32)
+    length += (match >= 24).to(tl.int32)
+    share = (10 * size >= 3 * members).to(tl.int32)
+    share += (10 * size >= 6 * members).to(tl.int32)
+    share += (10 * size >= 9 * members).to(tl.int32)
+    return length * _NUM_SHARES + share
+
+
+@triton.jit
+def _at_leader(value: tl.tensor, leader: tl.tensor) -> tl.tensor:
+    """value [_SPANS] of each one's leader."""
+    span = tl.arange(0, _SPANS)
+    return tl.sum(tl.where(leader[:, None] == span[None, :], value[None, :], 0), axis=1)
+
+
+@triton.jit
+def _grouped(
+    active: tl.tensor, token: tl.tensor, branch: tl.tensor, order: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Occurrences [_SPANS] of the same branch that go on with the same token.
+
+    Whether each goes on at all, whether it is the first of its group, that first one, the group's size, and the rank of
+    the group among all: by the order of the branches, then the largest first, then the first to appear.
+    """
+    span = tl.arange(0, _SPANS)
+    goes_on = active & (token >= 0)
+    is_same = goes_on[:, None] & goes_on[None, :]
+    is_same = is_same & (branch[:, None] == branch[None, :]) & (token[:, None] == token[None, :])
+    leader = tl.min(tl.where(is_same, span[None, :], _SPANS), axis=1)
+    size = tl.sum(is_same.to(tl.int32), axis=1)
+    is_leader = goes_on & (leader == span)
+    is_larger = (size[None, :] > size[:, None]) | ((size[None, :] == size[:, None]) & (span[None, :] < span[:, None]))
+    is_before = (order[None, :] < order[:, None]) | ((order[None, :] == order[:, None]) & is_larger)
+    rank = tl.sum((is_leader[None, :] & is_before).to(tl.int32), axis=1)
+    return goes_on, is_leader, leader, size, rank
+
+
+@triton.jit
+def _attach_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    own_texts: tl.tensor,
+    past: tl.tensor,
+    lengths: tl.tensor,
+    lines: tl.tensor,
+    places: tl.tensor,
+    own_counts: tl.tensor,
+    own_positions: tl.tensor,
+    past_counts: tl.tensor,
+    past_positions: tl.tensor,
+    chances: tl.tensor,
+    factors: tl.tensor,
+    max_depths: tl.tensor,
+    source: int,
+    num_sources: int,
+    num_buckets: int,
+    capacity: int,
+    first_copy: int,
+    context: tl.int64,
+    ring: tl.int64,
+    own_blocks: int,
+    past_blocks: int,
+    NUM_NODES: tl.constexpr,
+    MOST: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    MAX_LENGTH: tl.constexpr,
+    OWN_BLOCKS: tl.constexpr,
+    PAST_BLOCKS: tl.constexpr,
+) -> None:
+    """One place: a tree of what followed in the row's own text, and one of what followed in finished texts."""
+    row, number = tl.program_id(0), tl.program_id(1)
+    where = row * tl.num_programs(1) + number
+    node = tl.load(places + where)
+    if node < 0:
+        return
+    first = row.to(tl.int64) * capacity
+    line = tl.load(lines + row)
+    end = tl.load(lengths + line).to(tl.int64)
+    text = own_texts + line.to(tl.int64) * context
+    top = tl.load(depths + first + node)
+    need = tl.load(needs + first + node)
+    limit = tl.minimum(MAX_LENGTH, tl.load(max_depths + row) - top)
+
+    # The end of the text with the path down to the node, the last token first.
+    back = tl.arange(0, MAX_LENGTH)
+    suffix = tl.load(text + end - 1 - (back - top), mask=(back >= top) & (back - top < end), other=-2)
+    above = node
+    for step in range(tl.minimum(top, MAX_LENGTH)):
+        suffix = tl.where(back == step, tl.load(tokens + first + above), suffix)
+        above = tl.load(parents + first + above)
+
+    own_at = _latest(own_counts, own_positions, where, own_blocks, MOST, OWN_BLOCKS)
+    past_at = _latest(past_counts, past_positions, where, past_blocks, MOST, PAST_BLOCKS)
+    own_seen = own_at[:, None] - 1 - back[None, :]
+    past_seen = past_at[:, None] - 1 - back[None, :]
+    own_token = tl.load(text + own_seen, mask=(own_at[:, None] >= 0) & (own_seen >= 0), other=-3)
+    past_token = tl.load(past + (past_seen & ring), mask=past_at[:, None] >= 0, other=-3)
+    differs = back[None, :] >= MAX_MATCH
+    own_match = tl.min(tl.where(differs | (own_token != suffix[None, :]), back[None, :], MAX_LENGTH), axis=1)
+    past_match = tl.min(tl.where(differs | (past_token != suffix[None, :]), back[None, :], MAX_LENGTH), axis=1)
+    # Only what something follows counts.
+    own_follows = (own_at >= 0) & (own_at < end)
+    past_follows = (past_at >= 0) & (tl.load(past + (past_at & ring), mask=past_at >= 0, other=-1) >= 0)
+    own_match = tl.where(own_follows, own_match, 0)
+    past_match = tl.where(past_follows, past_match, 0)
+    own_longest, past_longest = tl.max(own_match, axis=0), tl.max(past_match, axis=0)
+    # Matches at most half as long as the longest are left out: they would only take up its nodes.
+    own_active = own_follows & (2 * own_match > own_longest)
+    past_active = past_follows & (2 * past_match > past_longest)
+
+    nothing = tl.zeros([_SPANS], tl.int32)
+    own_branch, own_order, past_branch, past_order = nothing, nothing, nothing, nothing
+    own_members = nothing + tl.sum(own_active.to(tl.int32), axis=0)
+    past_members = nothing + tl.sum(past_active.to(tl.int32), axis=0)
+    own_node, past_node = nothing + node, nothing + node
+    own_path = tl.zeros([_SPANS], tl.float32) + tl.load(paths + first + node)
+    past_path = own_path
+    own_key = tl.zeros([_SPANS], tl.int64) + tl.load(keys + first + node)
+    past_key = own_key
+    own_first = first_copy + number * 2 * NUM_NODES
+    past_first = own_first + NUM_NODES
+    num_own, num_past, num_new = 0, 0, 0  # nodes so far; of those of finished texts, the ones that are new
+    step = 0
+    goes_on = tl.sum((own_active | past_active).to(tl.int32), axis=0) > 0
+    while (step < limit) & goes_on:
+        depth = top + step + 1
+        own_next = tl.load(text + own_at + step, mask=own_active & (own_at + step < end), other=-1)
+        past_next = tl.load(past + ((past_at + step) & ring), mask=past_active, other=-1)
+
+        own_active, is_first, leader, size, rank = _grouped(own_active, own_next, own_branch, own_order)
+        is_made = is_first & (num_own + rank < NUM_NODES)
+        made_at = own_first + num_own + rank
+        bucket = _match_bucket(own_longest + step, size, own_members)
+        chance = chance_of(chances, ALONE, source, bucket, num_sources, num_buckets, is_made)
+        path = path_of(own_path, chance)
+        key = key_of(own_key, own_next, nothing + depth, factors, is_made)
+        at = first + made_at
+        tl.store(tokens + at, own_next, mask=is_made)
+        tl.store(parents + at, own_node, mask=is_made)
+        tl.store(depths + at, depth, mask=is_made)
+        tl.store(needs + at, need, mask=is_made)
+        tl.store(sources + at, source, mask=is_made)
+        tl.store(buckets + at, bucket, mask=is_made)
+        tl.store(keys + at, key, mask=is_made)
+        tl.store(paths + at, path, mask=is_made)
+
+        past_active, is_past_first, past_leader, past_size, past_rank = _grouped(
+            past_active, past_next, past_branch, past_order
+        )
+        is_past_made = is_past_first & (num_past + past_rank < NUM_NODES)
+        # A token of both texts has the node of the row's own.
+        is_known = is_past_made[:, None] & is_made[None, :] & (past_node[:, None] == own_node[None, :])
+        is_known = is_known & (past_next[:, None] == own_next[None, :])
+        has_node = tl.sum(is_known.to(tl.int32), axis=1) > 0
+        is_new = is_past_made & (has_node == 0)
+        past_bucket = _match_bucket(past_longest + step, past_size, past_members)
+        past_chance = chance_of(chances, ALONE, source + 1, past_bucket, num_sources, num_buckets, is_new)
+        new_path = path_of(past_path, past_chance)
+        new_key = key_of(past_key, past_next, nothing + depth, factors, is_new)
+        is_earlier = is_new[None, :] & (past_rank[None, :] < past_rank[:, None])
+        new_at = past_first + num_new + tl.sum(is_earlier.to(tl.int32), axis=1)
+        at = first + new_at
+        tl.store(tokens + at, past_next, mask=is_new)
+        tl.store(parents + at, past_node, mask=is_new)
+        tl.store(depths + at, depth, mask=is_new)
+        tl.store(needs + at, need, mask=is_new)
+        tl.store(sources + at, source + 1, mask=is_new)
+        tl.store(buckets + at, past_bucket, mask=is_new)
+        tl.store(keys + at, new_key, mask=is_new)
+        tl.store(paths + at, new_path, mask=is_new)
+        new_at = tl.where(has_node, tl.sum(tl.where(is_known, made_at[None, :], 0), axis=1), new_at)
+        new_path = tl.where(has_node, tl.sum(tl.where(is_known, path[None, :], 0.0), axis=1), new_path)
+        new_key = tl.where(has_node, tl.sum(tl.where(is_known, key[None, :], 0), axis=1), new_key)
+
+        own_active = own_active & (_at_leader(is_made.to(tl.int32), leader) > 0)
+        own_branch, own_order, own_members = leader, _at_leader(rank, leader), size
+        own_node, own_path, own_key = (
+            _at_leader(made_at, leader),
+            _at_leader(path, leader),
+            _at_leader(key, leader),
+        )
+        past_active = past_active & (_at_leader(is_past_made.to(tl.int32), past_leader) > 0)
+        past_branch, past_order, past_members = past_leader, _at_leader(past_rank, past_leader), past_size
+        past_node, past_path, past_key = (
+            _at_leader(new_at, past_leader),
+            _at_leader(new_path, past_leader),
+            _at_leader(new_key, past_leader),
+        )
+        num_own += tl.sum(is_made.to(tl.int32), axis=0)
+        num_past += tl.sum(is_past_made.to(tl.int32), axis=0)
+        num_new += tl.sum(is_new.to(tl.int32), axis=0)
+        step += 1
+        goes_on = tl.sum((own_active | past_active).to(tl.int32), axis=0) > 0

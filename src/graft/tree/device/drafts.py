@@ -1,0 +1,142 @@
+"""Drafted levels enter the pool on the device, and decide whether another draft pass is made.
+
+A pass is made as long as the probability that one of its beams is accepted, summed over the rows, is above a threshold
+that the host set before the round: it is what another pass must bring to be worth its time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.tree.device.pool import ALONE, NUM_BUCKETS, Pool, PoolShape, bucket_of, chance_of, key_of, path_of
+
+
+def add_level(
+    pool: Pool,
+    shape: PoolShape,
+    number: int,
+    tokens: Tensor,  # [R * n] int64, likeliest first
+    parents: Tensor,  # [R * n] int64, numbers in the drafted tree: 0 is the root
+    probabilities: Tensor,  # [R * n] float32 the drafter's q; 0 is padding
+    chances: Tensor,  # [agreements, sources, buckets] float32
+    factors: Tensor,  # int64, by depth
+    starts: Tensor,  # [NUM_BUCKETS] float32, see `bucket_starts`
+    caps: Tensor,  # [R] int32: a row of 0 gets no drafted node
+    thresholds: Tensor,  # [passes + 1] float32: reach below which the pass of that number is not made
+    reach: Tensor,  # [R] float32, written: P(one of the row's next beams is accepted)
+    made: Tensor,  # [passes + 1] int32: whether each pass is made; that of the next one is written
+    arrived: Tensor,  # [1] int32, 0 before and after
+    source: int,
+    num_beams: int,
+) -> None:
+    """Adds the level of pass `number`, if that pass was made, and decides about the next."""
+    count = shape.levels[number]
+    _add_level_kernel[(shape.num_rows,)](
+        pool.tokens,
+        pool.parents,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.buckets,
+        pool.keys,
+        pool.paths,
+        tokens,
+        parents,
+        probabilities,
+        chances,
+        factors,
+        starts,
+        caps,
+        thresholds,
+        reach,
+        made,
+        arrived,
+        source,
+        *chances.shape[1:],
+        pool.capacity,
+        shape.level_start(number),
+        shape.first_level,
+        num_beams,
+        NUMBER=number,
+        COUNT=count,
+        BLOCK=triton.next_power_of_2(count),
+        ROWS=triton.next_power_of_2(shape.num_rows),
+        NUM_BUCKETS=NUM_BUCKETS,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _add_level_kernel(
+    pool_tokens: tl.tensor,
+    pool_parents: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    probabilities: tl.tensor,
+    chances: tl.tensor,
+    factors: tl.tensor,
+    starts: tl.tensor,
+    caps: tl.tensor,
+    thresholds: tl.tensor,
+    reach: tl.tensor,
+    made: tl.tensor,
+    arrived: tl.tensor,
+    source: int,
+    num_sources: int,
+    num_buckets: int,
+    capacity: int,
+    level_start: int,
+    first_level: int,
+    num_beams: int,
+    NUMBER: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_BUCKETS: tl.constexpr,
+) -> None:
+    """One row; the last program of the launch decides about the next pass."""
+    row = tl.program_id(0)
+    is_made = tl.load(made + NUMBER) != 0
+    place = tl.arange(0, BLOCK)
+    inside = (place < COUNT) & is_made
+    q = tl.load(probabilities + row * COUNT + place, mask=inside, other=0.0)
+    token = tl.load(tokens + row * COUNT + place, mask=inside, other=0).to(tl.int32)
+    number = tl.load(parents + row * COUNT + place, mask=inside, other=0).to(tl.int32)
+    parent = tl.where(number > 0, first_level + number - 1, 0)
+    first = row.to(tl.int64) * capacity
+    depth = tl.load(depths + first + parent, mask=inside, other=0) + 1
+    bucket = bucket_of(q, starts, NUM_BUCKETS)
+    chance = chance_of(chances, ALONE, source, bucket, num_sources, num_buckets, inside)
+    is_node = inside & (q > 0) & (tl.load(caps + row) > 0)
+    path = path_of(tl.load(paths + first + parent, mask=inside, other=0.0), tl.where(is_node, chance, 0.0))
+    node = first + level_start + place
+    tl.store(pool_tokens + node, token, mask=inside)
+    tl.store(pool_parents + node, parent, mask=inside)
+    tl.store(depths + node, depth, mask=inside)
+    tl.store(needs + node, NUMBER + 1, mask=inside)
+    tl.store(sources + node, source, mask=inside)
+    tl.store(buckets + node, bucket, mask=inside)
+    above = tl.load(keys + first + parent, mask=inside, other=0)
+    tl.store(keys + node, key_of(above, token, depth, factors, inside), mask=inside)
+    tl.store(paths + node, path, mask=inside)
+    # Summed one by one, as the C code does.
+    total = 0.0
+    for beam in range(num_beams):
+        total += tl.sum(tl.where((place == beam) & inside, path, 0.0), axis=0)
+    tl.store(reach + row, tl.minimum(total, 1.0))
+
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
+        rows = tl.arange(0, ROWS)
+        reached = tl.load(reach + rows, mask=rows < tl.num_programs(0), other=0.0, cache_modifier=".cg")
+        goes_on = is_made & (tl.sum(reached, axis=0) > tl.load(thresholds + NUMBER + 1))
+        tl.store(made + NUMBER + 1, goes_on.to(tl.int32))
+        tl.store(arrived, 0)

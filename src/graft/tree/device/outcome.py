@@ -1,0 +1,342 @@
+"""What follows a verify on the device: texts grow by the accepted tokens, proposals are counted, and tables learn."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.tree.device.copies import Texts
+from graft.tree.device.pool import NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, bucket_of
+from graft.tree.device.tables import NUM_TABLES, Tables, row_of
+
+_BLOCK = 64  # nodes of one program that learns
+_COUNTED = 128  # nodes of one program that counts
+_NUM_TERMS = tl.constexpr(11)
+# The Taylor series of 2^-f for f from 0 to 1, in parts of 2^30: exponentials are whole numbers, the same everywhere.
+_TERMS = (1073741824, 744261118, 257941248, 59597083, 10327387, 1431680, 165394, 16377, 1419, 109, 8)
+
+
+def exponential_terms(device: torch.device) -> Tensor:
+    return torch.tensor(_TERMS, device=device)
+
+
+def advance(
+    texts: Texts,
+    lines: Tensor,  # [R] int32
+    starts: Tensor,  # [R or more] int32 each row's first token in the step
+    counts: Tensor,  # [R] int32 new tokens of each row; 0 for a row that is not in use
+    tokens: Tensor,  # [R, W] int32 these tokens
+    nodes: Tensor,  # [R, W] int32 the token of the step after which each was chosen
+    places: Tensor,  # [R, P] int32, written: of the accepted nodes in their trees, for the commit
+    num_accepted: Tensor,  # [R] int32, written
+    lengths: Tensor,  # [R] int32, written: tokens that were committed before the root
+    factors: Tensor,  # int64, by depth
+    emitted: Tensor,  # [R, W + 1] int64, written: by depth, the key of the path that the tokens are
+) -> None:
+    """Appends the new tokens to the texts, and says which keys and values stay."""
+    num_rows, width = tokens.shape
+    _advance_kernel[(num_rows,)](
+        texts.own,
+        texts.lengths,
+        lines,
+        starts,
+        counts,
+        tokens,
+        nodes,
+        places,
+        num_accepted,
+        lengths,
+        factors,
+        emitted,
+        texts.own.shape[1],
+        places.shape[1],
+        W=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def count(
+    pool: Pool,
+    shape: PoolShape,
+    factors: Tensor,
+    counts: Tensor,  # [R] int32 new tokens of each row
+    emitted: Tensor,  # [R, W + 1] int64 the keys of the paths that they are, see `advance`
+    tried: Tensor,  # [agreements, sources, buckets] int32, added to
+    fitted: Tensor,  # likewise
+) -> None:
+    """Counts the proposals whose parent's path was emitted with a token behind it, and those that are this token."""
+    _count_kernel[(triton.cdiv(shape.width, _COUNTED), shape.num_rows)](
+        pool.tokens,
+        pool.depths,
+        pool.sources,
+        pool.buckets,
+        pool.agreement,
+        pool.keys,
+        pool.paths,
+        factors,
+        counts,
+        emitted,
+        tried,
+        fitted,
+        *tried.shape[1:],
+        pool.capacity,
+        shape.width,
+        emitted.shape[1],
+        BLOCK=_COUNTED,
+        num_warps=2,
+    )
+
+
+def learn(
+    tables: Tables,
+    step_tokens: Tensor,  # [T] int32
+    step_parents: Tensor,  # [T] int32 places in the row's own tree
+    step_places: Tensor,  # [T] int32
+    step_rows: Tensor,  # [T] int32
+    starts: Tensor,  # [rows] int32 each row's first token in the step
+    before: Tensor,  # [2, rows] int32 the two tokens before each row's first, -1 for none
+    salts: Tensor,  # [rows] int64
+    successors: Tensor,  # [T, k] int32 the target's likeliest tokens after each, best first
+    logits: Tensor,  # [T, k] float32
+    bucket_starts: Tensor,  # [NUM_BUCKETS] float64
+    terms: Tensor,  # see `exponential_terms`
+    num_rows: int,
+    is_text: bool,
+) -> None:
+    """Writes the successors of every n-gram of a step to all tables.
+
+    Where an n-gram occurs several times the likeliest node's stay, or in chunks of text (`is_text`) the last
+    occurrence's; of several rows the last one's. num_rows: tokens of further rows are padding.
+    """
+    size = len(step_tokens)
+    _learn_kernel[(triton.cdiv(size, _BLOCK), NUM_TABLES)](
+        tables.entries,
+        tables.tags,
+        tables.starts,
+        tables.row_bits,
+        tables.factors,
+        step_tokens,
+        step_parents,
+        step_places,
+        step_rows,
+        starts,
+        before,
+        salts,
+        successors,
+        logits,
+        bucket_starts,
+        terms,
+        before.shape[1],
+        num_rows,
+        size,
+        K=NUM_SUCCESSORS,
+        NUM_BUCKETS=NUM_BUCKETS,
+        IS_TEXT=is_text,
+        BLOCK=_BLOCK,
+        num_warps=2,
+    )
+
+
+@triton.jit
+def _advance_kernel(
+    texts: tl.tensor,
+    text_lengths: tl.tensor,
+    lines: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    tokens: tl.tensor,
+    nodes: tl.tensor,
+    places: tl.tensor,
+    num_accepted: tl.tensor,
+    lengths: tl.tensor,
+    factors: tl.tensor,
+    emitted: tl.tensor,
+    context: tl.int64,
+    places_room: int,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    count, line, start = tl.load(counts + row), tl.load(lines + row), tl.load(starts + row)
+    end = tl.load(text_lengths + line)
+    number = tl.arange(0, BLOCK)
+    token = tl.load(tokens + row * W + number, mask=number < count, other=0)
+    node = tl.load(nodes + row * W + number, mask=number < count, other=0)
+    fits = (number < count) & (end + number < context)
+    tl.store(texts + line.to(tl.int64) * context + end + number, token, mask=fits)
+    tl.store(places + row * places_room + number - 1, node - start, mask=(number > 0) & (number < count))
+    factor = tl.load(factors + number + 1, mask=number < count, other=0)
+    key = tl.cumsum((token.to(tl.int64) + 1) * factor, axis=0)
+    tl.store(emitted + row * (W + 1) + number + 1, key, mask=number < count)
+    tl.store(emitted + row * (W + 1), tl.zeros([], tl.int64))
+    tl.store(num_accepted + row, tl.maximum(count - 1, 0))
+    tl.store(lengths + row, end - 1)
+    if count > 0:
+        tl.store(text_lengths + line, tl.minimum(end + count, context.to(tl.int32)))
+
+
+@triton.jit
+def _count_kernel(
+    tokens: tl.tensor,
+    depths: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    agreement: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    factors: tl.tensor,
+    counts: tl.tensor,
+    emitted: tl.tensor,
+    tried: tl.tensor,
+    fitted: tl.tensor,
+    num_sources: int,
+    num_buckets: int,
+    capacity: int,
+    width: int,
+    emitted_room: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A block of a row's nodes."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    node = row.to(tl.int64) * capacity + block * BLOCK + tl.arange(0, BLOCK)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    is_node = tl.load(paths + node, mask=(place > 0) & (place < width), other=0.0) > 0
+    depth = tl.load(depths + node, mask=is_node, other=0)
+    is_node = is_node & (depth <= tl.load(counts + row))
+    key = tl.load(keys + node, mask=is_node, other=0)
+    token = tl.load(tokens + node, mask=is_node, other=0)
+    above = key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_node, other=0)
+    came = emitted + row * emitted_room + depth
+    is_tried = is_node & (above == tl.load(came - 1, mask=is_node, other=0))
+    is_fitted = is_tried & (key == tl.load(came, mask=is_node, other=0))
+    source = tl.load(sources + node, mask=is_tried, other=0)
+    bucket = tl.load(buckets + node, mask=is_tried, other=0)
+    agreed = tl.load(agreement + node, mask=is_tried, other=0)
+    cell = (agreed * num_sources + source) * num_buckets + bucket
+    tl.atomic_add(tried + cell, 1, mask=is_tried)
+    tl.atomic_add(fitted + cell, 1, mask=is_fitted)
+
+
+@triton.jit
+def _rows_of(
+    number: tl.tensor,
+    node: tl.tensor,
+    is_node: tl.tensor,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    before: tl.tensor,
+    salts: tl.tensor,
+    table_starts: tl.tensor,
+    row_bits: tl.tensor,
+    factors: tl.tensor,
+    rows_room: int,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rows of a table that the n-grams at tokens of a step belong to, and their hashes. number: of the table."""
+    row = tl.load(rows + node, mask=is_node, other=0)
+    start = tl.load(starts + row, mask=is_node, other=0)
+    place = node - start
+    token = tl.load(tokens + node, mask=is_node, other=0)
+    parent = tl.load(parents + node, mask=is_node, other=0)
+    above = tl.load(tokens + start + parent, mask=is_node, other=0)
+    parents_parent = tl.load(parents + start + parent, mask=is_node, other=0)
+    twice_above = tl.load(tokens + start + parents_parent, mask=is_node, other=0)
+    before_root = tl.load(before + row, mask=is_node, other=-1)
+    earlier_root = tl.load(before + rows_room + row, mask=is_node, other=-1)
+    last = tl.where(place > 0, above, before_root)
+    second = tl.where(parent > 0, twice_above, tl.where(place > 0, before_root, earlier_root))
+    salt = tl.load(salts + row, mask=is_node, other=0)
+    return row_of(number, token, last, second, salt, table_starts, row_bits, factors)
+
+
+@triton.jit
+def _learn_kernel(
+    entries: tl.tensor,
+    tags: tl.tensor,
+    table_starts: tl.tensor,
+    row_bits: tl.tensor,
+    factors: tl.tensor,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    places: tl.tensor,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    before: tl.tensor,
+    salts: tl.tensor,
+    successors: tl.tensor,
+    logits: tl.tensor,
+    bucket_starts: tl.tensor,
+    terms: tl.tensor,
+    rows_room: int,
+    num_rows: int,
+    size: int,
+    K: tl.constexpr,
+    NUM_BUCKETS: tl.constexpr,
+    IS_TEXT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A block of tokens, for one table."""
+    block, number = tl.program_id(0), tl.program_id(1)
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    own_row = tl.load(rows + own, mask=own < size, other=0x7FFFFFFF)
+    is_own = own_row < num_rows
+    if tl.sum(is_own.to(tl.int32), axis=0) == 0:
+        return
+    own_place = tl.load(places + own, mask=is_own, other=0)
+    found, tag = _rows_of(
+        number, own, is_own, tokens, parents, rows, starts, before, salts, table_starts, row_bits, factors, rows_room
+    )
+    is_overwritten = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        other_row = tl.load(rows + other, mask=other < size, other=0x7FFFFFFF)
+        is_other = other_row < num_rows
+        if tl.sum(is_other.to(tl.int32), axis=0) > 0:
+            there, _ = _rows_of(
+                number,
+                other,
+                is_other,
+                tokens,
+                parents,
+                rows,
+                starts,
+                before,
+                salts,
+                table_starts,
+                row_bits,
+                factors,
+                rows_room,
+            )
+            other_place = tl.load(places + other, mask=is_other, other=0)
+            if IS_TEXT:
+                is_later = other_place[None, :] > own_place[:, None]
+            else:
+                is_later = other_place[None, :] < own_place[:, None]
+            is_later = (other_row[None, :] > own_row[:, None]) | ((other_row[None, :] == own_row[:, None]) & is_later)
+            is_same = is_other[None, :] & (there[None, :] == found[:, None])
+            is_overwritten = is_overwritten | tl.max((is_same & is_later).to(tl.int32), axis=1)
+    is_written = is_own & (is_overwritten == 0)
+    rank = tl.arange(0, K)
+    at = own[:, None] * K + rank[None, :]
+    token = tl.load(successors + at, mask=is_written[:, None], other=0)
+    logit = tl.load(logits + at, mask=is_written[:, None], other=0.0)
+    best = tl.load(logits + own * K, mask=is_written, other=0.0)
+    # The exponential of what is at most 0, in parts of 2^30.
+    x = logit - best[:, None]
+    halvings = (x.to(tl.float64) * tl.full([], -1549082004.679870, tl.float64)).to(tl.int64)
+    halvings = tl.where((x < 0) & (x > -20.0), halvings, 0)
+    fraction = halvings & 0x3FFFFFFF
+    weight = tl.zeros_like(halvings)
+    for term in tl.static_range(_NUM_TERMS):
+        weight = tl.load(terms + _NUM_TERMS - 1 - term) - ((weight * fraction) >> 30)
+    weight = tl.where(x > -20.0, weight >> (halvings >> 30), 0)
+    total = tl.sum(weight, axis=1)
+    share = weight.to(tl.float64) / total.to(tl.float64)[:, None]
+    bucket = bucket_of(share, bucket_starts, NUM_BUCKETS)
+    tl.store(entries + found[:, None] * K + rank[None, :], token * NUM_BUCKETS + bucket, mask=is_written[:, None])
+    tl.store(tags + found, tag, mask=is_written)

@@ -1,0 +1,117 @@
+"""The pool of candidate nodes on the device: its memory, its segments, and the small functions that all kernels share.
+
+A row of the pool is cut into segments of fixed size, in the order in which candidates are added: the root, copies of
+earlier text below the root, drafted levels, copies below drafted nodes, and successors from the tables. A place that
+nobody fills is padding: its path probability is 0. Since the order is that of the C code, ties are decided alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ALONE, OPPOSED, AGREED = (tl.constexpr(value) for value in range(3))  # agreement of a node's proposers
+NUM_BUCKETS = 16  # of a probability, two a halving
+NUM_SUCCESSORS = 8  # of a row of a table
+NO_TOKEN = -1  # stands where a text has no earlier token
+
+_SURE = tl.constexpr(0.999)  # no acceptance probability is higher, so that a node is always behind its parent
+_LEAST = tl.constexpr(1e-30)  # a path less likely than this is padding
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """How many candidates each source may add to a row. One captured graph serves one shape."""
+
+    num_rows: int
+    copy_nodes: int  # of one text's copies below one node
+    num_places: int  # drafted nodes that copies are looked up for
+    levels: tuple[int, ...]  # drafted nodes by depth
+    num_waves: int  # of lookups in the tables
+    beam: int  # nodes looked up in a wave
+
+    @cached_property
+    def first_level(self) -> int:
+        return 1 + 2 * self.copy_nodes
+
+    @cached_property
+    def first_copy(self) -> int:
+        return self.first_level + sum(self.levels)
+
+    @cached_property
+    def first_wave(self) -> int:
+        return self.first_copy + 2 * self.copy_nodes * self.num_places
+
+    @cached_property
+    def width(self) -> int:
+        """Nodes of a row, padding included."""
+        return self.first_wave + self.num_waves * self.beam * NUM_SUCCESSORS
+
+    def level_start(self, number: int) -> int:
+        return self.first_level + sum(self.levels[:number])
+
+
+class Pool:
+    """Memory for the candidates of up to so many rows."""
+
+    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        numbers = torch.zeros(7, num_rows, capacity, dtype=torch.int32, device=device)
+        # Needs: draft passes without which the node would not have been proposed. Buckets: of the proposer's score.
+        self.tokens, self.parents, self.depths, self.needs, self.sources, self.buckets, self.agreement = numbers
+        self.keys = torch.zeros(num_rows, capacity, dtype=torch.int64, device=device)  # the hash of the node's path
+        self.paths = torch.zeros(num_rows, capacity, device=device)  # P(the target accepts the path); 0 is padding
+        self.open = torch.zeros_like(self.paths)  # the same for nodes that the tables were not asked about yet
+        self.before = torch.zeros(2, num_rows, dtype=torch.int32, device=device)  # the two tokens before the root
+
+
+@triton.jit
+def path_of(above: tl.tensor, chance: tl.tensor) -> tl.tensor:
+    """The path probability of a node, given its parent's and its own acceptance probability."""
+    path = above * tl.minimum(chance, _SURE)
+    return tl.where(path < _LEAST, 0.0, path)
+
+
+@triton.jit
+def key_of(above: tl.tensor, token: tl.tensor, depth: tl.tensor, factors: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """The key of a node's path: its parent's, and the token times an odd number of the depth."""
+    factor = tl.load(factors + depth, mask=mask, other=0)
+    return above + (token.to(tl.int64) + 1) * factor
+
+
+@triton.jit
+def bucket_of(probability: tl.tensor, starts: tl.tensor, NUM_BUCKETS: tl.constexpr) -> tl.tensor:
+    """The bucket of probabilities. starts: [NUM_BUCKETS] where each bucket begins, falling, in the same precision."""
+    bucket = tl.zeros_like(probability).to(tl.int32)
+    for number in tl.static_range(1, NUM_BUCKETS):
+        bucket += (probability <= tl.load(starts + number)).to(tl.int32)
+    return bucket
+
+
+@triton.jit
+def chance_of(
+    chances: tl.tensor,
+    agreement: tl.tensor,
+    source: tl.tensor,
+    bucket: tl.tensor,
+    num_sources: int,
+    num_buckets: int,
+    mask: tl.tensor,
+) -> tl.tensor:
+    """P(accepted | parent accepted) from the calibration table [agreements, sources, buckets]."""
+    return tl.load(chances + (agreement * num_sources + source) * num_buckets + bucket, mask=mask, other=0.0)
+
+
+def bucket_starts(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where buckets begin: 2^(-b/2), rounded down, so that a comparison in `dtype` is the one in float64."""
+    half = 0.70710678118654752440
+    exact = torch.tensor([(half if b % 2 else 1.0) / 2 ** (b // 2) for b in range(NUM_BUCKETS)], dtype=torch.float64)
+    starts = exact.to(dtype)
+    too_high = starts.double() > exact
+    down = torch.nextafter(starts, torch.zeros_like(starts))
+    return torch.where(too_high, down, starts).to(device)

@@ -1,0 +1,396 @@
+"""Merging and ranking on the device: equal paths become one node, and the best nodes of all rows become the step.
+
+Nodes are compared with each other, all with all: a few thousand comparisons a node cost less than a hash table whose
+order would depend on which thread comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.tree.device.pool import AGREED, ALONE, OPPOSED, Pool, PoolShape, chance_of, path_of
+
+_BLOCK = 16  # nodes of one program
+_OTHERS = 256  # nodes that they are compared with at once
+NUM_TRUTHS = 12  # powers of two that path probabilities are told apart by
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The likeliest nodes of each row, best first."""
+
+    nodes: Tensor  # [R, cap] int32 places in the pool
+    paths: Tensor  # [R, cap] float32; 0 behind the last
+    counts: Tensor  # [R] int32 how many of them are verified; -1 in a row that is not in use
+
+    @classmethod
+    def make(cls, num_rows: int, cap: int, device: torch.device) -> Ranked:
+        nodes = torch.zeros(num_rows, cap, dtype=torch.int32, device=device)
+        return cls(nodes, torch.zeros(num_rows, cap, device=device), torch.zeros_like(nodes[:, 0]))
+
+
+class Scratch:
+    """Memory between the kernels of a merge."""
+
+    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+        # By node: the likeliest copy of its path; and of that copy, whether several sources proposed it, and whether
+        # the drafter proposed a child of it.
+        self.kept, self.is_agreed, self.spoke = torch.zeros(
+            3, num_rows, capacity, dtype=torch.int32, device=device
+        ).unbind()
+
+
+def merge(pool: Pool, shape: PoolShape, scratch: Scratch, chances: Tensor, factors: Tensor, drafted: int) -> None:
+    """Makes equal paths one node, the likeliest copy, and computes its probability again by who agreed on it.
+
+    drafted: the source of drafted nodes.
+    """
+    _find_copies_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
+        pool.tokens,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.keys,
+        pool.paths,
+        scratch.kept,
+        scratch.is_agreed,
+        scratch.spoke,
+        pool.agreement,
+        factors,
+        drafted,
+        pool.capacity,
+        shape.width,
+        BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
+    )
+    _weigh_kernel[(shape.num_rows,)](
+        pool.parents,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.buckets,
+        pool.agreement,
+        pool.paths,
+        scratch.kept,
+        scratch.is_agreed,
+        scratch.spoke,
+        chances,
+        drafted,
+        *chances.shape[1:],
+        pool.capacity,
+        shape.width,
+        BLOCK=triton.next_power_of_2(shape.width),
+        num_warps=8,
+    )
+
+
+def rank(pool: Pool, shape: PoolShape, caps: Tensor, ranked: Ranked, total: Tensor) -> None:
+    """Ranks every row's nodes, and counts how many of each row are among the best of all.
+
+    caps: [R] int32, the most nodes of each row; -1 for a row that is not in use. total: [1] int32, of all rows.
+    """
+    cap = ranked.nodes.shape[1]
+    ranked.paths.zero_()
+    ranked.counts.copy_(caps.clamp(max=0))
+    _rank_row_kernel[(triton.cdiv(shape.width, _BLOCK), shape.num_rows)](
+        pool.paths,
+        caps,
+        ranked.nodes,
+        ranked.paths,
+        pool.capacity,
+        shape.width,
+        CAP=cap,
+        BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
+    )
+    _select_kernel[(triton.cdiv(cap, _BLOCK), shape.num_rows)](
+        ranked.paths,
+        ranked.counts,
+        total,
+        shape.num_rows * cap,
+        CAP=cap,
+        BLOCK=_BLOCK,
+        OTHERS=_OTHERS,
+    )
+
+
+@triton.jit
+def _find_copies_kernel(
+    tokens: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    kept: tl.tensor,
+    is_agreed: tl.tensor,
+    spoke: tl.tensor,
+    new_needs: tl.tensor,
+    factors: tl.tensor,
+    drafted: int,
+    capacity: int,
+    width: int,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+) -> None:
+    """A block of nodes against all nodes of their row. new_needs: by node, the least of all copies."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    first = row.to(tl.int64) * capacity
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    path = tl.load(paths + first + own, mask=own < width, other=0.0)
+    is_node = path > 0
+    if tl.sum(is_node.to(tl.int32), axis=0) == 0:
+        return
+    key = tl.load(keys + first + own, mask=is_node, other=0)
+    source = tl.load(sources + first + own, mask=is_node, other=0)
+    best = tl.zeros([BLOCK], tl.int64)
+    least_need = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, width, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_path = tl.load(paths + first + other, mask=other < width, other=0.0)
+        is_other = other_path > 0
+        if tl.sum(is_other.to(tl.int32), axis=0) > 0:
+            other_key = tl.load(keys + first + other, mask=is_other, other=0)
+            other_source = tl.load(sources + first + other, mask=is_other, other=-1)
+            other_need = tl.load(needs + first + other, mask=is_other, other=0)
+            is_copy = is_other[None, :] & (key[:, None] == other_key[None, :])
+            # The likeliest copy stays, of equally likely ones the first: one number says both.
+            worth = (other_path.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - other).to(tl.int64)
+            best = tl.maximum(best, tl.max(tl.where(is_copy, worth[None, :], 0), axis=1))
+            least_need = tl.minimum(least_need, tl.min(tl.where(is_copy, other_need[None, :], 0x7FFFFFFF), axis=1))
+            # Counted together: copies of other sources, and drafted children.
+            is_drafted = other_source == drafted
+            depth = tl.load(depths + first + other, mask=is_drafted, other=0)
+            token = tl.load(tokens + first + other, mask=is_drafted, other=0)
+            above = other_key - (token.to(tl.int64) + 1) * tl.load(factors + depth, mask=is_drafted, other=0)
+            is_child = is_drafted[None, :] & (key[:, None] == above[None, :])
+            is_others = is_copy & (other_source[None, :] != source[:, None])
+            found += tl.sum(is_others.to(tl.int32) + (is_child.to(tl.int32) << 16), axis=1)
+    tl.store(kept + first + own, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=is_node)
+    tl.store(is_agreed + first + own, found & 0xFFFF, mask=is_node)
+    tl.store(spoke + first + own, found >> 16, mask=is_node)
+    tl.store(new_needs + first + own, least_need, mask=is_node)
+
+
+@triton.jit
+def _weigh_kernel(
+    parents: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    agreement: tl.tensor,
+    paths: tl.tensor,
+    kept: tl.tensor,
+    is_agreed: tl.tensor,
+    spoke: tl.tensor,
+    chances: tl.tensor,
+    drafted: int,
+    num_sources: int,
+    num_buckets: int,
+    capacity: int,
+    width: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row: other copies become padding, and probabilities are computed again, depth by depth."""
+    row = tl.program_id(0)
+    first = row.to(tl.int64) * capacity
+    place = tl.arange(0, BLOCK)
+    path = tl.load(paths + first + place, mask=place < width, other=0.0)
+    is_node = path > 0
+    is_kept = is_node & (tl.load(kept + first + place, mask=is_node, other=-1) == place)
+    parent = tl.load(parents + first + place, mask=is_node, other=0)
+    parent = tl.load(kept + first + parent, mask=is_node, other=0)
+    depth = tl.load(depths + first + place, mask=is_node, other=0)
+    source = tl.load(sources + first + place, mask=is_node, other=0)
+    bucket = tl.load(buckets + first + place, mask=is_node, other=0)
+    least_need = tl.load(agreement + first + place, mask=is_node, other=0)
+    agreed = tl.load(is_agreed + first + place, mask=is_node, other=0) > 0
+    is_opposed = (tl.load(spoke + first + parent, mask=is_node, other=0) > 0) & (source != drafted)
+    own = tl.where(is_kept & agreed, AGREED, tl.where(is_opposed, OPPOSED, ALONE))
+    chance = chance_of(chances, own, source, bucket, num_sources, num_buckets, is_kept & (place > 0))
+    deepest = tl.max(tl.where(is_kept, depth, 0), axis=0)
+    tl.debug_barrier()  # all have read what is written over now
+    tl.store(parents + first + place, parent, mask=is_node)
+    tl.store(agreement + first + place, tl.where(is_node, own, ALONE), mask=place < width)
+    tl.store(needs + first + place, tl.where(is_kept, least_need, 0), mask=is_node)
+    tl.store(paths + first + place, 0.0, mask=is_node & (is_kept == 0))
+    for level in range(1, deepest + 1):
+        tl.debug_barrier()
+        is_here = is_kept & (depth == level)
+        above = tl.load(paths + first + parent, mask=is_here, other=0.0)
+        tl.store(paths + first + place, path_of(above, chance), mask=is_here)
+
+
+@triton.jit
+def _rank_row_kernel(
+    paths: tl.tensor,
+    caps: tl.tensor,
+    ranked_nodes: tl.tensor,
+    ranked_paths: tl.tensor,
+    capacity: int,
+    width: int,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+) -> None:
+    """A block of nodes: how many of their row are likelier. Of equal ones the first goes first."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    first = row.to(tl.int64) * capacity
+    own = block * BLOCK + tl.arange(0, BLOCK)
+    path = tl.load(paths + first + own, mask=(own > 0) & (own < width), other=0.0)
+    if tl.max(path, axis=0) > 0:
+        rank = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, width, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            there = tl.load(paths + first + other, mask=(other > 0) & (other < width), other=0.0)
+            is_before = (there[None, :] > path[:, None]) | (
+                (there[None, :] == path[:, None]) & (other[None, :] < own[:, None])
+            )
+            rank += tl.sum(is_before.to(tl.int32), axis=1)
+        is_ranked = (path > 0) & (rank < tl.minimum(tl.load(caps + row), CAP))
+        tl.store(ranked_nodes + row * CAP + rank, own, mask=is_ranked)
+        tl.store(ranked_paths + row * CAP + rank, path, mask=is_ranked)
+
+
+@triton.jit
+def _select_kernel(
+    paths: tl.tensor,
+    counts: tl.tensor,
+    total: tl.tensor,
+    size: int,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+) -> None:
+    """A block of a row's best: how many are among the `total` likeliest of all. Of equal ones the first goes first."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    rank = block * BLOCK + tl.arange(0, BLOCK)
+    own = row * CAP + rank
+    path = tl.load(paths + own, mask=rank < CAP, other=0.0)
+    if tl.max(path, axis=0) > 0:
+        before = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, size, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            there = tl.load(paths + other, mask=other < size, other=0.0)
+            is_before = (there[None, :] > path[:, None]) | (
+                (there[None, :] == path[:, None]) & (other[None, :] < own[:, None])
+            )
+            before += tl.sum(is_before.to(tl.int32), axis=1)
+        is_chosen = (path > 0) & (before < tl.load(total))
+        tl.atomic_add(counts + row, tl.sum(is_chosen.to(tl.int32), axis=0))
+
+
+def lay_out(
+    pool: Pool,
+    shape: PoolShape,
+    ranked: Ranked,
+    texts_lengths: Tensor,  # [lines] int32 tokens of each text, the root's too
+    lines: Tensor,  # [R] int32
+    columns: Tensor,  # [6, room] int32, written: tokens, parents, places, depths, rows and strips of the step
+    by_row: Tensor,  # [4, rows] int32, written: each row's first token, tokens, committed tokens and line
+    outcome: Tensor,  # [room] int32, written: each token's place in the pool
+    size: int,
+) -> None:
+    """Writes the trees as a flat step of `size` tokens, row behind row, each row's likeliest nodes first.
+
+    What the nodes do not fill is padding, which belongs to a row behind the last, of line 0 and no tokens.
+    """
+    cap = ranked.nodes.shape[1]
+    _lay_out_kernel[(shape.num_rows + 1,)](
+        pool.tokens,
+        pool.parents,
+        pool.depths,
+        ranked.nodes,
+        ranked.counts,
+        texts_lengths,
+        lines,
+        columns,
+        by_row,
+        outcome,
+        pool.capacity,
+        columns.shape[1],
+        by_row.shape[1],
+        shape.num_rows,
+        size,
+        CAP=cap,
+        BLOCK=triton.next_power_of_2(cap + 1),
+        ROWS=triton.next_power_of_2(shape.num_rows),
+        SIZE=triton.next_power_of_2(size),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _lay_out_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    ranked: tl.tensor,
+    counts: tl.tensor,
+    lengths: tl.tensor,
+    lines: tl.tensor,
+    columns: tl.tensor,
+    by_row: tl.tensor,
+    outcome: tl.tensor,
+    capacity: int,
+    room: int,
+    rows_room: int,
+    num_rows: int,
+    size: int,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """One row; the program behind the last writes the padding."""
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    widths = tl.load(counts + rows, mask=rows < num_rows, other=-1) + 1
+    start = tl.sum(tl.where(rows < row, widths, 0), axis=0)
+    if row == num_rows:
+        rest = tl.arange(0, SIZE)
+        is_padding = (rest >= start) & (rest < size)
+        for column in tl.static_range(6):
+            tl.store(columns + column * room + rest, row if column == 4 else 0, mask=is_padding)
+        for part in tl.static_range(4):
+            tl.store(by_row + part * rows_room + row, 0)
+    else:
+        first = row.to(tl.int64) * capacity
+        count = tl.load(counts + row)
+        place = tl.arange(0, BLOCK)
+        inside = place <= count
+        node = tl.load(ranked + row * CAP + place - 1, mask=inside & (place > 0), other=0)
+        token = tl.load(tokens + first + node, mask=inside, other=0)
+        above = tl.load(parents + first + node, mask=inside & (place > 0), other=-1)
+        depth = tl.load(depths + first + node, mask=inside, other=0)
+        is_parent = inside[None, :] & (above[:, None] == node[None, :]) & (place[:, None] > 0)
+        parent = tl.sum(tl.where(is_parent, place[None, :], 0), axis=1)
+        # A node's first child goes on with the node's own strip; any other child begins one.
+        is_child = inside[None, :] & (place[None, :] > 0) & (parent[None, :] == place[:, None])
+        first_child = tl.min(tl.where(is_child, place[None, :], BLOCK), axis=1)
+        is_next = inside[:, None] & (first_child[None, :] == place[:, None])  # [node, its parent]
+        strip = tl.full([BLOCK], 1, tl.int32)
+        for level in range(1, tl.max(tl.where(inside, depth, 0), axis=0) + 1):
+            longer = tl.sum(tl.where(is_next, strip[None, :] + 1, 0), axis=1)
+            strip = tl.where((depth == level) & (longer > 0), longer, strip)
+        strip = tl.where(first_child < BLOCK, strip, -strip)
+        at = columns + start + place
+        tl.store(at, token, mask=inside)
+        tl.store(at + room, parent, mask=inside)
+        tl.store(at + 2 * room, place, mask=inside)
+        tl.store(at + 3 * room, depth, mask=inside)
+        tl.store(at + 4 * room, row, mask=inside)
+        tl.store(at + 5 * room, strip, mask=inside)
+        tl.store(outcome + start + place, node, mask=inside)
+        line = tl.load(lines + row)
+        tl.store(by_row + row, start)
+        tl.store(by_row + rows_room + row, count + 1)
+        tl.store(by_row + 2 * rows_room + row, tl.load(lengths + line) - 1)
+        tl.store(by_row + 3 * rows_room + row, line)

@@ -1,0 +1,217 @@
+"""The target's successors of n-grams on the device: tables that a kernel fills behind a verify and another looks up.
+
+A table's row holds the tokens that the target held likeliest when it last verified the n-gram, each with the bucket of
+its share. Rows of hashed tables carry the hash as a tag, so that another n-gram on the same row is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.tree.device.pool import ALONE, NUM_BUCKETS, NUM_SUCCESSORS, Pool, PoolShape, chance_of, key_of, path_of
+
+NUM_TABLES = 3  # of three tokens, two and one
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of n-grams, the longest first, one behind the other in one memory."""
+
+    entries: Tensor  # [rows of all, NUM_SUCCESSORS] int32: a token times NUM_BUCKETS plus its bucket; -1: none
+    tags: Tensor  # [rows of all] int64 the hash of each row's n-gram; not read where a row is a token
+    starts: Tensor  # [NUM_TABLES] int64 each table's first row
+    row_bits: Tensor  # [NUM_TABLES] int32 high bits of a hash that are the row's number; 0: a row is a token
+    factors: Tensor  # [4] int64 hash factors of the last token, the one before, the one before that, and the salt
+    isolated: bool  # whether entries under a text's own salt are looked up before those of all, under 0
+
+    @classmethod
+    def make(
+        cls, sizes: Sequence[int], hashed: Sequence[bool], factors: Tensor, isolated: bool, device: torch.device
+    ) -> Tables:
+        """sizes: rows of each table, the one of three tokens first; a power of two where it is hashed."""
+        total = sum(sizes)
+        starts = torch.tensor([sum(sizes[:number]) for number in range(NUM_TABLES)])
+        bits = [size.bit_length() - 1 if is_hashed else 0 for size, is_hashed in zip(sizes, hashed, strict=True)]
+        return cls(
+            torch.full((total, NUM_SUCCESSORS), -1, dtype=torch.int32, device=device),
+            torch.zeros(total, dtype=torch.int64, device=device),
+            starts.to(device),
+            torch.tensor(bits, dtype=torch.int32, device=device),
+            factors.to(device),
+            isolated,
+        )
+
+
+def follow(
+    pool: Pool,
+    shape: PoolShape,
+    tables: Tables,
+    salts: Tensor,  # [R] int64 whose entries each row uses
+    chances: Tensor,
+    path_factors: Tensor,  # int64, by depth
+    max_depths: Tensor,  # [R] int32
+    source: int,  # of the first table
+) -> None:
+    """Adds, wave by wave, the successors of the likeliest nodes not yet looked up, by the longest n-gram known."""
+    _follow_kernel[(shape.num_rows,)](
+        pool.tokens,
+        pool.parents,
+        pool.depths,
+        pool.needs,
+        pool.sources,
+        pool.buckets,
+        pool.keys,
+        pool.paths,
+        pool.open,
+        pool.before,
+        tables.entries,
+        tables.tags,
+        tables.starts,
+        tables.row_bits,
+        tables.factors,
+        salts,
+        chances,
+        path_factors,
+        max_depths,
+        source,
+        *chances.shape[1:],
+        pool.before.shape[1],
+        pool.capacity,
+        shape.first_wave,
+        NUM_WAVES=shape.num_waves,
+        BEAM=shape.beam,
+        BEAMS=triton.next_power_of_2(shape.beam),
+        K=NUM_SUCCESSORS,
+        NUM_TABLES=NUM_TABLES,
+        NUM_BUCKETS=NUM_BUCKETS,
+        IS_ISOLATED=tables.isolated,
+        BLOCK=triton.next_power_of_2(shape.width),
+    )
+
+
+@triton.jit
+def row_of(
+    number: tl.tensor,
+    token: tl.tensor,
+    before: tl.tensor,
+    earlier: tl.tensor,
+    salt: tl.tensor,
+    starts: tl.tensor,
+    row_bits: tl.tensor,
+    factors: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The row of n-grams in a table, and their hashes. number: of the table; 0 is that of three tokens."""
+    key = salt * tl.load(factors + 3) + token.to(tl.int64) * tl.load(factors)
+    key += tl.where(number < 2, before.to(tl.int64) * tl.load(factors + 1), 0)
+    key += tl.where(number < 1, earlier.to(tl.int64) * tl.load(factors + 2), 0)
+    bits = tl.load(row_bits + number)
+    hashed = (key.to(tl.uint64, bitcast=True) >> (64 - tl.maximum(bits, 1)).to(tl.uint64)).to(tl.int64)
+    return tl.load(starts + number) + tl.where(bits > 0, hashed, token.to(tl.int64)), key
+
+
+@triton.jit
+def _follow_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    needs: tl.tensor,
+    sources: tl.tensor,
+    buckets: tl.tensor,
+    keys: tl.tensor,
+    paths: tl.tensor,
+    open_paths: tl.tensor,
+    before_roots: tl.tensor,
+    entries: tl.tensor,
+    tags: tl.tensor,
+    starts: tl.tensor,
+    row_bits: tl.tensor,
+    factors: tl.tensor,
+    salts: tl.tensor,
+    chances: tl.tensor,
+    path_factors: tl.tensor,
+    max_depths: tl.tensor,
+    source: int,
+    num_sources: int,
+    num_buckets: int,
+    num_rows: int,
+    capacity: int,
+    first_wave: int,
+    NUM_WAVES: tl.constexpr,
+    BEAM: tl.constexpr,
+    BEAMS: tl.constexpr,
+    K: tl.constexpr,
+    NUM_TABLES: tl.constexpr,
+    NUM_BUCKETS: tl.constexpr,
+    IS_ISOLATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0)
+    first = row.to(tl.int64) * capacity
+    salt, max_depth = tl.load(salts + row), tl.load(max_depths + row)
+    before_root, earlier_root = tl.load(before_roots + row), tl.load(before_roots + num_rows + row)
+    place = tl.arange(0, BLOCK)
+    beam, rank = tl.arange(0, BEAMS), tl.arange(0, K)
+    is_there = place < first_wave
+    path = tl.load(paths + first + place, mask=is_there, other=0.0)
+    depth = tl.load(depths + first + place, mask=is_there & (path > 0), other=0)
+    tl.store(open_paths + first + place, tl.where(depth < max_depth, path, 0.0), mask=place < capacity)
+    for wave in range(tl.minimum(NUM_WAVES, max_depth)):
+        tl.debug_barrier()  # what the wave before has added is there
+        closed = tl.load(open_paths + first + place, mask=place < capacity, other=0.0)
+        node, likely = tl.zeros([BEAMS], tl.int32), tl.zeros([BEAMS], tl.float32)
+        for number in range(BEAM):
+            best = tl.max(closed, axis=0)
+            chosen = tl.min(tl.where(closed == best, place, BLOCK), axis=0)  # of equal ones the first
+            node = tl.where(beam == number, chosen, node)
+            likely = tl.where(beam == number, best, likely)
+            closed = tl.where(place == chosen, -1.0, closed)
+        is_open = likely > 0
+        at = first + node
+        token = tl.load(tokens + at, mask=is_open, other=0)
+        parent = tl.load(parents + at, mask=is_open, other=0)
+        above = tl.load(tokens + first + parent, mask=is_open, other=0)
+        parents_parent = tl.load(parents + first + parent, mask=is_open, other=0)
+        twice_above = tl.load(tokens + first + parents_parent, mask=is_open, other=0)
+        before = tl.where(node > 0, above, before_root)
+        earlier = tl.where(parent > 0, twice_above, tl.where(node > 0, before_root, earlier_root))
+        # The first table that knows the n-gram gives the successors.
+        known = tl.zeros([BEAMS], tl.int32) == 1
+        table, table_row = tl.zeros([BEAMS], tl.int32), tl.zeros([BEAMS], tl.int64)
+        for number in tl.static_range(NUM_TABLES):
+            for turn in tl.static_range(2 if IS_ISOLATED else 1):
+                own_salt = salt if turn == 0 else salt * 0
+                found, tag = row_of(number, token, before, earlier, own_salt, starts, row_bits, factors)
+                is_hashed = tl.load(row_bits + number) > 0
+                is_its = (is_hashed == 0) | (tl.load(tags + found, mask=is_open, other=0) == tag)
+                is_known = is_open & is_its & (tl.load(entries + found * K, mask=is_open, other=-1) >= 0)
+                table = tl.where(known | (is_known == 0), table, number)
+                table_row = tl.where(known | (is_known == 0), table_row, found)
+                known = known | is_known
+        entry = tl.load(entries + table_row[:, None] * K + rank[None, :], mask=known[:, None], other=-1)
+        is_new = entry >= 0
+        new_token, bucket = entry // NUM_BUCKETS, entry % NUM_BUCKETS
+        own_source = (source + table)[:, None] + tl.zeros_like(entry)
+        chance = chance_of(chances, ALONE, own_source, bucket, num_sources, num_buckets, is_new)
+        new_path = path_of(tl.load(paths + at, mask=is_open, other=0.0)[:, None], chance)
+        new_depth = (tl.load(depths + at, mask=is_open, other=0) + 1)[:, None] + tl.zeros_like(entry)
+        above_key = tl.load(keys + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry)
+        new_key = key_of(above_key, new_token, new_depth, path_factors, is_new)
+        new = first + first_wave + (wave * BEAM + beam[:, None]) * K + rank[None, :]
+        tl.debug_barrier()  # all have read what is written over now
+        tl.store(open_paths + at, 0.0, mask=is_open)
+        tl.store(tokens + new, new_token, mask=is_new)
+        tl.store(parents + new, node[:, None] + tl.zeros_like(entry), mask=is_new)
+        tl.store(depths + new, new_depth, mask=is_new)
+        tl.store(needs + new, tl.load(needs + at, mask=is_open, other=0)[:, None] + tl.zeros_like(entry), mask=is_new)
+        tl.store(sources + new, own_source, mask=is_new)
+        tl.store(buckets + new, bucket, mask=is_new)
+        tl.store(keys + new, new_key, mask=is_new)
+        tl.store(paths + new, new_path, mask=is_new)
+        tl.store(open_paths + new, tl.where(new_depth < max_depth, new_path, 0.0), mask=is_new)

@@ -1,0 +1,280 @@
+"""The round's candidates on the device are those of the C code, to the last bit: see `graft.tree.device`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from graft.hashing import mix64
+from graft.model.kv_cache import Row
+from graft.model.step import FlatStep
+from graft.spec_decode.proposers import NgramTables, SuffixLookup, TargetTopK
+from graft.tree.candidates import DEPTH_FACTORS, Candidates, Level
+
+pytest.importorskip("triton")
+
+from graft.tree.device import copies, drafts, outcome, ranking, tables
+from graft.tree.device.pool import Pool, PoolShape, bucket_starts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DRAFTED, SUFFIX, TRIGRAM = 1, 2, 4  # sources; `past` is the one behind SUFFIX
+NUM_SOURCES, NUM_BUCKETS = 7, 32
+NUM_BEAMS, LEVELS = 4, (4, 8, 8)
+VOCABULARY = 9  # of the tables; texts have fewer tokens, so that equal paths are common
+CONTEXT = RING = 2048
+MOST_NODES, TOTAL, SIZE = 40, 30, 48
+Q = (0.0, 1e-9, 0.004, 0.25, 0.5, 0.5**0.5, 0.9, 1.0)
+NUMBERS = itertools.count(1)
+
+
+class Text:
+    owner = group = None
+    num_prompt_tokens = 0
+
+    def __init__(self, ids):
+        self.ids, self.number = list(ids), next(NUMBERS)
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Case:
+    """A random round: texts, drafted levels, what the tables have learned, and acceptance probabilities."""
+
+    def __init__(self, seed, num_passes):
+        self.rng = rng = random.Random(seed)
+        self.num_rows, self.num_tokens, self.num_passes = 1 + seed % 3, 3 + seed % 4, num_passes
+        lengths = [rng.choice((1, 2, 3, 30, 1500)) for _ in range(self.num_rows)]
+        self.texts = [Text(self.tokens(length)) for length in lengths]
+        self.past = [self.tokens(rng.randrange(1, 60)) for _ in range(6)]
+        self.max_depth = rng.choice((3, 12, 40))
+        self.caps = [rng.choice((0, 7, MOST_NODES, MOST_NODES)) for _ in range(self.num_rows)]
+        # Products of such numbers are often equal, or nearly: there machines could differ.
+        values = [rng.randrange(1, 20) / 20 for _ in range(3 * NUM_SOURCES * NUM_BUCKETS)]
+        self.chances = torch.tensor(values).view(3, NUM_SOURCES, NUM_BUCKETS)
+        self.levels = [self.level(number) for number in range(len(LEVELS))]
+        self.learned = [self.top_k(is_text) for is_text in (False, True, False)]
+
+    def tokens(self, count):
+        return [self.rng.randrange(self.num_tokens) for _ in range(count)]
+
+    def level(self, number):
+        """A drafted level, whose parents are beams of the level before."""
+        count, rows = LEVELS[number], range(self.num_rows)
+        first = 1 + sum(LEVELS[: number - 1]) if number else 0
+        end = first + NUM_BEAMS if number else 1
+        parents = torch.tensor([[self.rng.randrange(first, end) for _ in range(count)] for _ in rows])
+        q = torch.tensor([[self.rng.choice(Q) for _ in range(count)] for _ in rows])
+        return Level(torch.tensor([self.tokens(count) for _ in rows]), parents, q, q)
+
+    def top_k(self, is_text, num_rows=2, width=12):
+        """The target's likeliest successors of the nodes of trees, or of the tokens of texts."""
+        rng, nodes = self.rng, num_rows * width
+        parents = [[max(n - 1, 0) if is_text else rng.randrange(max(n, 1)) for n in range(width)]] * num_rows
+        sources = torch.ones(num_rows, width, dtype=torch.int64)
+        sources[:, 0] = 0
+        successors = torch.tensor([rng.sample(range(VOCABULARY), 8) for _ in range(nodes)], dtype=torch.int32)
+        spread = [rng.choice((0.0, 1.0, 2.5, 40.0)) for _ in range(nodes)]
+        logits = torch.tensor([sorted((s * rng.random() for _ in range(8)), reverse=True) for s in spread])
+        before, earlier = ([rng.randrange(-1, self.num_tokens) for _ in range(num_rows)] for _ in range(2))
+        tokens = torch.tensor([self.tokens(width) for _ in range(num_rows)])
+        shape = (num_rows, width, 8)
+        return TargetTopK(
+            *(tokens, torch.tensor(parents), sources, successors.view(shape), logits.view(shape)),
+            *(before, earlier, [0] * num_rows, is_text),
+        )
+
+    def on_host(self):
+        """The candidates by the C code, and by pass the probability that a beam is accepted."""
+        lookup, ngrams = SuffixLookup(), NgramTables(VOCABULARY)
+        for text in self.past:
+            lookup.finish(Text(text))
+        for top_k in self.learned:
+            ngrams.learn(top_k)
+        ids = [text.ids for text in self.texts]
+        candidates, reach = Candidates(torch.tensor([own[-1] for own in ids]), ids), []
+        candidates.most_nodes = MOST_NODES
+        lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
+        first, going = candidates.width - 1, [cap > 0 for cap in self.caps]
+        for number, level in enumerate(self.levels[: self.num_passes], start=1):
+            reach.append(candidates.add_level(level, self.chances, DRAFTED, number, first, going, NUM_BEAMS))
+        if self.num_passes:
+            lookup.propose(candidates, self.texts, SUFFIX, self.chances, self.max_depth)
+        ngrams.propose(candidates, self.texts, TRIGRAM, self.chances, self.max_depth)
+        return candidates, reach
+
+
+class OnDevice:
+    """The same round by kernels."""
+
+    def __init__(self, case):
+        self.case, rows = case, case.num_rows
+        beam = MOST_NODES // 4
+        self.shape = PoolShape(rows, MOST_NODES, beam, LEVELS, num_waves=5, beam=beam)
+        self.pool = Pool(rows, self.shape.width + 37, DEVICE)
+        self.pool.tokens.fill_(5)
+        self.pool.paths.fill_(0.5)  # left by the round before
+        self.texts = copies.Texts(rows + 2, CONTEXT, RING, DEVICE)
+        self.lines = numbers(*range(rows + 1, 1, -1))
+        for text, line in zip(case.texts, self.lines.tolist(), strict=True):
+            self.texts.own[line, : len(text.ids)] = numbers(*text.ids)
+            self.texts.lengths[line] = len(text.ids)
+        past = [token for text in case.past for token in (*text, -1)]
+        self.texts.past[: len(past)] = numbers(*past)
+        self.texts.past_end[0] = len(past)
+        self.factors, self.chances = DEPTH_FACTORS.to(DEVICE), case.chances.to(DEVICE)
+        self.caps, self.max_depths = numbers(*case.caps), numbers(*[case.max_depth] * rows)
+        factors = mix64(torch.arange(4)) | 1
+        self.tables = tables.Tables.make((1 << 18, 1 << 18, VOCABULARY), (True, True, False), factors, False, DEVICE)
+        for top_k in case.learned:
+            self.learn(top_k)
+
+    def learn(self, top_k):
+        rows, width = top_k.tokens.shape
+        flat = [part.flatten().int().to(DEVICE) for part in (top_k.tokens, top_k.parents)]
+        places, of_rows = numbers(*[*range(width)] * rows), numbers(*(r for r in range(rows) for _ in range(width)))
+        before = torch.tensor([top_k.before, top_k.earlier], dtype=torch.int32, device=DEVICE)
+        successors, logits = (part.flatten(0, 1).to(DEVICE) for part in (top_k.successors, top_k.logits))
+        starts = numbers(*range(0, rows * width, width))
+        outcome.learn(
+            *(self.tables, *flat, places, of_rows, starts, before, torch.zeros(rows, dtype=torch.int64, device=DEVICE)),
+            *(successors, logits, bucket_starts(torch.float64, DEVICE), outcome.exponential_terms(DEVICE)),
+            *(rows, top_k.is_text),
+        )
+
+    def copy(self, places, first):
+        """Adds copies of earlier text below the places [R, P]."""
+        pool, texts, lines = self.pool, self.texts, self.lines
+        own, past = (copies.Found.make(*places.shape, size, DEVICE) for size in (CONTEXT, RING))
+        copies.find(pool, texts, lines, torch.zeros_like(lines), places, own, past, CONTEXT)
+        calibration = (self.chances, self.factors, self.max_depths)
+        copies.attach(pool, self.shape, texts, lines, places, own, past, *calibration, SUFFIX, first)
+
+    def propose(self):
+        """All candidates; returns, by pass that was made, the probability that a beam is accepted."""
+        case, pool, shape = self.case, self.pool, self.shape
+        copies.begin(pool, shape, self.texts, self.lines)
+        self.copy(torch.zeros_like(self.lines)[:, None], first=1)
+        made = numbers(*[1] * min(case.num_passes, 1), *[0] * (len(LEVELS) + 1))
+        thresholds = torch.full((len(LEVELS) + 1,), -1.0, device=DEVICE)
+        thresholds[case.num_passes] = 1e9  # the pass that is not made
+        starts, reach, arrived = bucket_starts(torch.float32, DEVICE), torch.zeros(case.num_rows), numbers(0)
+        reach, reached = reach.to(DEVICE), []
+        for number, level in enumerate(case.levels):
+            columns = [part.flatten().to(DEVICE) for part in (level.tokens, level.parents, level.probabilities)]
+            given = (self.chances, self.factors, starts, self.caps, thresholds, reach, made, arrived)
+            drafts.add_level(pool, shape, number, *columns, *given, DRAFTED, NUM_BEAMS)
+            reached += [reach.tolist()] if number < case.num_passes else []
+        assert made.tolist()[: len(LEVELS) + 1] == [number < case.num_passes for number in range(len(LEVELS) + 1)]
+        places = torch.zeros(case.num_rows, shape.num_places, dtype=torch.int32, device=DEVICE)
+        copies.choose_places(pool, shape, made, places, self.max_depths)
+        self.copy(places, shape.first_copy)
+        salts = torch.zeros(case.num_rows, dtype=torch.int64, device=DEVICE)
+        tables.follow(pool, shape, self.tables, salts, self.chances, self.factors, self.max_depths, TRIGRAM)
+        return reached
+
+
+def listed(columns, paths, num_rows):
+    """By row, the nodes that are no padding: their paths' tokens, probabilities and the other columns."""
+    tokens, parents, *others = (part.tolist() for part in columns)
+    found = []
+    for row in range(num_rows):
+        nodes = []
+        for node in (paths[row] > 0).nonzero().flatten().tolist():
+            words, at = [], node
+            while at:
+                words.append(tokens[row][at])
+                at = parents[row][at]
+            nodes.append((words[::-1], float(paths[row, node]), *(part[row][node] for part in others)))
+        found.append(nodes)
+    return found
+
+
+def assert_same_nodes(candidates, device, is_merged):
+    nodes, pool = candidates.nodes, device.pool
+    here = [nodes.tokens, nodes.parents, nodes.depths, nodes.keys, nodes.needs, nodes.sources, nodes.score_bucket]
+    there = [pool.tokens, pool.parents, pool.depths, pool.keys, pool.needs, pool.sources, pool.buckets]
+    if is_merged:
+        here, there = [*here, candidates.agreement], [*there, pool.agreement]
+    width, num_rows = device.shape.width, candidates.num_rows
+    assert listed(there, pool.paths[:, :width].cpu(), num_rows) == listed(here, nodes.paths, num_rows)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_passes"),
+    [(0, 0), (1, 1), (2, 3), (4, 3), *(pytest.param(seed, 3, marks=pytest.mark.slow) for seed in range(5, 40))],
+)
+def test_a_round_on_the_device_is_that_of_the_c_code(seed, num_passes):
+    case = Case(seed, num_passes)
+    device = OnDevice(case)
+    candidates, reach = case.on_host()
+    assert device.propose() == reach
+    assert_same_nodes(candidates, device, is_merged=False)
+
+    candidates.merge(DRAFTED, case.chances)
+    pool, shape, rows = device.pool, device.shape, case.num_rows
+    scratch = ranking.Scratch(rows, pool.capacity, DEVICE)
+    ranking.merge(pool, shape, scratch, device.chances, device.factors, DRAFTED)
+    assert_same_nodes(candidates, device, is_merged=True)
+
+    ranked = ranking.Ranked.make(rows, MOST_NODES, DEVICE)
+    ranking.rank(pool, shape, device.caps, ranked, numbers(TOTAL))
+    step = FlatStep(
+        [Row(line, length=len(text.ids) - 1) for line, text in zip(device.lines.tolist(), case.texts, strict=True)],
+        candidates.ranked(TOTAL, [max(cap, 1) for cap in case.caps]).tree(case.max_depth, sum(ranked.counts.tolist()))[
+            0
+        ]
+        if sum(case.caps)
+        else candidates.ranked(1, [1] * rows).tree(case.max_depth, 0)[0],
+    )
+    if 0 not in case.caps:
+        check_step(device, ranked, step)
+
+    emitted = [(*case.rng.choice(nodes)[0], *case.tokens(3)) for nodes in _paths_of(candidates)]
+    check_outcome(device, candidates, emitted)
+
+
+def check_step(device, ranked, expected):
+    """The trees as a flat step, with padding behind them."""
+    columns, by_row = (torch.full(shape, 77, dtype=torch.int32, device=DEVICE) for shape in ((6, 64), (4, 8)))
+    texts, in_pool = device.texts, torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    ranking.lay_out(device.pool, device.shape, ranked, texts.lengths, device.lines, columns, by_row, in_pool, SIZE)
+    count, rows = expected.num_tokens, device.case.num_rows
+    assert columns[:, :count].tolist() == expected.columns[:, :count].tolist()
+    assert by_row[:, :rows].tolist() == expected.by_row[:, :rows].tolist()
+    padding = [[rows if column == 4 else 0] * (SIZE - count) for column in range(6)]
+    assert columns[:, count:SIZE].tolist() == padding and by_row[:, rows].tolist() == [0] * 4
+
+
+def check_outcome(device, candidates, emitted):
+    """Texts grow by what was emitted, and proposals are counted."""
+    case, texts, rows = device.case, device.texts, device.case.num_rows
+    tried, fitted = torch.zeros(2, *case.chances.shape)
+    candidates.count(emitted, tried, fitted, 1e9)
+    width = max(map(len, emitted))
+    tokens = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
+    for row, new in enumerate(emitted):
+        tokens[row, : len(new)] = numbers(*new)
+    counts, nodes, places = numbers(*map(len, emitted)), torch.zeros_like(tokens), torch.zeros_like(tokens)
+    accepted, committed = torch.zeros(2, rows, dtype=torch.int32, device=DEVICE)
+    keys = torch.zeros(rows, width + 1, dtype=torch.int64, device=DEVICE)
+    starts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    given = (starts, counts, tokens, nodes, places, accepted, committed)
+    outcome.advance(texts, device.lines, *given, device.factors, keys)
+    for text, line, new in zip(case.texts, device.lines.tolist(), emitted, strict=True):
+        ids = [*text.ids, *new]
+        assert texts.own[line, : texts.lengths[line]].tolist() == ids
+    assert committed.tolist() == [len(text.ids) - 1 for text in case.texts]
+    assert accepted.tolist() == [len(new) - 1 for new in emitted]
+    counted = torch.zeros(2, *case.chances.shape, dtype=torch.int32, device=DEVICE)
+    outcome.count(device.pool, device.shape, device.factors, counts, keys, *counted)
+    assert counted.tolist() == torch.stack([tried, fitted]).int().tolist()
+
+
+def _paths_of(candidates):
+    nodes = candidates.nodes
+    return listed([nodes.tokens, nodes.parents], nodes.paths, candidates.num_rows)
