@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
+import graft.server
+from graft.server.chat import _without_tools
 from graft.server.tools import FORMATS, Function, Thinking
 
 FUNCTIONS = [Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})]
@@ -73,3 +79,65 @@ def test_spaces_before_an_answer_that_may_begin_with_reasoning_are_read_in_linea
 @pytest.mark.parametrize("case", [name for name in CASES | MORE if name.startswith("pythonic")])
 def test_the_head_of_a_list_of_calls_is_matched_in_linear_time(case):
     check((CASES | MORE)[case], 2_500, 20_000)
+
+
+def test_results_of_tools_are_joined_in_linear_time():
+    def measured(count: int) -> float:
+        messages = [{"role": "tool", "content": "x" * 20} for _ in range(count)]
+        start = time.thread_time()
+        (said,) = _without_tools(messages, [])
+        assert said["content"].count("x" * 20) == count
+        return time.thread_time() - start
+
+    ratios = []
+    for _ in range(3):
+        short, long = measured(10_000), measured(40_000)
+        ratios.append(long / short)
+        if long < 0.1 or ratios[-1] < 8:
+            return
+    pytest.fail(f"four times the results take {ratios} times as long")
+
+
+# The page's Markdown, with elements that hold nothing. Tells the CPU time of a text and of one four times as long.
+SHOW = """
+class Box {
+  constructor() { this.children = []; this.dataset = {}; }
+  append(...nodes) { this.children.push(...nodes); }
+}
+globalThis.document = { createElement: () => new Box() };
+const { showMarkdown } = await import(process.argv[1]);
+const [before, again, after, length] = JSON.parse(process.argv[2]);
+const seconds = (count) => {
+  const start = process.cpuUsage();
+  showMarkdown(new Box(), before + again.repeat(count) + after, (text) => [text]);
+  const { user, system } = process.cpuUsage(start);
+  return (user + system) / 1e6;
+};
+seconds(10); // once, so that all is compiled
+console.log(JSON.stringify([seconds(length), seconds(4 * length)]));
+"""
+MARKDOWN = {
+    "a fence with a word and a backtick": ("~~~", "a", "`", 10_000),
+    "a long fence and a backtick": ("", "~", "`", 1_000),
+    "backticks": ("x", "`", "", 10_000),
+    "blank lines in a list": ("- a", "\n", "- b", 10_000),
+    "spaces behind a rule": ("---", " ", "x", 10_000),
+    "marks without an end": ("", "**a ", "", 2_000),
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize("case", MARKDOWN)
+def test_markdown_is_shown_in_linear_time(case, tmp_path):
+    for name in ("markdown.js", "parts.js"):
+        shutil.copy(Path(graft.server.__file__).parent / "static" / name, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    command = ["node", "--input-type=module", "--eval", SHOW, str(tmp_path / "markdown.js")]
+    ratios = []
+    for _ in range(3):
+        told = subprocess.run([*command, json.dumps(MARKDOWN[case])], capture_output=True, text=True, check=True)
+        short, long = json.loads(told.stdout)
+        ratios.append(long / short)
+        if long < 0.1 or ratios[-1] < 8:
+            return
+    pytest.fail(f"four times the text takes {ratios} times as long")

@@ -120,10 +120,10 @@ def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
         content = message["content"]
         if message["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-            if said and said[-1].get("is_result"):
-                said[-1]["content"] += "\n" + content
+            if said and "results" in said[-1]:
+                said[-1]["results"].append(content)
             else:
-                said.append({"role": "user", "content": content, "is_result": True})
+                said.append({"role": "user", "results": [content]})
             continue
         calls = [
             f"<tool_call>\n{json.dumps({k: call['function'][k] for k in ('name', 'arguments')}, ensure_ascii=False)}"
@@ -138,4 +138,4 @@ def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
             said[0] = {**said[0], "content": f"{said[0]['content']}\n\n{words}"}
         else:
             said.insert(0, {"role": "system", "content": words})
-    return [{key: value for key, value in message.items() if key != "is_result"} for message in said]
+    return [{"role": m["role"], "content": "\n".join(m["results"])} if "results" in m else m for m in said]

@@ -3,7 +3,8 @@
 
 import { element } from "./parts.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
+// No part of an expression here may match what the part beside it does, or a long line would take quadratic time.
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(?=\S)/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -46,6 +47,7 @@ const indentOf = (line) => line.text.length - line.text.trimStart().length;
 
 function blocksOf(lines, depth = 0) {
   const blocks = [];
+  const textBehind = textBehindOf(lines);
   let level = 3; // the page's own headings go so deep; none is skipped below
   let next = 0;
   const takeWhile = (fits) => {
@@ -83,7 +85,7 @@ function blocksOf(lines, depth = 0) {
       block = { kind: "blockquote", blocks: blocksOf(quoted, depth + 1) };
     } else if (depth < MAX_DEPTH && ITEM.test(line.text)) {
       const starts = (one) => ITEM.test(one.text) && !RULE.test(one.text);
-      const isOurs = (one, at) => starts(one) || (isBlank(one) ? goesOn(lines, at) : indentOf(one) > 0 ||
+      const isOurs = (one, at) => starts(one) || (isBlank(one) ? goesOn(textBehind[at]) : indentOf(one) > 0 ||
         (!isBlank(lines[at - 1]) && !beginsBlock(lines, at)));
       block = listOf(takeWhile(isOurs), depth + 1);
     } else if (beginsTable(lines, next)) {
@@ -108,11 +110,15 @@ function beginsTable(lines, at) {
   return ROW.test(lines[at].text) && ROW.test(second) && /^[-:|\s]+$/.test(second) && second.includes("-");
 }
 
-// After a blank line a list goes on with a further item, or with what is indented.
-const goesOn = (lines, at) => {
-  const later = lines.slice(at).find((line) => !isBlank(line));
-  return later !== undefined && (ITEM.test(later.text) || indentOf(later) > 1);
-};
+// Of each line the first one from it on that is not blank
+function textBehindOf(lines) {
+  const found = new Array(lines.length);
+  for (let at = lines.length - 1; at >= 0; at -= 1) found[at] = isBlank(lines[at]) ? found[at + 1] : lines[at];
+  return found;
+}
+
+// After blank lines a list goes on with a further item, or with what is indented.
+const goesOn = (later) => later !== undefined && (ITEM.test(later.text) || indentOf(later) > 1);
 
 function listOf(lines, depth) {
   const outer = indentOf(lines[0]);
@@ -184,7 +190,7 @@ function joined(lines) {
 // (each reaches so far and no further: marks without an end must not be searched for through the whole text, again
 // and again).
 const MARKS = [
-  ["code", /(`+)(?!`)([^]{0,400}?[^`])\1(?!`)/dg],
+  ["code", /(?<!`)(`+)(?!`)([^]{0,400}?[^`])\1(?!`)/dg],
   ["strong", /(\*\*)(?=\S)([^]{0,400}?\S)\*\*(?!\*)/dg],
   ["strong", /(?<!\w)(__)(?=\S)([^]{0,400}?\S)__(?!\w)/dg],
   ["em", /(\*)(?=[^\s*])([^*]{0,400}[^\s*])\*(?![\w*])/dg],
