@@ -47,7 +47,8 @@ exec chroot "$0" "$@"
 
 def main() -> None:
     root, tests = Path(sys.argv[1]).resolve(), sys.argv[2:]
-    site, source = root / "opt/site", root / "src/graft"
+    # Hypothesis reads the sources of all modules, but for those in a folder of this name.
+    site, source = root / "opt/site-packages", root / "src/graft"
     if not (root / f"usr/bin/python{PYTHON}").exists():
         run("debootstrap", "--variant=minbase", f"--arch={ARCHITECTURE}", "--include=python3,openssl", DEBIAN, root)
     if not site.exists():
@@ -62,7 +63,7 @@ def main() -> None:
         (root / "cpuinfo").write_text("".join(map(PROCESSOR.format, range(os.cpu_count() or 1))))
     enter = ["unshare", "--mount", "sh", "-ec", MOUNT, root]
     command = f'cd /src/graft && exec python{PYTHON} -m pytest -p no:cacheprovider -o timeout=3600 "$@"'
-    paths = "/src/graft/src:/src/graft/tests:/opt/site"
+    paths = "/src/graft/src:/src/graft/tests:/opt/site-packages"
     # QEMU's usual processor has no AVX2, without which a kernel of ours and most of torch's are not used.
     emulation = {"QEMU_CPU": "max", "OMP_NUM_THREADS": "1"}
     settings = {"PYTHONPATH": paths, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **emulation}
@@ -85,7 +86,7 @@ def install_packages(site: Path) -> None:
     facts = next(Path(sys.prefix).glob("lib/python*/site-packages/graft_decoding-*.dist-info"))
     run("cp", "-r", facts, site)
     replace_gpu_libraries(site / "torch/lib")
-    run(sys.executable, "-m", "compileall", "-q", "-s", site, "-p", "/opt/site", site)
+    run(sys.executable, "-m", "compileall", "-q", "-s", site, "-p", "/opt/site-packages", site)
 
 
 def replace_gpu_libraries(folder: Path) -> None:
