@@ -193,7 +193,7 @@ def tree_attention(
     if softcap is not None:  # which tanh leaves at most 1, so that the cap is the scale of what comes behind it
         cap_scale, log2_scale = 2 * log2_scale / softcap, softcap * _LOG2_E
     stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale)
-    by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
+    by_row = (layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
     launched = overlap.options(query.device)
@@ -260,8 +260,8 @@ def scratch_size(layout: Layout, heads: int, head_dim: int, tiles: Tiles) -> int
 def commit(
     keys: Tensor,  # [layers, num_slots, kv_heads, head_dim]
     values: Tensor,
-    tables: Tensor,  # [lines, max_pages] int32
-    lines: Tensor,  # [R] int32
+    tables: Tensor,  # [table_rows, max_pages] int32
+    table_rows: Tensor,  # [R] int32
     lengths: Tensor,  # [R] int32 committed tokens, which the root comes behind
     places: Tensor,  # [R, P] int32 of the accepted tokens below the root, increasing
     counts: Tensor,  # [R] int32, how many of them there are
@@ -271,12 +271,12 @@ def commit(
     entry = kv_heads * head_dim
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
         raise ValueError("keys and values of a token must lie together, and both in the same way")
-    _check_indices(tables, lines, lengths, places, counts)
+    _check_indices(tables, table_rows, lengths, places, counts)
     block = min(triton.next_power_of_2(entry), 1024)
-    grid = (triton.cdiv(entry, block), layers, len(lines))
+    grid = (triton.cdiv(entry, block), layers, len(table_rows))
     sizes = (tables.shape[1], places.shape[1])
     _commit_kernel[grid](
-        keys, values, tables, lines, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
+        keys, values, tables, table_rows, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
     )
 
 
@@ -770,7 +770,7 @@ def _prefix_kernel(
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
     chains: tl.tensor,
@@ -822,7 +822,7 @@ def _prefix_kernel(
             real = (within < USED) & (row < count * GROUP)
             token, member = first + row // GROUP, row % GROUP
             position = length + tl.load(depths + token, mask=real, other=0)
-            table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+            table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
             # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
             # for would be a stage of the pipeline.
             page = tl.load(table + begin // _PAGE)
@@ -891,7 +891,7 @@ def _tail_kernel(
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
     places: tl.tensor,
@@ -932,7 +932,7 @@ def _tail_kernel(
         split = tl.load(strips + strip * 4 + 3)
         length, depth = tl.load(lengths + batch), tl.load(depths + deepest)
         place = tl.load(places + deepest)
-        table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+        table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
         path = paths + deepest.to(tl.int64) * max_path
         branches = depth != place
         position = length + depth
@@ -1039,7 +1039,7 @@ def _commit_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tables: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     lengths: tl.tensor,
     places: tl.tensor,
     counts: tl.tensor,
@@ -1058,7 +1058,7 @@ def _commit_kernel(
     inside = part < ENTRY
     row = tl.program_id(2)
     length = tl.load(lengths + row)
-    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
     offset = tl.program_id(1) * layer + part
     for step in range(tl.load(counts + row)):
         place = tl.load(places + row * max_places + step)

@@ -85,7 +85,7 @@ def rotate_and_store(
         layout.places,
         layout.depths,
         layout.lengths,
-        layout.lines,
+        layout.table_rows,
         layout.tables,
         cos,
         sin,
@@ -185,7 +185,7 @@ def _rotate_kernel(
     places: tl.tensor,
     depths: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -221,7 +221,7 @@ def _rotate_kernel(
     c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
     place = tl.load(places + token)
-    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
     slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
     wait_for_previous(OVERLAPS)
 

@@ -288,7 +288,7 @@ static int grow_subtree(
 static int attach_copies(
     Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
     int64_t suffix_length, int64_t length, int64_t num_nodes, const Scale *scale, int64_t first,
-    const Chances *chances, Subtree *subtree) {
+    const AcceptanceProbs *probs, Subtree *subtree) {
     int failed = OK;
     subtree->count = 0;
     for (int64_t t = 0; t < 2 && !failed; t++)
@@ -296,11 +296,11 @@ static int attach_copies(
     if (node + subtree->count > pool->capacity) return failed;
     for (int64_t i = 0; i < subtree->count && !failed; i++) {
         int64_t parent = subtree->parents[i] ? node + subtree->parents[i] - 1 : place;
-        float chance;
-        failed = chance_of(chances, ALONE, subtree->sources[i], subtree->score_bucket[i], &chance);
+        float prob;
+        failed = find_prob(probs, ALONE, subtree->sources[i], subtree->score_bucket[i], &prob);
         if (!failed)
             failed = add_node(
-                pool, row, node + i, subtree->tokens[i], parent, chance, subtree->sources[i], subtree->score_bucket[i],
+                pool, row, node + i, subtree->tokens[i], parent, prob, subtree->sources[i], subtree->score_bucket[i],
                 INHERITED);
     }
     return failed;
@@ -310,7 +310,7 @@ typedef struct {
     const SuffixIndex *const *own, *const *past, *const *beside;
     const int64_t *beside_ends, *num_prompt;
     int64_t first;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
     int64_t num_places, max_depth, length, num_nodes;
     const Scale *scale;
     int drafted;
@@ -355,7 +355,7 @@ static void copy_rows(Part *part) {
             }
             part->failed = attach_copies(
                 pool, &row, places[i], pool->width + num_added, found, text, size,
-                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->chances,
+                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->probs,
                 &subtree);
             num_added += subtree.count;
         }
@@ -373,11 +373,11 @@ static void copy_rows(Part *part) {
    there was room for as many, so the caller makes room and calls again. */
 int graft_attach_copies(
     Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, const SuffixIndex *const *beside,
-    const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const Chances *chances, int64_t num_places,
+    const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const AcceptanceProbs *probs, int64_t num_places,
     int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t *counts = malloc((size_t)pool->num_rows * sizeof(int64_t));
     if (counts == NULL) return NO_MEMORY;
-    Copying given = {own, past, beside, beside_ends, num_prompt, first, chances, num_places, max_depth, length,
+    Copying given = {own, past, beside, beside_ends, num_prompt, first, probs, num_places, max_depth, length,
                      num_nodes, scale, is_drafted(pool), counts};
     *width = 0;
     int failed = share_work(pool, copy_rows, &given, width);

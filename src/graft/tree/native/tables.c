@@ -146,7 +146,7 @@ static const int32_t *longest_known(
 typedef struct {
     const Table *tables;
     int64_t num_tables;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
     int64_t first, num_waves, beam, max_depth;
 } Following;
 
@@ -174,15 +174,15 @@ static void follow(Part *part) {
                 for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
                     int32_t entry = entries != NULL ? entries[s] : -1;
                     int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
-                    float chance = 0.0f;
+                    float prob = 0.0f;
                     if (entry >= 0) {
                         token = entry / NUM_BUCKETS;
                         score_bucket = entry % NUM_BUCKETS;
-                        part->failed = chance_of(given->chances, ALONE, source, score_bucket, &chance);
+                        part->failed = find_prob(given->probs, ALONE, source, score_bucket, &prob);
                     }
                     if (!part->failed)
                         part->failed =
-                            add_node(pool, &row, width, token, best[b], chance, source, score_bucket, INHERITED);
+                            add_node(pool, &row, width, token, best[b], prob, source, score_bucket, INHERITED);
                 }
                 open[best[b]] = 0.0f;
             }
@@ -195,9 +195,9 @@ static void follow(Part *part) {
 
 /* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
 int graft_follow(
-    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    Pool *pool, const Table *tables, int64_t num_tables, const AcceptanceProbs *probs, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
-    Following given = {tables, num_tables, chances, first, num_waves, beam, max_depth};
+    Following given = {tables, num_tables, probs, first, num_waves, beam, max_depth};
     int64_t num_added = 0;
     int failed = share_work(pool, follow, &given, &num_added);
     if (!failed) pool->width += num_added;

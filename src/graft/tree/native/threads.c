@@ -1,6 +1,6 @@
 /* Threads that share the rows of a call. */
 
-enum { MOST_THREADS = 8, ROWS_A_THREAD = 4 };
+enum { MOST_THREADS = 8, ROWS_PER_THREAD = 4 };
 
 /* Some of the rows, for one thread: it works on a pool of its own, with the same memory. */
 typedef struct {
@@ -20,8 +20,8 @@ typedef void Work(Part *part);
    A round's calls come one soon after the other, and to wake a thread may take longer than a part of the work. So where
    there are cores to spare, a thread that has nothing to do looks out for work for a while before it sleeps, and the
    caller for the end of the others' parts. */
-enum { CORES_TO_SPARE = 2 * MOST_THREADS, LOOKS = 64 };
-static const int64_t LOOKING_OUT = 200000; /* nanoseconds */
+enum { CORES_TO_SPARE = 2 * MOST_THREADS, SPINS_PER_CHECK = 64 };
+static const int64_t SPIN_NANOSECONDS = 200000; /* nanoseconds */
 
 static struct {
     pthread_mutex_t lock;
@@ -31,7 +31,7 @@ static struct {
     int64_t num_parts, next; /* of the work under way: how many there are, and the first that nobody has taken */
     int64_t num_left;        /* those not done yet */
     int64_t round;           /* grows with every work */
-    int looks_out;
+    int spins;
     Work *work;
     Part *parts;
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER,
@@ -40,24 +40,24 @@ static struct {
 /* How many cores there are for threads, the caller's included. */
 int graft_use_threads(int64_t count) {
     team.limit = count < 1 ? 1 : count < MOST_THREADS ? count : MOST_THREADS;
-    __atomic_store_n(&team.looks_out, count >= CORES_TO_SPARE, __ATOMIC_RELAXED);
+    __atomic_store_n(&team.spins, count >= CORES_TO_SPARE, __ATOMIC_RELAXED);
     return OK;
 }
 
 /* Looks at a number for a while, until it is `value` or, if not `until`, until it is no longer. */
-static void look_out(const int64_t *number, int64_t value, int until) {
+static void spin(const int64_t *number, int64_t value, int until) {
     struct timespec start, now;
-    if (!__atomic_load_n(&team.looks_out, __ATOMIC_RELAXED)) return;
+    if (!__atomic_load_n(&team.spins, __ATOMIC_RELAXED)) return;
     clock_gettime(CLOCK_MONOTONIC, &start);
     do {
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < SPINS_PER_CHECK; i++) {
             if ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) == until) return;
 #if defined(__x86_64__) || defined(__i386__)
             __builtin_ia32_pause();
 #endif
         }
         clock_gettime(CLOCK_MONOTONIC, &now);
-    } while ((now.tv_sec - start.tv_sec) * INT64_C(1000000000) + now.tv_nsec - start.tv_nsec < LOOKING_OUT);
+    } while ((now.tv_sec - start.tv_sec) * INT64_C(1000000000) + now.tv_nsec - start.tv_nsec < SPIN_NANOSECONDS);
 }
 
 /* Does the next part. The lock is held before and after. */
@@ -77,7 +77,7 @@ static void *wait_for_work(void *nothing) {
         while (team.next == team.num_parts) {
             int64_t round = team.round;
             pthread_mutex_unlock(&team.lock);
-            look_out(&team.round, round, 0);
+            spin(&team.round, round, 0);
             pthread_mutex_lock(&team.lock);
             if (team.round == round) pthread_cond_wait(&team.begun, &team.lock);
         }
@@ -114,7 +114,7 @@ static int64_t start_threads(int64_t count) {
    most of all. Of several failures the first row's counts. */
 static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *most) {
     Part parts[MOST_THREADS];
-    int64_t count = least(team.limit, pool->num_rows / (team.looks_out ? 1 : ROWS_A_THREAD));
+    int64_t count = least(team.limit, pool->num_rows / (team.spins ? 1 : ROWS_PER_THREAD));
     count = count < 2 ? 1 : start_threads(count);
     for (int64_t p = 0; p < count; p++)
         parts[p] = (Part){*pool, pool->num_rows * p / count, pool->num_rows * (p + 1) / count, arguments, 0, OK};
@@ -129,7 +129,7 @@ static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *mo
         pthread_cond_broadcast(&team.begun);
         while (team.next < team.num_parts) do_part();
         pthread_mutex_unlock(&team.lock);
-        look_out(&team.num_left, 0, 1);
+        spin(&team.num_left, 0, 1);
         pthread_mutex_lock(&team.lock);
         while (team.num_left > 0) pthread_cond_wait(&team.done, &team.lock);
         team.num_parts = team.next = 0;

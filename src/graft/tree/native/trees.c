@@ -1,20 +1,20 @@
 /* Verified trees: the walk down to what was accepted, flat steps, best-first trees, and what other engines want. */
 
 /* The walk down trees [num_rows][width] by the token chosen after each node, to the first token that is no child.
-   nodes, came: [num_rows][width], the accepted nodes and the new tokens; counts[row] tokens, and one node less. Of
+   nodes, new_tokens: [num_rows][width], the accepted nodes and the new tokens; counts[row] tokens, and one node less. Of
    equal children the first is taken. */
 int graft_walk(
     int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
-    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    const int64_t *chosen, int64_t *nodes, int64_t *new_tokens, int64_t *counts) {
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t first = r * width, count = 0, node = 0;
-        came[first] = chosen[first];
+        new_tokens[first] = chosen[first];
         for (int64_t i = 1; i < width; i++) { /* a child comes after its parent */
             int64_t at = first + i;
-            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            if (parents[at] != node || tokens[at] != new_tokens[first + count] || sources[at] <= ROOT) continue;
             node = i;
             nodes[first + count++] = node;
-            came[first + count] = chosen[at];
+            new_tokens[first + count] = chosen[at];
         }
         counts[r] = count + 1;
     }
