@@ -1,4 +1,4 @@
-/* Candidates: how nodes are added, found again, merged and counted. */
+/* Candidates: adding, finding, merging and counting nodes. */
 
 /* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
 typedef struct {
@@ -6,7 +6,7 @@ typedef struct {
     int64_t num_sources, num_buckets;
 } AcceptanceProbs;
 
-/* One row of the candidates: where its columns begin. */
+/* One row of the candidates: pointers to its columns. */
 typedef struct {
     int64_t *fields[AGREEMENT + 1];
     float *paths;
@@ -26,7 +26,8 @@ static int64_t step_key(int64_t token, int64_t factor) {
 
 static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
-static int find_prob(const AcceptanceProbs *probs, int64_t agreement, int64_t source, int64_t score_bucket, float *prob) {
+static int find_prob(
+    const AcceptanceProbs *probs, int64_t agreement, int64_t source, int64_t score_bucket, float *prob) {
     if (source < 0 || source >= probs->num_sources || score_bucket < 0 || score_bucket >= probs->num_buckets)
         return OUT_OF_RANGE;
     *prob = probs->values[(agreement * probs->num_sources + source) * probs->num_buckets + score_bucket];
@@ -38,11 +39,11 @@ static float path_of(float above, float prob) {
     return path < LEAST ? 0.0f : path;
 }
 
-/* Buckets of probabilities, two a halving: bucket b is from 2^(-b/2) down to the start of the next. */
+/* Buckets of probabilities, two per halving: bucket b starts at 2^(-b/2) and goes down to the start of the next one. */
 enum { NUM_BUCKETS = 16 };
 
 static int64_t bucket_of(double probability) {
-#define HALF 0.70710678118654752440 /* of a halving */
+#define HALF 0.70710678118654752440 /* half a halving: 2^(-1/2) */
     static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
                                                1.0 / 8,  HALF / 8,  1.0 / 16, HALF / 16, 1.0 / 32, HALF / 32,
                                                1.0 / 64, HALF / 64, 1.0 / 128, HALF / 128};
@@ -51,7 +52,7 @@ static int64_t bucket_of(double probability) {
     return NUM_BUCKETS - 1;
 }
 
-/* Top-k: indices of the `count` highest values, best first, of equal values the first. */
+/* Top-k: indices of the `count` highest values, best first; among equals, the first index wins. */
 static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
     int64_t found = 0;
     for (int64_t i = 0; i < num_values && count > 0; i++) {
@@ -85,7 +86,7 @@ static int add_node(
     return OK;
 }
 
-/* Starts with the roots alone. roots, before, earlier: [num_rows] the last token and the two before. */
+/* Resets the pool to the roots. roots, before, earlier: [num_rows] each text's last token, and the two before it. */
 int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
     if (pool->capacity < 1) return OUT_OF_RANGE;
     for (int64_t r = 0; r < pool->num_rows; r++) {
@@ -102,7 +103,7 @@ int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const i
     return OK;
 }
 
-/* Adds nodes. All columns are [num_rows][count]; a node's parent may be a new one before it. */
+/* Adds nodes. All columns are [num_rows][count]. A node's parent may be an earlier new node. */
 int graft_add(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probs,
     const int64_t *sources, const int64_t *score_bucket, int64_t needs) {
@@ -120,8 +121,8 @@ int graft_add(
     return OK;
 }
 
-/* Adds nodes made in Python. columns: [4][num_rows][count] of tokens, parents, sources and score buckets; the first
-   counts[row] of each row are nodes, the others padding. */
+/* Adds nodes made in Python. columns: [4][num_rows][count]: tokens, parents, sources and score buckets. The first
+   counts[row] entries of a row are nodes, the others padding. */
 int graft_add_rows(
     Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const AcceptanceProbs *probs) {
     int64_t size = pool->num_rows * count;
@@ -179,9 +180,10 @@ static void add_level(Part *part) {
     }
 }
 
-/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
-   whose nodes but the root are `first` further on among the candidates. Without values in `probs` the drafter's q is
-   the acceptance probability; q of 0 adds padding. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
+/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]. Parents are numbers in the drafted tree; add
+   `first` for the candidate's number (the root is 0 in both). Without values in `probs`, the drafter's q is the
+   acceptance probability; a q of 0 adds padding. reached: written, by row: P(the target accepts one of the first
+   num_beams nodes), at most 1. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
     const AcceptanceProbs *probs, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
@@ -211,7 +213,7 @@ static void merge(Part *part) {
     }
     int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
     int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
-    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all its copies */
+    int64_t *first_source = kept + width;    /* of a kept node: the lowest source of its copies */
     int64_t *last_source = first_source + width;
     int64_t *needs = last_source + width;
     int64_t *has_drafted_child = needs + width;          /* whether the drafter proposed a child */
@@ -250,7 +252,7 @@ static void merge(Part *part) {
             agreement[i] = ALONE;
         }
         if (probs->values == NULL) continue;
-        /* The kept copy of a parent may come after its child: probabilities are computed again depth by depth. */
+        /* The kept copy of a parent may come after its child, so probabilities are recomputed depth by depth. */
         memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
         for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
         for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
@@ -270,14 +272,14 @@ static void merge(Part *part) {
     free(memory);
 }
 
-/* Merges equal paths into the likeliest copy; the others become padding. Without values in `probs`, probabilities are
-   not computed again by agreement. */
+/* Merges equal paths into the likeliest copy; the other copies become padding. With values in `probs`, probabilities
+   are recomputed by agreement between sources. */
 int graft_merge(Pool *pool, int64_t drafted, const AcceptanceProbs *probs) {
     Merging merging = {drafted, probs};
     return share_work(pool, merge, &merging, NULL);
 }
 
-/* Whether any candidate was drafted so far. */
+/* Whether any candidate so far was drafted. */
 static int is_drafted(const Pool *pool) {
     for (int64_t r = 0; r < pool->num_rows; r++) {
         const int64_t *needs = row_of(pool, r).fields[NEED];
@@ -287,7 +289,8 @@ static int is_drafted(const Pool *pool) {
     return 0;
 }
 
-/* The nodes of a row to look up continuations for, at most max(count, 1), and their number: see `Candidates.places`. */
+/* Finds the nodes of a row to look up continuations for, at most max(count, 1). Returns their number. See
+   `Candidates.places`. */
 static int64_t places_of(
     const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
     int64_t num_found = 0;
@@ -304,9 +307,9 @@ static int64_t places_of(
     return num_found;
 }
 
-/* found: for each row the number of places, and of each its node, its depth and the tokens of its path. It needs room
-   for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, with the lesser of max_depth and the deepest node's depth.
-   */
+/* found: written, for each row the number of places, then for each place its node, its depth and the tokens of its
+   path. It needs room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, where depth is the lesser of max_depth
+   and the pool's greatest depth. */
 int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
     int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (nodes == NULL) return NO_MEMORY;
@@ -328,9 +331,9 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Adds to the counts, by agreement, source and score bucket, the nodes whose parent's path was emitted with a token
-   behind it (tried), and those that are this token (fitted). emitted: the rows' new tokens, one row after the other.
-   Counts above `memory` are scaled down to it, so that old ones fade. */
+/* Counts nodes by agreement, source and score bucket. tried: nodes whose parent's path was emitted with another token
+   after it. fitted: those of them that are this token. emitted: the rows' new tokens, one row after the other. Counts
+   above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
