@@ -29,9 +29,6 @@ from graft.tree.tree import ancestors
 if TYPE_CHECKING:
     from graft.model.kernels.attention import Plan, Tiles
 
-# Attention arguments that would change the result and are not supported.
-_UNSUPPORTED = {"position_bias": "position biases"}
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -183,9 +180,8 @@ def tree_attention(
         given = {name: value for name, value in rare.items() if value is not None} | kwargs
         given |= {"scaling": scaling, "sliding_window": sliding_window}
         return _attend_as_owner(module, query, key, value, attention_mask, **given)
-    for name, meaning in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
+    if kwargs.get("position_bias") is not None:
+        raise GraftError(f"{type(module).__name__} uses position biases, which tree verification does not support")
     if softcap is not None and overrides.owners_attention(module.config) == "sdpa":
         softcap = None  # PyTorch's function ignores it, so the owner's own texts are without it
     window, chunk = _reach(module, sliding_window)

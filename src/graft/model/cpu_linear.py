@@ -132,11 +132,7 @@ def _kernel() -> Callable[..., int] | None:
 
 
 class _Threads(ctypes.Structure):
-    _fields_ = (
-        ("parallel", ctypes.c_void_p),
-        ("thread_num", ctypes.c_void_p),
-        ("num_threads", ctypes.c_void_p),
-    )
+    _fields_ = (("parallel", ctypes.c_void_p), ("thread_num", ctypes.c_void_p), ("num_threads", ctypes.c_void_p))
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -305,16 +305,11 @@ class CapturedTarget(TargetRunner):
             self._graphs.refresh()
 
     @property
-    def pool(self) -> PagePool:
-        graphs = self._graphs
-        if graphs.pool is None:
-            self._use_pool(PagePool(self.device, self.max_positions, first_pages=_FIRST_TOKENS // PAGE))
-            assert graphs.pool is not None
-        return graphs.pool
-
-    @property
-    def _shared_pool(self) -> PagePool | None:
+    def _opened_pool(self) -> PagePool | None:
         return self._graphs.pool
+
+    def _new_pool(self) -> PagePool:
+        return PagePool(self.device, self.max_positions, first_pages=_FIRST_TOKENS // PAGE)
 
     def _use_pool(self, pool: PagePool) -> None:
         self._graphs.forget()
@@ -322,20 +317,12 @@ class CapturedTarget(TargetRunner):
         self._graphs.num_resized = -1
         pool.add_store(self._store)
 
-    def open(self, num_rows: int, num_slots: int) -> KVCache:
+    def _open_rows(self, opening: Iterator[Row]) -> KVCache:
         with self._graphs.lock:
-            self._refresh()
-            return super().open(num_rows, num_slots)
-
-    def open_with_prefix(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
-        with self._graphs.lock:
-            self._refresh()
-            return super().open_with_prefix(texts, salts, num_slots)
-
-    def _refresh(self) -> None:
-        self._graphs.refresh()
-        if self._graphs.failure is None and not self._graphs.num_captured:
-            self.progress(Report("graphs", 0, 1, "kernels"))  # the first forward compiles them
+            self._graphs.refresh()
+            if self._graphs.failure is None and not self._graphs.num_captured:
+                self.progress(Report("graphs", 0, 1, "kernels"))  # the first forward compiles them
+            return super()._open_rows(opening)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels

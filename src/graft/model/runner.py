@@ -111,10 +111,19 @@ class TargetRunner:
     @property
     def pool(self) -> PagePool:
         """The pages of all KV caches that this runner opens."""
-        if self._pool is None:
-            self._use_pool(PagePool(self.device, self.max_positions))
-            assert self._pool is not None
+        pool = self._opened_pool
+        if pool is None:
+            pool = self._new_pool()
+            self._use_pool(pool)
+        return pool
+
+    @property
+    def _opened_pool(self) -> PagePool | None:
+        """The pool, if there is one yet."""
         return self._pool
+
+    def _new_pool(self) -> PagePool:
+        return PagePool(self.device, self.max_positions)
 
     def _use_pool(self, pool: PagePool) -> None:
         self._pool = pool
@@ -125,16 +134,11 @@ class TargetRunner:
 
         num_rows: rows that may be open at once without moving the block tables.
         """
-        pool = self._shared_pool
+        pool = self._opened_pool
         if pool is not None and pool.is_fixed and pool.num_pages == num_pages and pool.num_table_rows > num_rows:
             return  # another runner of the same model did it
         require(pool is None or not pool.is_in_use, _IN_USE)
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
-
-    @property
-    def _shared_pool(self) -> PagePool | None:
-        """The pool, if there is one yet."""
-        return self._pool
 
     def bytes_per_token(self) -> int:
         """Bytes of a token in the KV cache. If the config does not tell, a first step is run to find out."""
@@ -159,14 +163,14 @@ class TargetRunner:
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
         """Open a KV cache of so many rows, each with room for so many tokens."""
-        return self._opened(self.pool.open_row(num_slots) for _ in range(num_rows))
+        return self._open_rows(self.pool.open_row(num_slots) for _ in range(num_rows))
 
     def open_with_prefix(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
         """Open a KV cache with a row for each text; prefixes cached under the text's salt are committed."""
         pairs = zip(texts, salts, strict=True)
-        return self._opened(self.pool.open_with_prefix(text, salt, num_slots) for text, salt in pairs)
+        return self._open_rows(self.pool.open_with_prefix(text, salt, num_slots) for text, salt in pairs)
 
-    def _opened(self, opening: Iterator[Row]) -> KVCache:
+    def _open_rows(self, opening: Iterator[Row]) -> KVCache:
         """A KV cache of rows that are opened one by one. If one fails, all are released."""
         rows: list[Row] = []
         try:

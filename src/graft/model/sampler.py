@@ -70,10 +70,7 @@ class SamplingSettings(Settings):
         require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
         require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
-        require(
-            self.min_tokens <= longest,
-            f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({longest})",
-        )
+        require(self.min_tokens <= longest, f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({longest})")
         texts = isinstance(self.stop, Sequence) and all(isinstance(text, str) for text in self.stop)
         require(texts, f"stop must be text, or a list of texts, not {self.stop!r}")
         require(isinstance(self.stop_token_ids, Sequence), "stop_token_ids must be a list of token ids")
@@ -213,7 +210,6 @@ class Sampler:
                 self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        """A sampler of only these rows, in this order."""
         there = copy.copy(self)
         there._columns = {}
         for name, value in vars(self).items():
@@ -224,7 +220,6 @@ class Sampler:
         return there
 
     def concat(self, other: Sampler) -> Sampler:
-        """A sampler of this one's rows, then another's."""
         num_own, num_new = len(self._settings), len(other._settings)
         there = copy.copy(self)
         there._columns = {}

@@ -128,18 +128,9 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
     num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
     chains = torch.empty_like(layout.counts)
     _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
-        layout.rows,
-        layout.starts,
-        layout.counts,
-        layout.lengths,
-        layout.places,
-        layout.depths,
+        *(layout.rows, layout.starts, layout.counts, layout.lengths, layout.places, layout.depths),
         layout.rows if layout.strips is None else layout.strips,
-        items,
-        num_items,
-        chains,
-        strips,
-        num_strips,
+        *(items, num_items, chains, strips, num_strips),
         num_rows,
         num_tokens,
         HAS_STRIPS=layout.strips is not None,
@@ -516,12 +507,7 @@ def _combine(
 
 @triton.jit
 def _is_chain(
-    starts: tl.tensor,
-    counts: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    row: tl.tensor,
-    real: tl.tensor,
+    starts: tl.tensor, counts: tl.tensor, places: tl.tensor, depths: tl.tensor, row: tl.tensor, real: tl.tensor
 ) -> tl.tensor:
     """1 for chains: rows whose other tokens are all ancestors of the last one, with places and depths 0, 1, 2, ..."""
     count = tl.load(counts + row, mask=real, other=0)
@@ -826,12 +812,7 @@ def _prefix_kernel(
             page = tl.load(table + begin // _PAGE)
             wait_for_previous(OVERLAPS)
             q = _load_rows(
-                query,
-                token * query_token + (kv_head * GROUP + member) * query_head,
-                real,
-                HEAD_DIM,
-                BLOCK_D,
-                True,
+                query, token * query_token + (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True
             )
 
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -846,18 +827,7 @@ def _prefix_kernel(
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 acc, maximum, total = _add_block(
-                    q,
-                    key,
-                    value,
-                    seen,
-                    log2_scale,
-                    cap_scale,
-                    acc,
-                    maximum,
-                    total,
-                    REACH != _ALL,
-                    CAPPED,
-                    PRECISION,
+                    q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, REACH != _ALL, CAPPED, PRECISION
                 )
             if TOKENS > 0:
                 for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):

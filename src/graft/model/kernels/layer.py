@@ -78,20 +78,9 @@ def rotate_and_store(
     query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
     num_layers, num_tokens = qkv.shape[:-1] if qkv.dim() == 3 else (1, len(qkv))
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE), num_layers)](
-        qkv,
-        keys,
-        values,
-        layout.rows,
-        layout.places,
-        layout.depths,
-        layout.lengths,
-        layout.table_rows,
-        layout.tables,
-        cos,
-        sin,
-        query_norm,
-        key_norm,
-        eps,
+        *(qkv, keys, values),
+        *(layout.rows, layout.places, layout.depths, layout.lengths, layout.table_rows, layout.tables),
+        *(cos, sin, query_norm, key_norm, eps),
         layout.tables.shape[1],
         len(cos) - 1,
         keys.stride(-3),

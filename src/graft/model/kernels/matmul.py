@@ -145,12 +145,7 @@ class Products:
         return layer_kernels.silu_mul(self(x, gate_up))
 
     def multiply(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        tile: Tile | None = None,
-        is_gated: bool = False,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None, is_gated: bool = False
     ) -> Tensor:
         """The product by the kernel. tile: None: the fastest. is_gated: the result of `activate`; without a bias."""
         assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)

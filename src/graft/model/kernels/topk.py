@@ -37,12 +37,8 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     )
     num_found = triton.next_power_of_2(num_chunks * k)
     _rank_kernel[(num_rows,)](
-        found,
-        values,
-        *sums,
-        tokens,
-        best,
-        total,
+        *(found, values, *sums),
+        *(tokens, best, total),
         num_chunks,
         K=k,
         KEPT=kept,
@@ -77,12 +73,7 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor)
 
 @triton.jit
 def _store_highest(
-    x: tl.tensor,
-    ids: tl.tensor,
-    tokens: tl.tensor,
-    values: tl.tensor,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
+    x: tl.tensor, ids: tl.tensor, tokens: tl.tensor, values: tl.tensor, K: tl.constexpr, KEPT: tl.constexpr
 ) -> None:
     """Store the K highest logits and their ids, best first. KEPT: K rounded up to a power of two."""
     # Integers in the order of the logits, which a warp compares quickly. -0.0 becomes 0.0: they are equal.

@@ -27,17 +27,7 @@ def follow(
     """
     num_rows, room = following.shape
     _follow_kernel[(num_rows,)](
-        tokens,
-        parents,
-        chosen,
-        starts,
-        sizes,
-        entries,
-        counts,
-        lengths,
-        roots,
-        following,
-        nodes,
+        *(tokens, parents, chosen, starts, sizes, entries, counts, lengths, roots, following, nodes),
         room,
         BLOCK=triton.next_power_of_2(most),
         num_warps=1,
