@@ -237,24 +237,21 @@ class Graphs(Captures):
         kind = type(self.model).__name__
         return GraftError(f"exact steps were asked for, but {kind} cannot have them here ({reason}): drop exact")
 
-    def give_up(self, error: Exception) -> None:
-        """Fall back to transformers' own eager forward from now on.
+    def fall_back_to_eager(self, error: Exception) -> None:
+        """Run transformers' own eager forward from now on, with one warning.
 
-        Raises the error instead if memory was short, which may be temporary, or if exact steps were asked for.
+        Raises an error instead if memory was short, which may be temporary, or if exact steps were asked for.
         """
         if is_out_of_memory(error) or isinstance(error, GraftError):
             raise error
-        self.run_eagerly(first_line(error))
-
-    def run_eagerly(self, reason: str) -> None:
-        """Fall back to eager steps from now on, with one warning that gives the reason."""
+        reason = first_line(error)
         if self._exact:
             raise self._not_exact(reason)
         if self.failure is None:
             warnings.warn(
                 f"{type(self.model).__name__} cannot be captured in CUDA graphs, so its steps are slower and not "
                 f"exact: {reason}",
-                stacklevel=6,
+                stacklevel=5,
             )
         self._given_up, self.layers = self.layers, None  # kept alive: other graphs may still use its tensors
         self.failure = reason
@@ -427,7 +424,7 @@ class CapturedTarget(TargetRunner):
         try:
             return graphs.captured(key, self._make_run(buffers, tables, size, context))
         except Exception as error:  # whatever a model, a compiler or a driver may raise
-            graphs.give_up(error)
+            graphs.fall_back_to_eager(error)
             return None
 
     def _make_run(self, buffers: StepBuffers, tables: Tensor, size: int, context: int) -> Run:
