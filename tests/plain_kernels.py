@@ -97,7 +97,7 @@ def multiply(
 
 
 def slots_of(tables: Tensor, table_rows: Tensor, index: Tensor) -> Tensor:
-    """Slots of positions in the caches of some table_rows. Padding may be behind the table's end."""
+    """Slots of positions by rows of the block tables. Padding may be past the end of a table."""
     pages = tables[table_rows.long(), (index.long() // attention_kernels.PAGE).clamp(max=tables.shape[1] - 1)]
     return pages.long() * attention_kernels.PAGE + index.long() % attention_kernels.PAGE
 
