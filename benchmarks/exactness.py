@@ -89,9 +89,9 @@ class Plain:
     def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Each place is noted on its own."""
 
-    def keeping(self, rows: Sequence[int]) -> Plain:
+    def select(self, rows: Sequence[int]) -> Plain:
         there = copy(self)
-        there._sampler, there._notes = self._sampler.keeping(rows), [self._notes[row] for row in rows]
+        there._sampler, there._notes = self._sampler.select(rows), [self._notes[row] for row in rows]
         return there
 
 
@@ -122,7 +122,7 @@ class Forced:
     def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Each place is compared on its own."""
 
-    def keeping(self, rows: Sequence[int]) -> Forced:
+    def select(self, rows: Sequence[int]) -> Forced:
         there = copy(self)
         there._rows = [self._rows[row] for row in rows]
         return there

@@ -167,7 +167,7 @@ def play(device: Device, player: Player) -> None:
 
     def wait_for(self: TargetRunner, verified: Any) -> None:
         device.asked.append(device.now())
-        verified.step.judged.wait()
+        verified.step.ready.wait()
         device.judged.append((device.now(), device.waited))
         if device.is_profiled:
             device.profile.enable()

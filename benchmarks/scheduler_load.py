@@ -139,7 +139,7 @@ def main() -> None:
         time.sleep(0.01)
     pool = scheduler.pool
     scheduler.close()
-    pool.forget(0)  # the prefix cache's pages
+    pool.evict(0)  # the prefix cache's pages
     num_lost = pool.num_pages - pool.num_free
     print(f"{num_failed} requests failed, {num_different} differ; {num_lost} of {pool.num_pages} pages are not free")
     is_over = False

@@ -200,7 +200,7 @@ def layout_of(tree: Tree, context: int, pages: Tensor) -> Layout:
         starts=row,
         counts=torch.full_like(row, width),
         lengths=torch.full_like(row, context),
-        lines=row + 1,
+        table_rows=row + 1,
         tables=torch.stack([torch.zeros_like(pages), pages]).int(),
         max_context=context,
         strips=tree.strips(),

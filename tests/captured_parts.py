@@ -30,8 +30,8 @@ class StaticTarget(TargetRunner):
         super().__init__(model, hidden_layers, chunk_size)
         self._hidden = torch.full((512, len(hidden_layers) * model.config.hidden_size), torch.nan, device=model.device)
 
-    def _run(self, step, num_run=0):
-        tree, chunks = super()._run(step, num_run)
+    def _run(self, step, num_already_run=0):
+        tree, chunks = super()._run(step, num_already_run)
         logits, hidden = (tree or chunks[0]).logits, (tree or chunks[0]).hidden
         self._hidden[: len(hidden)] = hidden
         columns, by_row = (torch.from_numpy(part.copy()).to(self.device) for part in (step.columns, step.by_row))
@@ -44,7 +44,7 @@ class StaticTarget(TargetRunner):
             counts=by_row[1],
             best=logits.argmax(dim=1).int(),
             chosen=torch.zeros(len(logits), dtype=torch.int64),
-            judged=Event(self.device),
+            ready=Event(self.device),
         )
         return outputs_of(step, logits, self._hidden[: len(hidden)], None, captured)
 

@@ -76,7 +76,7 @@ def rotate_and_store(
         x * c + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * s for x in (query, key)
     )
     vectors[:, :heads] = query
-    slots = slots_of(layout.tables, layout.lines[layout.rows.long()], lengths + layout.places)
+    slots = slots_of(layout.tables, layout.table_rows[layout.rows.long()], lengths + layout.places)
     keys[slots], values[slots] = key, value
 
 
@@ -96,9 +96,9 @@ def multiply(
     return silu_mul(product) if is_gated else product
 
 
-def slots_of(tables: Tensor, lines: Tensor, index: Tensor) -> Tensor:
-    """Slots of positions in the caches of some lines. Padding may be behind the table's end."""
-    pages = tables[lines.long(), (index.long() // attention_kernels.PAGE).clamp(max=tables.shape[1] - 1)]
+def slots_of(tables: Tensor, table_rows: Tensor, index: Tensor) -> Tensor:
+    """Slots of positions by rows of the block tables. Padding may be past the end of a table."""
+    pages = tables[table_rows.long(), (index.long() // attention_kernels.PAGE).clamp(max=tables.shape[1] - 1)]
     return pages.long() * attention_kernels.PAGE + index.long() % attention_kernels.PAGE
 
 
@@ -152,7 +152,7 @@ def tree_attention(
     stored = layout.paths.long().gather(1, step.clamp(max=layout.paths.shape[1] - 1))
     place = torch.where(depths == layout.places[:, None], step, stored)
     index = torch.where(is_seen, torch.where(steps < lengths, steps, lengths + place), 0)
-    slots = slots_of(layout.tables, layout.lines[rows][:, None], index)  # [T, S]
+    slots = slots_of(layout.tables, layout.table_rows[rows][:, None], index)  # [T, S]
     group = heads // keys.shape[1]
     key, value = (part[slots].repeat_interleave(group, dim=2) for part in (keys, values))  # [T, S, heads, D]
     scores = torch.einsum("thd,tshd->ths", query, key) * (head_dim**-0.5 if scale is None else scale)
@@ -166,11 +166,11 @@ def tree_attention(
 
 
 def commit(
-    keys: Tensor, values: Tensor, tables: Tensor, lines: Tensor, lengths: Tensor, places: Tensor, counts: Tensor
+    keys: Tensor, values: Tensor, tables: Tensor, table_rows: Tensor, lengths: Tensor, places: Tensor, counts: Tensor
 ) -> None:
     for row, count in enumerate(counts.tolist()):
-        old = slots_of(tables, lines[row], lengths[row] + places[row, :count])
-        new = slots_of(tables, lines[row], lengths[row] + 1 + torch.arange(count, device=lengths.device))
+        old = slots_of(tables, table_rows[row], lengths[row] + places[row, :count])
+        new = slots_of(tables, table_rows[row], lengths[row] + 1 + torch.arange(count, device=lengths.device))
         for stored in (keys, values):
             stored[:, new] = stored[:, old]
 
@@ -247,8 +247,8 @@ def children(logits: Tensor, candidates: Tensor, k: int, *table: Tensor) -> None
         part.copy_(made)
 
 
-def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:
-    for begin, count, line in zip(begins.tolist(), counts.tolist(), lines.tolist(), strict=True):
+def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tensor, root: Tensor) -> None:
+    for begin, count, line in zip(begins.tolist(), counts.tolist(), table_rows.tolist(), strict=True):
         if count:
             root[line] = outputs[begin + count - 1]
 

@@ -105,9 +105,9 @@ FAULTS = (
     Fault(
         "pages: the device's block table is stale when a row grows",
         _PAGES,
-        "                self._here[row.line, start : len(row.pages)] = row.pages[start:]\n"
+        "                self._host_tables[row.block_table_row, start : len(row.pages)] = row.pages[start:]\n"
         "                self._is_changed = True\n",
-        "                self._here[row.line, start : len(row.pages)] = row.pages[start:]\n",
+        "                self._host_tables[row.block_table_row, start : len(row.pages)] = row.pages[start:]\n",
         ("test_pages.py::test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have",),
     ),
     Fault(
@@ -176,8 +176,8 @@ FAULTS = (
     Fault(
         "acceptance: padding is accepted in a walk by known choices",
         _NATIVE + "trees.c",
-        "tokens[at] != came[first + count] || sources[at] <= ROOT) continue;",
-        "tokens[at] != came[first + count]) continue;",
+        "tokens[at] != new_tokens[first + count] || sources[at] <= ROOT) continue;",
+        "tokens[at] != new_tokens[first + count]) continue;",
         ("test_sampling.py::test_padding_is_never_accepted",),
     ),
     Fault(
@@ -232,7 +232,7 @@ FAULTS = (
     Fault(
         "step: padding of a captured step goes to a row of an earlier step",
         _GRAPHS,
-        "        self.here_by_row[:, num_rows : size + 1] = 0\n",
+        "        self.host_by_row[:, num_rows : size + 1] = 0\n",
         "",
         ("test_captured.py::test_padding_of_a_step_is_written_to_no_text_of_an_earlier_step",),
     ),
@@ -356,14 +356,14 @@ FAULTS = (
     Fault(
         "prefix cache: one user's pages serve another",
         _PAGES,
-        "name = blake2b(salt.encode(), digest_size=16).digest()",
-        'name = blake2b(b"", digest_size=16).digest()',
+        "page_hash = blake2b(salt.encode(), digest_size=16).digest()",
+        'page_hash = blake2b(b"", digest_size=16).digest()',
         ("test_scheduler.py::test_kept_pages_are_never_read_under_another_salt",),
     ),
     Fault(
         "prefix cache: a page is known by its own tokens, not by all before it",
         _PAGES,
-        'blake2b(name + array("q"',
+        'blake2b(page_hash + array("q"',
         'blake2b(salt.encode() + array("q"',
         ("test_pages.py::test_a_kept_page_is_found_behind_its_own_beginning_alone",),
     ),
@@ -406,21 +406,21 @@ FAULTS = (
     Fault(
         "pages: kept pages are handed out while they are still found by their text",
         _PAGES,
-        "free = np.flatnonzero((self._uses == 0) & ~self._is_kept)",
-        "free = np.flatnonzero(self._uses == 0)",
+        "free = np.flatnonzero((self._ref_counts == 0) & ~self._is_kept)",
+        "free = np.flatnonzero(self._ref_counts == 0)",
         ("test_pages.py::test_a_kept_text_loses_its_end_before_its_beginning",),
     ),
     Fault(
         "pages: a row grows into a page that is kept",
         _PAGES,
-        "not (self._uses[after:end].any() or self._is_kept[after:end].any())",
-        "not self._uses[after:end].any()",
+        "not (self._ref_counts[after:end].any() or self._is_kept[after:end].any())",
+        "not self._ref_counts[after:end].any()",
         ("test_pages.py::test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept",),
     ),
     Fault(
         "pages: pages shared from the prefix cache may be given to others",
         _PAGES,
-        "        self._uses[shared] += 1\n        row.pages.extend(shared)\n",
+        "        self._ref_counts[shared] += 1\n        row.pages.extend(shared)\n",
         "        row.pages.extend(shared)\n",
         ("test_pages.py::test_pages_that_a_row_shares_are_given_to_nobody_else",),
     ),
@@ -593,8 +593,8 @@ FAULTS = (
     Fault(
         "calibration: a node counts as accepted if its parent was",
         _NATIVE + "candidates.c",
-        "if (came[i] & FITTED) fitted[cell] += 1.0f;",
-        "if (came[row.fields[PARENT][i]] & FOLLOWED) fitted[cell] += 1.0f;",
+        "if (outcome[i] & FITTED) fitted[cell] += 1.0f;",
+        "if (outcome[row.fields[PARENT][i]] & FOLLOWED) fitted[cell] += 1.0f;",
         ("test_native.py::test_what_was_put_to_the_test_is_counted",),
     ),
     Fault(

@@ -31,7 +31,9 @@ def schedulers():
         scheduler.close()
         assert scheduler.num_running == scheduler.num_waiting == 0 == scheduler.cache_use
         pool = scheduler.pool
-        assert pool.num_free == pool.num_pages and len(pool._free_lines) == pool.num_lines - 1, "something is left"
+        assert pool.num_free == pool.num_pages and len(pool._free_table_rows) == pool.num_table_rows - 1, (
+            "something is left"
+        )
 
 
 def undisturbed(scheduler):

@@ -344,11 +344,11 @@ def test_what_is_kept_on_the_device_is_reported(plain):
     report = engine.target.memory_report()
     keys, values = engine.target._store.stored
     assert report["cache"] == keys.nbytes + values.nbytes and keys.shape[1] == (1 + engine.target.pool.num_pages) * PAGE
-    assert report["logits"] == 4 * 61 * captured._USUAL_ROOM and report["rotary tables"] > 0
+    assert report["logits"] == 4 * 61 * captured._FIRST_ROOM and report["rotary tables"] > 0
 
 
 def test_larger_steps_get_larger_buffers(plain, monkeypatch):
-    monkeypatch.setattr(captured, "_USUAL_ROOM", 8)
+    monkeypatch.setattr(captured, "_FIRST_ROOM", 8)
     model = model_of("llama")
     expected = Engine(model_of("llama"), policy="off").generate(PROMPT, max_new_tokens=20).ids
     engine = Engine(model, policy=RandomTrees(3))
@@ -592,7 +592,7 @@ SHORTAGES = [
 @pytest.mark.parametrize("shortage", SHORTAGES)
 def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhile(shortage, exact, plain, monkeypatch):
     """A capture that there is no memory for is no reason to run otherwise, nor to try at every step."""
-    monkeypatch.setattr(captures, "_PATIENCE", 1000.0)
+    monkeypatch.setattr(captures, "_RETRY_SECONDS", 1000.0)
     model = model_of("llama", **EXACT)
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=20).ids
     model = model_of("llama", **EXACT)
@@ -605,7 +605,7 @@ def test_steps_are_captured_when_there_is_memory_again_and_are_the_same_meanwhil
         short.setattr(Captures, "capture", raising(shortage))
         first = engine.generate(PROMPT, max_new_tokens=20)
         assert first.ids == expected and len(num_forwards) == 1 + first.stats.rounds, "by the same layers"
-        num_tries = graphs_of(engine.target).num_shortages
+        num_tries = graphs_of(engine.target).num_out_of_memory
         assert 1 <= num_tries <= 2 and "captured" in engine.target.mode, "twice if there was something to give back"
     assert engine.generate(PROMPT, max_new_tokens=20).ids == expected, "in patience"
     assert engine.target.num_setups == num_tries
@@ -659,7 +659,7 @@ def test_a_model_that_never_can_be_captured_is_not_tried_for_ever(plain, monkeyp
 
 
 def test_a_forward_that_there_is_no_memory_for_fails_and_changes_nothing(plain, monkeypatch):
-    monkeypatch.setattr(captured, "_USUAL_ROOM", 8)
+    monkeypatch.setattr(captured, "_FIRST_ROOM", 8)
     engine = Engine(model_of("llama"), policy="off")
     expected = engine.generate(PROMPT, max_new_tokens=8).ids
     for place in ("graft.model.cuda_graphs.StepBuffers.__init__", "graft.model.llama.FastLayers.__call__"):
@@ -706,7 +706,7 @@ def test_a_gpu_that_runs_out_of_memory_in_a_capture_captures_later_and_decodes_t
     finally:
         CapturedTarget._make_run = run
     graphs = graphs_of(engine.target)
-    assert graphs.num_shortages > 0 and graphs.num_captured == 0 and not kept
+    assert graphs.num_out_of_memory > 0 and graphs.num_captured == 0 and not kept
     graphs._no_memory_until = 0.0
     assert engine.generate(PROMPT, max_new_tokens=8).ids == expected
     assert graphs.num_captured > 0 and engine.target.mode == "captured, exact in any batch"
@@ -723,7 +723,7 @@ def test_a_tree_from_the_host_is_judged_like_one_on_the_device():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a model off the GPU")
 def test_exact_off_a_gpu_is_refused():
-    with pytest.raises(GraftError, match="exact steps need a single GPU and Triton, and the model is on cpu"):
+    with pytest.raises(GraftError, match="exact steps need a single GPU and Triton, but the model is on cpu"):
         Engine(tiny_model(), policy="off", exact=True)
 
 

@@ -132,9 +132,9 @@ def test_a_row_that_begins_with_anothers_pages_drafts_the_same(plain, model):
     prompt, pool = (PROMPT * 14)[:150], text.target.pool
     cache, state = text.open(prompt)
     expected = text.levels(state, prompt[-1:])
-    pool.keep(cache.rows[0], prompt[:-1], "")
+    pool.keep_prefix(cache.rows[0], prompt[:-1], "")
     cache.release()
-    row = pool.open_like(prompt, "", 200)
+    row = pool.open_with_prefix(prompt, "", 200)
     assert row.length > 64
     again = text.target.cache_of([row])
     state = text.drafter.open(again)

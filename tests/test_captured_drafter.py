@@ -267,7 +267,7 @@ def test_drafts_go_on_when_the_pool_grows(plain, model):
         expected = text.levels(state)
         roots = text.round(cache, state, [11])
         before = text.target.pool.num_resized
-        others = [text.open(PROMPT) for _ in range(9)]  # more lines, and more pages
+        others = [text.open(PROMPT) for _ in range(9)]  # more table rows, and more pages
         more = text.target.open(5, 448)
         assert text.target.pool.num_resized > before + 1
         assert_alike(text.levels(others[-1][1]), expected)

@@ -154,8 +154,8 @@ class World:
             assert scheduler._batch is None and not scheduler._newcomers
             pool = scheduler.pool
             assert pool.num_free == pool.num_pages, "pages are not given back"
-            assert len(pool._free_lines) == pool.num_lines - 1, "lines are not given back"
-            assert scheduler.pool.num_kept_tokens <= scheduler.settings.prefix_cache_tokens
+            assert len(pool._free_table_rows) == pool.num_table_rows - 1, "rows of the block tables are not given back"
+            assert scheduler.pool.num_prefix_tokens <= scheduler.settings.prefix_cache_tokens
             more = self.ask("more", "one more", max_new_tokens=5)
             scheduler._run()
             assert more.failure is None

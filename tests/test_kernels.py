@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graft.model import attention as model_attention
 from graft.model.attention import KernelStep
-from graft.model.layout import Layout, two_way_columns
+from graft.model.layout import Layout, bidirectional_columns
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it there are no kernels")
 
@@ -132,7 +132,7 @@ class Problem:
             starts=ints([sum(counts[:row]) for row in range(len(counts))]),
             counts=ints(counts),
             lengths=ints([*self.lengths, 0, 0]),
-            lines=ints([*(2 + self.num_rows - row for row in range(self.num_rows)), 0, 0]),
+            table_rows=ints([*(2 + self.num_rows - row for row in range(self.num_rows)), 0, 0]),
             tables=ints(tables),
             max_context=max(self.lengths) if max_context is None else max_context,
             strips=ints([*(number for row in strips for number in row), *[0] * self.padding]),
@@ -666,7 +666,7 @@ def test_a_block_that_sees_all_of_itself(width):
     """Whether it fits a tile, which has 8 tokens here, or not; over prefixes of several splits, and of none."""
     lengths = [70, 0, 31]
     problem = Problem.make(lengths, [chain(width)] * 3, kv_heads=2)
-    places, depths, paths = two_way_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
+    places, depths, paths = bidirectional_columns(width, 3, SMALL.tokens(2), torch.device(DEVICE))
     layout = replace(problem.layout(), places=places, depths=depths, paths=paths, strips=None)
     plan = attention_kernels.plan(layout, 2, SMALL)
     assert plan.chains.tolist()[:3] == [int(width == 4)] * 3

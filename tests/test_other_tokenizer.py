@@ -255,9 +255,9 @@ def test_drafted_tokens_that_are_accepted_are_not_read_again(twins):
     sizes, runner = [], batch.draft.runner
     run = runner._run
 
-    def count_tokens(step, num_run):
-        sizes.append(step.num_tokens - num_run * len(step.rows))
-        return run(step, num_run)
+    def count_tokens(step, num_already_run):
+        sizes.append(step.num_tokens - num_already_run * len(step.rows))
+        return run(step, num_already_run)
 
     runner._run = count_tokens
     for _ in range(4):

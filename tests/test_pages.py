@@ -86,7 +86,7 @@ def test_a_copy_needs_no_more_pages_than_it_keeps():
     pool.copy(source, target)  # one page is free, and one is copied
     assert target.pages[:3] == source.pages[:3] and target.pages[3] != source.pages[3]
     assert target.length == source.length and pool.num_free == 0
-    assert pool._here[target.line, :4].tolist() == target.pages
+    assert pool._host_tables[target.block_table_row, :4].tolist() == target.pages
     pool.release(source)
     assert pool.num_free == 1
     pool.release(target)
@@ -121,7 +121,7 @@ def kept_by(pool):
     text = text_of(4)
     row = pool.open_row(4 * PAGE)
     row.length = 4 * PAGE
-    pool.keep(row, text, "")
+    pool.keep_prefix(row, text, "")
     pool.release(row)
     return text
 
@@ -130,15 +130,15 @@ def test_a_kept_text_loses_its_end_before_its_beginning():
     pool, _ = pool_of(num_pages=6)
     text = kept_by(pool)
     pool.release(pool.open_row(3 * PAGE))  # two pages are free, so a kept one goes
-    assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
+    assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
 
 
 def test_a_found_text_loses_its_end_before_its_beginning():
     pool, _ = pool_of(num_pages=8)
     text = kept_by(pool)
-    pool.release(pool.open_like(text, "", 0))
+    pool.release(pool.open_with_prefix(text, "", 0))
     pool.release(pool.open_row(5 * PAGE))
-    assert pool.open_like(text, "", 0).length == 3 * PAGE - 1
+    assert pool.open_with_prefix(text, "", 0).length == 3 * PAGE - 1
 
 
 def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_have():
@@ -146,10 +146,10 @@ def test_the_block_tables_on_the_device_know_the_pages_that_a_row_has_come_to_ha
     row, other = pool.open_row(PAGE), pool.open_row(PAGE)
     for num_pages in (1, 2, 5):
         pool.ensure(row, num_pages * PAGE)
-        assert pool.sync()[row.line, :num_pages].tolist() == row.pages and len(row.pages) == num_pages
+        assert pool.sync()[row.block_table_row, :num_pages].tolist() == row.pages and len(row.pages) == num_pages
     other.length = 1
     pool.copy(other, row)
-    assert pool.sync()[row.line, :5].tolist() == row.pages
+    assert pool.sync()[row.block_table_row, :5].tolist() == row.pages
 
 
 def test_a_kept_page_is_found_behind_its_own_beginning_alone():
@@ -158,7 +158,7 @@ def test_a_kept_page_is_found_behind_its_own_beginning_alone():
     text = kept_by(pool)
     first, others = text[:PAGE], list(range(1000, 1000 + PAGE))
     for changed, num_found in (([*others, *text[PAGE:]], 0), (text[PAGE:], 0), ([*first, *others, *text[PAGE:]], 1)):
-        row = pool.open_like(changed, "", 0)
+        row = pool.open_with_prefix(changed, "", 0)
         assert row.length == max(num_found * PAGE - 1, 0)
         pool.release(row)
 
@@ -176,18 +176,18 @@ def test_of_a_text_no_more_is_kept_than_the_drafter_has_entries_of():
     for first, num_entries, num_found in ((0, 2 * PAGE - 1, 1), (1, 2 * PAGE, 2), (2, PAGE - 1, 0), (3, None, 3)):
         text, row = text_of(3, first), pool.open_row(3 * PAGE)
         row.length = 3 * PAGE
-        pool.keep(row, text, "", num_entries)
+        pool.keep_prefix(row, text, "", num_entries)
         pool.release(row)
-        again = pool.open_like(text, "", 0)
+        again = pool.open_with_prefix(text, "", 0)
         assert again.length == max(num_found * PAGE - 1, 0), "the last token of the last page is read again"
         pool.release(again)
-        pool.forget()
+        pool.evict()
 
 
 def test_pages_that_a_row_shares_are_given_to_nobody_else():
     pool, _ = pool_of(num_pages=8)
     text = kept_by(pool)
-    row = pool.open_like(text, "", 4 * PAGE)  # three pages of the kept text, and a copy of the fourth
+    row = pool.open_with_prefix(text, "", 4 * PAGE)  # three pages of the kept text, and a copy of the fourth
     with pytest.raises(NoRoomError):
         pool.open_row(5 * PAGE)
     other = pool.open_row(4 * PAGE)
@@ -200,7 +200,7 @@ def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
     pool, _ = pool_of(num_pages=9)
     row, other = pool.open_row(2 * PAGE), pool.open_row(PAGE)
     other.length = PAGE
-    pool.keep(other, text_of(1), "")
+    pool.keep_prefix(other, text_of(1), "")
     used = other.pages[0]
     pool.ensure(row, 3 * PAGE)
     assert row.pages == [1, 2, used + 1]
@@ -209,9 +209,9 @@ def test_a_row_grows_behind_itself_but_not_into_a_page_that_is_used_or_kept():
     pool.ensure(row, 3 * PAGE)
     assert row.pages == [1, 2, used + 1]
     pool.ensure(row, 6 * PAGE)
-    assert row.pages == [1, 2, *range(used + 1, used + 5)] and pool.num_kept_tokens == PAGE
+    assert row.pages == [1, 2, *range(used + 1, used + 5)] and pool.num_prefix_tokens == PAGE
     pool.ensure(row, 9 * PAGE)
-    assert sorted(row.pages) == list(range(1, 10)) and pool.num_kept_tokens == 0
+    assert sorted(row.pages) == list(range(1, 10)) and pool.num_prefix_tokens == 0
 
 
 @pytest.mark.parametrize("num_before", range(8))
@@ -245,7 +245,9 @@ def test_a_pool_that_cannot_grow_is_what_it_was(monkeypatch, num_before):
     assert (store.stored, other.stored) == before and pool.num_resized == num_resized and pool.tables is tables
     assert len(row.pages) == 2 and pool.num_free == 1
     pool.ensure(row, 20 * PAGE)
-    assert store.stored[0].shape[1] == store.stored[1].shape[1] == other.stored[0].shape[1] == len(pool._uses) * PAGE
+    assert (
+        store.stored[0].shape[1] == store.stored[1].shape[1] == other.stored[0].shape[1] == len(pool._ref_counts) * PAGE
+    )
 
 
 def test_what_is_given_back_while_the_pool_grows_is_free_afterwards(monkeypatch):

@@ -113,9 +113,9 @@ def test_rows_that_stay_or_join_are_sampled_as_if_alone():
     there, steps, drawn = sampler_of(0, 1, 2), {row: [] for row in range(4)}, {row: [] for row in range(4)}
     for number, rows in enumerate([(0, 1, 2)] * 4 + [(0, 2)] * 4 + [(0, 2, 3)] * 4):
         if number == 4:
-            there = there.keeping([0, 2])
+            there = there.select([0, 2])
         if number == 8:
-            there = there.joining(sampler_of(3))
+            there = there.concat(sampler_of(3))
         tokens = there.choose(logits[number][list(rows)], [True] * len(rows)).tolist()
         for row, token in zip(rows, tokens, strict=True):
             steps[row].append(number)

@@ -81,7 +81,7 @@ def test_a_beginning_that_was_read_before_is_not_read_again(model, schedule, wit
     assert second.wait() == alone(model, follow_up, **options)
     assert first.job.num_cached_tokens == 0
     assert second.job.num_cached_tokens == (len(known) - 10) // PAGE * PAGE - 1 == 5 * PAGE - 1, "the answer too"
-    assert scheduler.pool.num_found == 5 * PAGE - 1
+    assert scheduler.pool.num_prefix_hits == 5 * PAGE - 1
     if with_head:
         fresh = Engine(model, byte_tokenizer(), policy="dense", drafter=drafter, budget=12)
         stats = fresh.generate(follow_up, **options).stats
@@ -132,7 +132,7 @@ def test_kept_pages_are_never_read_under_another_salt(schedule):
         request.wait()
         cached.append(request.job.num_cached_tokens)
     assert cached[:2] == [0, 0] and cached[2] > 0
-    assert scheduler.pool.num_found == cached[2]
+    assert scheduler.pool.num_prefix_hits == cached[2]
 
 
 def test_what_is_being_read_for_another_is_not_read_twice(model, schedule):
@@ -299,7 +299,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("none is left")
 LONG = {"max_new_tokens": 50, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("part", [(PagePool, "open_like"), (Sampler, "joining"), (EagerState, "joining")])
+@pytest.mark.parametrize("part", [(PagePool, "open_with_prefix"), (Sampler, "joining"), (EagerState, "joining")])
 def test_a_request_that_cannot_join_leaves_nothing_behind(model, schedule, monkeypatch, part):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3))
     scheduler = schedule("dense", drafter)
@@ -357,14 +357,14 @@ def test_rows_that_can_never_leave_end_with_the_server_going_on(model, schedule,
 
 def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, monkeypatch):
     scheduler = schedule()
-    opened, may_go_on, open_like = threading.Event(), threading.Event(), scheduler.pool.open_like
+    opened, may_go_on, open_with_prefix = threading.Event(), threading.Event(), scheduler.pool.open_with_prefix
 
     def slow(*given):
         opened.set()
         assert may_go_on.wait(PATIENCE)
-        return open_like(*given)
+        return open_with_prefix(*given)
 
-    monkeypatch.setattr(scheduler.pool, "open_like", slow)
+    monkeypatch.setattr(scheduler.pool, "open_with_prefix", slow)
     first, gone = Asked(scheduler, "first", max_new_tokens=5), Asked(scheduler, "gone", max_new_tokens=5)
     assert opened.wait(PATIENCE)
     done = threading.Event()
@@ -383,18 +383,18 @@ def test_asking_and_going_do_not_wait_while_a_row_is_opened(model, schedule, mon
 
 def test_a_request_that_is_cancelled_while_its_row_is_opened_frees_it(model, schedule):
     scheduler = schedule(max_rows=1)
-    pool, open_like = scheduler.pool, scheduler.pool.open_like
+    pool, open_with_prefix = scheduler.pool, scheduler.pool.open_with_prefix
 
     def and_cancel(*given):
-        row = open_like(*given)
+        row = open_with_prefix(*given)
         scheduler.cancel(gone.job)
         return row
 
     with undisturbed(scheduler):
         gone = Asked(scheduler, "gone", max_new_tokens=1500)
-        pool.open_like = and_cancel
+        pool.open_with_prefix = and_cancel
     until(lambda: not (scheduler.num_running or scheduler.num_waiting))
-    pool.open_like = open_like
+    pool.open_with_prefix = open_with_prefix
     assert gone.news.empty() or not isinstance(gone.next(), Failure)
     assert Asked(scheduler, "next", max_new_tokens=4).wait() == alone(model, "next", max_new_tokens=4)
 
@@ -666,7 +666,7 @@ def test_the_cache_never_takes_more_than_it_may_and_gives_all_pages_back(model, 
     scheduler.close()
     assert pool.num_pages == most // PAGE == pool.num_free
     if kept is not None:
-        assert pool.num_kept_tokens <= kept
+        assert pool.num_prefix_tokens <= kept
 
 
 def test_of_a_gpu_no_more_is_taken_than_its_share_and_what_others_have_left():

@@ -128,9 +128,9 @@ def test_a_draft_model_equal_to_the_target_has_all_its_drafts_accepted(model):
     sizes, runner = [], batch.draft.runner
     run = runner._run
 
-    def count_tokens(step, num_run):
-        sizes.append(step.num_tokens - num_run * len(step.rows))
-        return run(step, num_run)
+    def count_tokens(step, num_already_run):
+        sizes.append(step.num_tokens - num_already_run * len(step.rows))
+        return run(step, num_already_run)
 
     runner._run = count_tokens
     for _ in range(4):

@@ -375,7 +375,7 @@ class Engine:
         if not shares:
             return self.batch_of(sequences, self.target.open(len(sequences), num_slots), chooser)
         salts = [self.page_salt(sequence) for sequence in sequences]
-        cache = self.target.open_like([sequence.ids for sequence in sequences], salts, num_slots)
+        cache = self.target.open_with_prefix([sequence.ids for sequence in sequences], salts, num_slots)
         return self.batch_of(sequences, cache, chooser)
 
     def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
@@ -391,7 +391,7 @@ class Engine:
         if sequence.num_prompt_logprobs is not None:
             return  # under a salt that nobody else has
         num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
-        batch.cache.pool.keep(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
+        batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
 
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
         """A batch of these sequences on rows that may know the beginnings of their texts already."""

@@ -339,11 +339,13 @@ class Scheduler:
         try:
             for number, sequence in enumerate(sequences):
                 if number in unread:
-                    rows.append(pool.open_like(sequence.ids, self._salt(job, sequence), self._num_slots_of(sequence)))
+                    rows.append(
+                        pool.open_with_prefix(sequence.ids, self._salt(job, sequence), self._num_slots_of(sequence))
+                    )
                 else:
                     rows.append(pool.open_row(0))
             # What one that was put back has drawn so far stays what it was.
-            chooser = functools.reduce(lambda one, other: one.joining(other), job.choosers) if job.choosers else None
+            chooser = functools.reduce(lambda one, other: one.concat(other), job.choosers) if job.choosers else None
             batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
         except Exception:
             for row in rows:
@@ -505,7 +507,7 @@ class Scheduler:
             batch = self._batch
             own = [row for row, sequence in enumerate(self._sequences) if self._jobs[sequence] is job]
             if batch is not None and own:
-                choosers = [batch.chooser.keeping([row]) for row in own]
+                choosers = [batch.chooser.select([row]) for row in own]
                 for row in own:
                     batch.sequences[row].settle()
                     self._tell_of(batch.sequences[row])
@@ -614,7 +616,7 @@ class Scheduler:
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
         if self.settings.prefix_cache_tokens is not None:
             with _logged("texts are kept longer"):
-                self.pool.forget(self.settings.prefix_cache_tokens)
+                self.pool.evict(self.settings.prefix_cache_tokens)
 
     def _keep(self, batch: Batch, rows: list[int]) -> Exception | None:
         """Goes on with these rows alone. What fails has changed nothing: a second time it may succeed."""

@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from graft.engine import Engine
 from graft.errors import GraftError
 from graft.loading import load
-from graft.model.loan import evaluating
+from graft.model.overrides import evaluating
 from graft.model.sampler import SamplingSettings, gumbel_noise
 from graft.model.support import check_supported
 from graft.model.verified import Step
@@ -286,13 +286,13 @@ class _ProcessorChooser:
     def choose_everywhere(self, logits: Tensor, step: Step) -> None:
         """Does nothing: processors need the tokens before, which differ from node to node."""
 
-    def move_on(self, counts: SequenceOf[int]) -> None:
+    def advance(self, counts: SequenceOf[int]) -> None:
         raise NotImplementedError("nothing is chosen everywhere")
 
-    def keeping(self, rows: SequenceOf[int]) -> _ProcessorChooser:
+    def select(self, rows: SequenceOf[int]) -> _ProcessorChooser:
         return self._with([self._rows[row] for row in rows])
 
-    def joining(self, other: _ProcessorChooser) -> _ProcessorChooser:
+    def concat(self, other: _ProcessorChooser) -> _ProcessorChooser:
         return self._with(self._rows + other._rows)
 
     def _with(self, rows: list[_CriteriaSequence]) -> _ProcessorChooser:

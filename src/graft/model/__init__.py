@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graft.model.factory import target_for
     from graft.model.kv_cache import KVCache, NoRoomError, PagePool, Row
-    from graft.model.loan import evaluating
+    from graft.model.overrides import evaluating
     from graft.model.runner import TargetRunner
     from graft.model.step import Chunk
     from graft.model.verified import VerifyOutput
@@ -33,7 +33,7 @@ _HOMES = {
     "Row": "kv_cache",
     "TargetRunner": "runner",
     "VerifyOutput": "verified",
-    "evaluating": "loan",
+    "evaluating": "overrides",
     "target_for": "factory",
 }
 

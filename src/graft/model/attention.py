@@ -1,8 +1,8 @@
 """Tree attention as one of transformers' attention functions, under the name "graft".
 
-The model's own code calls it in every layer, and so no model is patched. What each token may see is known to the thread
-that runs the forward. While a model is lent (`loan`), forwards of its owner come here too, and are handed on
-to the attention function that the owner chose.
+The model's own code calls it in every layer, so no model is patched. The thread that runs the forward knows which keys
+each token sees (`overrides.current_step`). While one of our forwards runs, forwards of the model's owner in other
+threads come here too. They are passed on to the attention function that the owner chose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graft.errors import GraftError
-from graft.model import loan
+from graft.model import overrides
 from graft.model.kv_cache import PAGE, Row
 from graft.model.layout import Layout
 from graft.model.step import FlatStep
@@ -29,25 +29,22 @@ from graft.tree.tree import ancestors
 if TYPE_CHECKING:
     from graft.model.kernels.attention import Plan, Tiles
 
-# Attention arguments that change the result and that this function does not compute.
-_UNSUPPORTED = {"position_bias": "position biases"}
-
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer makes of the products of queries and keys before their softmax."""
+    """How a layer turns products of queries and keys into scores."""
 
     scale: float | None = None  # None: 1 / sqrt(head_dim)
-    window: int | None = None  # keys this many positions back or more are not seen
-    chunk: int | None = None  # keys of earlier chunks of this many positions are not seen; not with a window
+    window: int | None = None  # keys this many or more positions back are masked
+    chunk: int | None = None  # keys in earlier chunks of this many positions are masked; not together with a window
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: Tensor | None = None  # [heads] scores of one more key each, whose value is 0
+    sinks: Tensor | None = None  # [heads] score of one extra key per head, whose value is 0
 
 
 class KernelStep:
-    """A step for the Triton kernels: its layout, and the plans of its prefix, which all layers of a kind share.
+    """A step for the Triton kernels: its layout, and the kernels' plans, which layers of one kind share.
 
-    Made anew for every forward, and so for every capture: a plan of an earlier one would not be in the graph.
+    Every forward makes its own, because a captured graph must contain the computation of its plans.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -56,7 +53,7 @@ class KernelStep:
 
     def plan(self, group: int, tiles: Tiles) -> Plan:
         """group: query heads that share a key head."""
-        from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+        from graft.model.kernels import attention as attention_kernels  # needs Triton: only on GPUs
 
         key = (group, tiles)
         if key not in self._plans:
@@ -65,7 +62,7 @@ class KernelStep:
 
 
 class Visibility:
-    """Which keys each token of a flat step sees, as attention masks by row."""
+    """Attention masks of a flat step, one per row: which keys each token sees."""
 
     def __init__(self, rows: Sequence[RowKeys], dtype: torch.dtype) -> None:
         """rows: in the order of their tokens in the step."""
@@ -76,9 +73,9 @@ class Visibility:
     def of_step(
         cls, step: FlatStep, device: torch.device, dtype: torch.dtype, is_run: np.ndarray | None = None
     ) -> Visibility:
-        """Its row's committed tokens and its ancestors in the row's part of the step.
+        """A token sees its row's committed tokens, and itself and its ancestors in the step.
 
-        is_run: [T] bool, which tokens the forward runs: the others were run before, and are only seen. None: all.
+        is_run: [T] bool, which tokens the forward runs. The others were run before and are only seen. None: all run.
         """
         rows, first = [], 0
         for row, count in zip(step.rows, step.by_row[1, : len(step.rows)].tolist(), strict=True):
@@ -94,7 +91,7 @@ class Visibility:
 
     @property
     def end(self) -> int:
-        """The first slot behind all keys that are seen."""
+        """The first slot after all keys that are seen."""
         return max(row.end for row in self._rows)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -107,8 +104,10 @@ class Visibility:
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
     def _mask(self, number: int, window: int | None, chunk: int | None, num_groups: int) -> Tensor | None:
-        """Additive mask [1, 1, groups * n, keys] of a row, None when every key is seen; made once for all layers of a
-        kind. num_groups: query heads that share a key head."""
+        """Additive mask [1, 1, groups * n, keys] of a row; None when every key is seen. Layers of one kind share it.
+
+        num_groups: query heads that share a key head.
+        """
         key = (number, window, chunk, num_groups)
         if key not in self._masks:
             self._masks[key] = self._make_mask(self._rows[number], window, chunk, num_groups)
@@ -129,21 +128,21 @@ class Visibility:
 
 
 class RowKeys:
-    """The keys of one row of a step: its cached text and, behind it, U tokens, of which some are the step's own."""
+    """The keys of one row of a step: its cached tokens, then U further ones, some of which the step runs."""
 
     def __init__(
         self, row: Row, length: int, depths: Tensor, seen: Tensor, device: torch.device, own: Tensor | None = None
     ) -> None:
-        """length: cached tokens. depths: [U] positions of the others less the length. seen: [n, U] bool, which of them
-        each of the step's n tokens sees. own: [n] which of the U these are; None: the last.
-        On the host, but for `device`, where the keys are."""
+        """length: number of cached tokens. depths: [U] positions of the others minus the length. seen: [n, U] bool,
+        which of the U each of the step's n tokens sees. own: [n] which of the U the step's tokens are; None: the last.
+        Tensors are on the host. device: where the keys are."""
         self.count, self.seen, self.device = len(seen), seen, device
         self.positions = torch.cat([torch.arange(length), length + depths])
         self.own_positions = self.positions[-self.count :] if own is None else length + depths[own]
         num_keys = len(self.positions)
         pages = row.pages[: -(-num_keys // PAGE)]
         self.end = PAGE * (max(pages) + 1)
-        # Pages that lie one behind the other are read in place.
+        # Consecutive pages are read in place.
         self._slice = slice(pages[0] * PAGE, pages[0] * PAGE + num_keys)
         self._slots: Tensor | None = None
         if pages != list(range(pages[0], pages[0] + len(pages))):
@@ -151,7 +150,7 @@ class RowKeys:
             self._slots = slots.flatten()[:num_keys].to(device)
 
     def of(self, stored: Tensor) -> Tensor:
-        """The row's keys, or values, [1, heads, n, D] of a layer's store."""
+        """The row's keys, or values, [1, heads, n, D] in a layer's store."""
         return stored[:, :, self._slice] if self._slots is None else stored.index_select(2, self._slots)
 
 
@@ -175,17 +174,16 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    step: Visibility | KernelStep | None = loan.seen_now()
+    step: Visibility | KernelStep | None = overrides.current_step()
     if step is None:
         rare = {"softcap": softcap, "s_aux": s_aux}
         given = {name: value for name, value in rare.items() if value is not None} | kwargs
         given |= {"scaling": scaling, "sliding_window": sliding_window}
-        return _as_the_owner_chose(module, query, key, value, attention_mask, **given)
-    for name, meaning in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise GraftError(f"{type(module).__name__} uses {meaning}, which tree verification does not support")
-    if softcap is not None and loan.owners_attention(module.config) == "sdpa":
-        softcap = None  # PyTorch's function has none: the owner's own texts are without it
+        return _attend_as_owner(module, query, key, value, attention_mask, **given)
+    if kwargs.get("position_bias") is not None:
+        raise GraftError(f"{type(module).__name__} uses position biases, which tree verification does not support")
+    if softcap is not None and overrides.owners_attention(module.config) == "sdpa":
+        softcap = None  # PyTorch's function ignores it, so the owner's own texts are without it
     window, chunk = _reach(module, sliding_window)
     scores = Scores(scaling, window, chunk, softcap, s_aux)
     if isinstance(step, KernelStep):
@@ -194,7 +192,7 @@ def tree_attention(
 
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
-    """The window and the chunk of a layer; it need not hand on what its mask, which it does not get, would say."""
+    """The window and the chunk of a layer, by its type: layers may leave them to the mask, which we do not use."""
     kinds = getattr(module.config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds and hasattr(module, "layer_idx") else None
     if kind == "chunked_attention":
@@ -210,21 +208,21 @@ _PLAIN = Scores()
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores = _PLAIN) -> Tensor:
     """Attention [B, heads, W, D] of queries [B, heads, W, D] over keys and values [B, kv_heads, S, D].
 
-    mask: [B, 1, groups * W, S], repeated for each of the heads / kv_heads query heads that share a key head, since one
-    mask serves many layers; None lets all be seen.
+    mask: [B, 1, groups * W, S], already repeated for the heads / kv_heads query heads that share a key head, because
+    one mask serves many layers. None: every key is seen.
     """
     batch, heads, width, head_dim = query.shape
-    # Query heads that share keys are folded into more queries, so that no keys are copied for them.
+    # Query heads that share a key head become further queries of it, so keys need not be repeated.
     folded = query.reshape(batch, key.shape[1], -1, head_dim)
     if scores.softcap is None and scores.sinks is None:
         out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scores.scale)
     else:
-        out = _attend_step_by_step(folded, key, value, mask, scores)
+        out = _attend_unfused(folded, key, value, mask, scores)
     return out.reshape(batch, heads, width, -1)
 
 
-def _attend_step_by_step(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention of folded queries [B, kv_heads, groups * W, D], with what PyTorch's own function does not know."""
+def _attend_unfused(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attention of folded queries [B, kv_heads, groups * W, D] with soft caps and sinks, which PyTorch's own lacks."""
     scale = folded.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     products = (folded @ key.transpose(2, 3)).float() * scale
     if scores.softcap is not None:
@@ -240,7 +238,7 @@ def _attend_step_by_step(folded: Tensor, key: Tensor, value: Tensor, mask: Tenso
 
 
 def _by_kernels(query: Tensor, key: Tensor, value: Tensor, step: KernelStep, scores: Scores) -> Tensor:
-    from graft.model.kernels import attention as attention_kernels  # needs Triton, which only a GPU's users have
+    from graft.model.kernels import attention as attention_kernels  # needs Triton: only on GPUs
 
     tiles = attention_kernels.tiles_for(query.shape[3], query.dtype)
     out = attention_kernels.tree_attention(
@@ -259,22 +257,22 @@ def _by_kernels(query: Tensor, key: Tensor, value: Tensor, step: KernelStep, sco
     return out.unflatten(1, (query.shape[1], -1))[None]
 
 
-def _as_the_owner_chose(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention by the function that the module's code would have called, were the model not lent."""
+def _attend_as_owner(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention by the function that the model's owner chose."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(loan.owners_attention(module.config), eager)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(overrides.owners_attention(module.config), eager)
     attended: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
     return attended
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    """The mask function: None for our forwards, which have their own; for the owner's, what its attention needs."""
-    name = loan.owners_attention(config)
-    # transformers makes none for attention functions that it knows no masks for.
-    if loan.is_ours() or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+    """The mask function: None for our forwards, which make their own masks; else that of the owner's attention."""
+    name = overrides.owners_attention(config)
+    # Like transformers: no mask for an attention function without a mask function.
+    if overrides.current_step() is not None or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
 
 
-AttentionInterface.register(loan.NAME, tree_attention)
-AttentionMaskInterface.register(loan.NAME, _mask)
+AttentionInterface.register(overrides.NAME, tree_attention)
+AttentionMaskInterface.register(overrides.NAME, _mask)

@@ -1,7 +1,7 @@
-"""Captures: CUDA graphs of work over static buffers, made at first use, by key.
+"""Captures: CUDA graphs over static buffers, captured at first use and found by key.
 
-A graph is bound to addresses: whoever captures keeps its inputs, outputs and KV stores where they are, or forgets the
-graphs. Without a GPU the same code runs, and calls what would be replayed.
+A graph is bound to memory addresses. If inputs, outputs or KV stores move, their graphs must be dropped (`forget`).
+Without a GPU the same code runs and calls the function instead of replaying a graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-ALIGNED = 4  # int32 numbers to 16 bytes, at which all inputs start: kernels are compiled for alignments
-_PATIENCE = 5.0  # seconds without further captures after one ran out of memory
+ALIGNED = 4  # int32 numbers in 16 bytes: all inputs start at such a border, since kernels are compiled for alignments
+_RETRY_SECONDS = 5.0  # pause between captures after one ran out of memory
 
-_SHORTAGES = ("out of memory", "alloc_failed")  # words of errors that are of no type of their own
-_MAX_FAILURES = 8  # in a row, of captures that may be others' doing; a model that cannot be captured fails at each try
+_OUT_OF_MEMORY = ("out of memory", "alloc_failed")  # in messages of errors that have no type of their own
+_MAX_FAILURES = 8  # in a row: other threads may disturb some captures; a model that cannot be captured fails always
 
 _NOTHING = nullcontext()
-_ONE_AT_A_TIME = threading.Lock()  # captures of other threads' networks would share the allocator's state
+_CAPTURE_LOCK = threading.Lock()  # captures in several threads would share the allocator's state
 
 Run = Callable[[], None]
 
@@ -55,34 +55,34 @@ class Captures:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps: dict[tuple[Any, ...], Run] = {}
-        self.failure: str | None = None  # why there are none
-        # Held by whoever captures or starts a step: engines in several threads may share graphs, and warm-up runs, in a
-        # CUDA stream of their own, must not share static buffers with a running step.
+        self.failure: str | None = None  # why steps run eagerly, if they do
+        # Held while a step is captured or started. Engines in several threads may share graphs, and warm-up runs, which
+        # have a CUDA stream of their own, must not share static buffers with a running step.
         self.lock = threading.RLock()
         self.num_captured = 0
-        self.num_shortages = 0  # captures that there was no memory for
-        self.num_failures = 0  # other captures that failed
-        self._num_in_a_row = 0  # of them, since one succeeded
+        self.num_out_of_memory = 0  # captures that failed for lack of memory
+        self.num_failures = 0  # captures that failed for other reasons
+        self._num_failures_in_a_row = 0  # since the last success
         self._no_memory_until = -math.inf  # by time.monotonic
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._pool = _new_pool(device)  # of memory that its graphs share
+        self._pool = _new_pool(device)  # memory that the graphs share
 
     @property
     def num_setups(self) -> int:
-        """Captures made, or tried in vain, so far: rounds with one are not counted in measured times."""
-        return self.num_captured + self.num_shortages + self.num_failures
+        """Captures so far, failed ones included: measured times leave out rounds with one."""
+        return self.num_captured + self.num_out_of_memory + self.num_failures
 
     def forget(self) -> None:
-        """Drops all graphs."""
+        """Drop all graphs."""
         self.steps.clear()
-        self._pool = _new_pool(self.device)  # a pool whose graphs are all gone cannot be used again
+        self._pool = _new_pool(self.device)  # a memory pool cannot be reused once all its graphs are gone
 
     def captured(self, key: tuple[Any, ...], run: Run, moving: Sequence[Tensor] = ()) -> Run:
         """The CUDA graph of `run`, captured under `key` at first use.
 
-        Where memory is short, or another thread disturbs the capture, `run` itself is returned: the same bits, only
-        slower. A later call tries again.
+        If memory is short or another thread disturbs the capture, `run` itself is returned: slower, with the same bits.
+        A later call tries again.
 
         moving: tensors that `run` changes; they are restored after the warm-up runs.
         """
@@ -95,28 +95,28 @@ class Captures:
             try:
                 self.steps[key] = captured = self.capture(run)
                 self.num_captured += 1
-                self._num_in_a_row = 0
+                self._num_failures_in_a_row = 0
                 return captured
             except Exception as error:  # whatever a model, a compiler or a driver may raise
-                if not is_shortage(error):
-                    if not isinstance(error, CaptureError) or self._num_in_a_row == _MAX_FAILURES:
+                if not is_out_of_memory(error):
+                    if not isinstance(error, CaptureError) or self._num_failures_in_a_row == _MAX_FAILURES:
                         raise
-                    self._pool = _new_pool(self.device)  # the old one may not have noticed that the capture is over
+                    self._pool = _new_pool(self.device)  # the old pool may still believe that a capture is under way
                     self.num_failures += 1
-                    self._num_in_a_row += 1
+                    self._num_failures_in_a_row += 1
                     continue
-                self.num_shortages += 1
-                if not self._make_memory() or is_last:
-                    self._no_memory_until = time.monotonic() + _PATIENCE
+                self.num_out_of_memory += 1
+                if not self._free_cached_memory() or is_last:
+                    self._no_memory_until = time.monotonic() + _RETRY_SECONDS
             finally:
                 for part, old in zip(moving, before, strict=True):
                     part.copy_(old)
         return run
 
-    def _make_memory(self) -> bool:
-        """Frees cached memory. Returns whether there was any."""
+    def _free_cached_memory(self) -> bool:
+        """Free cached memory. Returns whether there was any."""
         if not self.steps:
-            self._pool = _new_pool(self.device)  # what a capture has begun and not ended cannot be used again
+            self._pool = _new_pool(self.device)  # a pool with an unfinished capture cannot be reused
         if not self._is_cuda:
             return False
         reserved = torch.cuda.memory_reserved(self.device)
@@ -124,7 +124,7 @@ class Captures:
         return torch.cuda.memory_reserved(self.device) < reserved
 
     def capture(self, run: Run) -> Run:
-        """Captures `run` in a CUDA graph after two warm-up runs; without a GPU, runs it once and returns it."""
+        """Capture `run` in a CUDA graph after two warm-up runs. Without a GPU: run it once and return it."""
         if self._stream is None:
             run()
             return run
@@ -139,7 +139,7 @@ class Captures:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                _ONE_AT_A_TIME,
+                _CAPTURE_LOCK,
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 run()
@@ -155,18 +155,18 @@ class Captures:
 
 
 def context_for(longest: int, contexts: Sequence[int] = CONTEXTS) -> int:
-    """The least of `contexts` that is no shorter; the length itself, rounded up, if none is."""
-    return next((context for context in contexts if context >= longest), whole(longest, CONTEXTS[0]))
+    """The smallest of `contexts` that holds `longest`; beyond the largest one, `longest` rounded up."""
+    return next((context for context in contexts if context >= longest), round_up(longest, CONTEXTS[0]))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which the device is the current one; nothing is to be done where it is already, as mostly."""
+    """Context in which the device is the current one. Free of cost in the usual case, where it is already."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
 
 
-def on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in pinned host memory, for asynchronous copies."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -175,19 +175,19 @@ def _new_pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-def whole(number: int, part: int = ALIGNED) -> int:
-    return -(-number // part) * part
+def round_up(number: int, multiple: int = ALIGNED) -> int:
+    return -(-number // multiple) * multiple
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def is_shortage(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error is an out-of-memory error, or was caused by one."""
     while error is not None:
         words = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in words for word in _SHORTAGES):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in words for word in _OUT_OF_MEMORY):
             return True
         error = error.__cause__ or error.__context__
     return False

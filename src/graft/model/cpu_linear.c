@@ -1,10 +1,10 @@
-/* y = x w' for few rows of x: each weight is read from memory once, and no copy of the weights is made.
+/* y = x w' for few rows of x: each weight is read from memory once and never copied.
 
-   A vector holds one number for each of LANES tokens, so every output is summed over k in the same order
-   whatever the number of tokens.
+   A vector holds one number for each of LANES tokens, so every output is summed over k in the same order, whatever the
+   number of tokens.
 
-   Built once for every processor and once for those with wider vectors; who calls knows which to take, and hands over
-   the threads: those of the OpenMP that torch has loaded, so that one set of them does both kinds of work. */
+   This file is built twice on x86: for every processor, and for those with wider vectors. The caller chooses, and
+   passes the threads of the OpenMP library that torch has loaded, so that both share one set of threads. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@
 #else
 #define LANES 4
 #endif
-/* 8 vectors of sums hide the latency of an addition, and fit into 16 registers beside what they are made of. */
+/* 8 vectors of sums hide the latency of an addition, and fit into 16 registers together with their operands. */
 #define BLOCK_ROWS 8
 #define WIDE_ROWS 4
 #if defined(__clang__)
@@ -23,14 +23,14 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
-/* By number: a pointer beyond the end of an array is undefined, and the last rows' prefetch is there. */
+/* Computed as an integer: the last rows' prefetch is past the end of the array, where a pointer is undefined. */
 #define PREFETCH(ARRAY, PLACE) __builtin_prefetch((const float *)((uintptr_t)(ARRAY) + sizeof(float) * (PLACE)), 0, 2)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
 
-/* R rows of w times VECTORS * LANES tokens, of which m are wanted. xt: [k][VECTORS * LANES]. A macro, for the sums
-   stay in registers only where R and VECTORS are literals. */
+/* R rows of w times VECTORS * LANES tokens, of which m are wanted. xt: [k][VECTORS * LANES]. A macro, because the sums
+   stay in registers only if R and VECTORS are literals. */
 #define TILE(NAME, R, VECTORS)                                                                                        \
     static void NAME(const float *restrict w, const float *restrict xt, float *restrict y, long n, long k, long m) {  \
         enum { WIDTH = VECTORS * LANES };                                                                             \
@@ -42,7 +42,7 @@ typedef float four __attribute__((vector_size(16), aligned(4)));
         for (; i + 4 <= k; i += 4) {                                                                                  \
             four a[R];                                                                                                \
             UNROLL for (int r = 0; r < R; r++) a[r] = *(const four *)(w + r * k + i);                                 \
-            /* The next rows lie behind these: fetched in one stream, which the hardware does not see in R. */        \
+            /* Prefetch the next rows as one stream: the hardware does not recognize R parallel streams. */           \
             UNROLL for (int p = 0; p < R; p += 4) PREFETCH(w, R * k + R * i + 4 * p);                                 \
             UNROLL for (int l = 0; l < 4; l++) {                                                                      \
                 UNROLL for (int v = 0; v < VECTORS; v++) {                                                            \
@@ -71,7 +71,7 @@ TILE(narrow_row, 1, 1)
 TILE(wide_tile, WIDE_ROWS, 2)
 TILE(wide_row, 1, 2)
 
-/* What an OpenMP library gives: runs a function on every thread; which thread one is, and of how many. */
+/* Functions of an OpenMP library: run a function on every thread; the thread's number; the number of threads. */
 typedef struct {
     void (*parallel)(void (*run)(void *), void *data, unsigned num_threads, unsigned flags);
     int (*thread_num)(void);
@@ -85,14 +85,14 @@ typedef struct {
     const Threads *threads;
 } Job;
 
-/* The rows from `first` to `last`, which begins and ends at whole blocks, or at the end. */
+/* The rows from `first` to `last`, each a multiple of BLOCK_ROWS or the end. */
 static void multiply_rows(const Job *job, long first, long last) {
     const long n = job->n, k = job->k, m = job->m, width = job->width;
     const int wide = width > LANES;
     const long step = wide ? WIDE_ROWS : BLOCK_ROWS;
     for (long block = first; block < last; block += BLOCK_ROWS) {
         const long end = block + BLOCK_ROWS < last ? block + BLOCK_ROWS : last;
-        for (long done = 0; done < m; done += width) { /* the rows stay in the cache for all tokens */
+        for (long done = 0; done < m; done += width) { /* these rows stay in the CPU cache for all tokens */
             const long wanted = m - done < width ? m - done : width;
             const float *in = job->xt + done * k;
             float *out = job->y + done * n;
@@ -113,13 +113,13 @@ static void multiply_own_rows(void *data) {
     multiply_rows(job, first, last < job->n ? last : job->n);
 }
 
-/* w: [n][k], x: [m][k], y: [m][n]. threads may be NULL: then the caller's does it all. Returns 0, or 1 if there was no
-   memory. */
+/* w: [n][k], x: [m][k], y: [m][n]. threads may be NULL: the caller's thread does all. Returns 1 if allocation failed,
+   else 0. */
 int graft_linear(const float *w, const float *x, float *y, long n, long k, long m, const Threads *threads) {
     const long width = m > LANES ? 2 * LANES : LANES;
     const long groups = (m + width - 1) / width;
     const long size = groups * width * k;
-    /* [groups][k][width]; one line of the cache more than needed, for no bytes at all may be NULL. */
+    /* [groups][k][width]; one cache line more than needed, because an allocation of 0 bytes may return NULL. */
     float *xt = aligned_alloc(64, (size_t)(size * (long)sizeof(float) / 64 * 64 + 64));
     if (xt == NULL) return 1;
     for (long g = 0; g < groups; g++) {

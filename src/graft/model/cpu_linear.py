@@ -1,8 +1,8 @@
-"""Linear layers that cost a CPU little more for 16 tokens than for one.
+"""Linear layers for a CPU that take little longer for 16 tokens than for one.
 
-For more than one row the BLAS behind torch copies the weights into its own order in every call, which takes three
-times as long as reading them. The kernel in `cpu_linear.c` reads them once. Where it is not faster, or was not built, a
-model stays as it is.
+For more than one token, torch's BLAS copies the weights into an order of its own in every call, which takes three times
+as long as reading them. The kernel in `cpu_linear.c` reads them once. If it is not faster, or was not built, the model
+stays as it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from graft.errors import GraftError
 from graft.tree.native import compiled
 
 HERE = Path(__file__).parent
-MAPS = Path("/proc/self/maps")  # of what this process has loaded
-_MAX_TOKENS = 32  # beyond, torch has enough work for each copied weight
-_WORTH_IT = 0.9  # of torch's time
+MAPS = Path("/proc/self/maps")  # files that this process has loaded
+_MAX_TOKENS = 32  # with more, the copy of the weights hardly matters
+_WORTH_IT = 0.9  # the kernel is used if it takes at most this share of torch's time
 
 
 class FewTokensLinear(nn.Linear):
@@ -43,7 +43,7 @@ class FewTokensLinear(nn.Linear):
 
 
 def quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, by the kernel for 2 to 32 tokens where it can run."""
+    """`torch.nn.functional.linear`, by the kernel for 2 to 32 tokens if it can run."""
     if 1 < input.numel() // weight.shape[1] <= _MAX_TOKENS and _can_run(input, weight):
         return few_tokens_linear(input, weight, bias)
     return linear(input, weight, bias)
@@ -59,12 +59,12 @@ def few_tokens_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     num_tokens = x.numel() // num_inputs
     addresses = (weight.data_ptr(), x.data_ptr(), out.data_ptr())
     if kernel(*addresses, num_outputs, num_inputs, num_tokens, _threads()):
-        raise MemoryError(f"no memory for {num_tokens} tokens of {num_inputs} numbers")
+        raise MemoryError(f"not enough memory for {num_tokens} tokens of {num_inputs} numbers")
     return out if bias is None else out.add_(bias)
 
 
 def speed_up(model: nn.Module) -> bool:
-    """Replaces a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same."""
+    """Replace a model's float32 linear layers on a CPU if the kernel is faster there. Parameters stay the same."""
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and _suits(layer)}
     if not layers or _kernel() is None or not _is_faster(list(layers.values())):
         return False
@@ -75,7 +75,7 @@ def speed_up(model: nn.Module) -> bool:
 
 def _suits(layer: nn.Linear) -> bool:
     weight = layer.weight
-    # A hook may look at or change what a layer does; such a layer is left alone.
+    # A hook may rely on the layer, so a layer with hooks is left alone.
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     return type(weight) is nn.Parameter and weight.numel() > 0 and _is_plain(weight) and not hooked
 
@@ -94,16 +94,16 @@ def _can_run(input: Tensor, weight: Tensor) -> bool:
         and input.dtype is torch.float32
         and input.device.type == "cpu"
         and _is_plain(weight)
-        and _kernel() is not None  # a model copied to another process or machine may come without
+        and _kernel() is not None  # a model may have been copied to a machine without the kernel
     )
 
 
 @torch.no_grad()
 def _is_faster(layers: list[nn.Linear]) -> bool:
-    """Times the kernel and torch in turn over a few layers; the best of each counts, as other work may run beside."""
+    """Time the kernel and torch in turn over a few layers. The best times count, since the machine may be busy."""
     weights = [layer.weight for layer in layers[:16]]
-    own = torch.Generator().manual_seed(0)  # torch's is the user's
-    inputs = [torch.randn(8, weight.shape[1], generator=own) for weight in weights]
+    generator = torch.Generator().manual_seed(0)  # the global one is the user's
+    inputs = [torch.randn(8, weight.shape[1], generator=generator) for weight in weights]
 
     def seconds(function: Callable[[Tensor, Tensor], Tensor]) -> float:
         start = time.perf_counter()
@@ -118,8 +118,8 @@ def _is_faster(layers: list[nn.Linear]) -> bool:
 
 @cache
 def _kernel() -> Callable[..., int] | None:
-    """The kernel for this processor, or None where it was not built."""
-    # By torch's own detection of the CPU; there is only one variant where it is not x86.
+    """The kernel for this processor; None if it was not built."""
+    # Torch detects the CPU. Only x86 has two variants.
     is_wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     try:
         library = compiled(HERE, "_cpu_linear_avx2" if is_wide else "_cpu_linear")
@@ -132,20 +132,18 @@ def _kernel() -> Callable[..., int] | None:
 
 
 class _Threads(ctypes.Structure):
-    _fields_ = (
-        ("parallel", ctypes.c_void_p),
-        ("thread_num", ctypes.c_void_p),
-        ("num_threads", ctypes.c_void_p),
-    )
+    _fields_ = (("parallel", ctypes.c_void_p), ("thread_num", ctypes.c_void_p), ("num_threads", ctypes.c_void_p))
 
 
 @cache
 def _threads() -> Any:
-    """The threads of the OpenMP library that torch has loaded, which all such libraries give under these names; None if
-    it has none."""
+    """Thread functions of the OpenMP library that torch has loaded; None if there is none.
+
+    All OpenMP libraries have them under these names.
+    """
     for path in _openmp_libraries():
         try:
-            library = ctypes.CDLL(path)  # which is loaded: this finds it again
+            library = ctypes.CDLL(path)  # already loaded: this returns the same library
             functions = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
         except (OSError, AttributeError):
             continue
@@ -154,10 +152,10 @@ def _threads() -> Any:
 
 
 def _openmp_libraries() -> list[str]:
-    """Torch's own first. Where it lies differs between machines: in its folder, beside it, or in the system's."""
+    """Paths of OpenMP libraries, torch's own first: it may be in torch's folder, beside it, or in a system folder."""
     if not MAPS.exists():
         return sorted(map(str, Path(torch.__file__).parent.glob("lib/lib*omp*")))
-    # Names of folders may hold spaces, and bytes that are no UTF-8; a name is all from the line's first slash on.
+    # A path starts at a line's first slash. It may contain spaces, and bytes that are not UTF-8.
     maps = MAPS.read_text(encoding="utf-8", errors="surrogateescape")
     loaded = set(re.findall(r"^[^/\n]*(/.*/lib[gi]?omp[^/\s]*\.so\S*)", maps, re.MULTILINE))
     return sorted(loaded, key=lambda path: ("torch" not in path, path))

@@ -21,4 +21,4 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
         for name, child in owner.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return owner, name
-    raise GraftError(f"{type(model).__name__} has no list of its {count} layers, so none can be left out")
+    raise GraftError(f"{type(model).__name__} has no list of its {count} layers, so layers cannot be skipped")

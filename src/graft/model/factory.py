@@ -1,4 +1,4 @@
-"""Chooses a model's runner: on a GPU, one whose steps are CUDA graphs; elsewhere an eager one."""
+"""The choice of a model's runner: CUDA graphs on a GPU, eager steps elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def target_for(
     pool: PagePool | None = None,
     store: KVStore | None = None,
 ) -> TargetRunner:
-    """The runner for a model on its device: on a single GPU with Triton, one whose steps are CUDA graphs.
+    """Make the runner for a model: one with CUDA graphs if the model is on a single GPU and Triton is installed.
 
-    exact: a token has the same bits in any batch; a GraftError where that cannot be.
-    pool: another runner's, whose pages it is to share; None: one of its own. store: likewise, of keys and values.
+    exact: a token has the same bits in any batch. Raises a GraftError where that is impossible.
+    pool, store: the pages, and the keys and values, of another runner to share; None: new ones.
     """
     if model.device.type == "cuda" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1:
         try:
@@ -31,7 +31,7 @@ def target_for(
 
             return CapturedTarget(model, hidden_layers, chunk_size, exact, pool, store)
         except ImportError as error:
-            warnings.warn(f"without Triton, steps on a GPU are slow: {error}", stacklevel=2)
+            warnings.warn(f"Triton is missing, so steps on the GPU are slow: {error}", stacklevel=2)
     if exact:
-        raise GraftError(f"exact steps need a single GPU and Triton, and the model is on {model.device}: drop exact")
+        raise GraftError(f"exact steps need a single GPU and Triton, but the model is on {model.device}: drop exact")
     return TargetRunner(model, hidden_layers, chunk_size, pool, store)

@@ -1,6 +1,6 @@
-"""Grammar constraints: which tokens an answer may go on with, and trees without the nodes that are forbidden.
+"""Grammar constraints: which tokens may come next, and how trees lose the nodes that a grammar forbids.
 
-A constraint is asked at every node of the acceptance walk, so a constrained answer too is that of plain decoding.
+The acceptance walk asks the constraint at every node, so constrained answers equal those of plain decoding too.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from graft.tree.tree import PADDING, ROOT, DraftTree
 
 
 class Constraint(Protocol):
-    """A grammar's state after the tokens taken so far. It never raises: where it cannot go on, it has an `error`."""
+    """A grammar's state after the tokens taken so far. Methods never raise: a failed constraint has an `error`."""
 
     error: str | None
 
     def mask(self, scores: Tensor) -> Tensor:
-        """Scores [V] with those of forbidden tokens at minus infinity."""
+        """Set the scores [V] of forbidden tokens to minus infinity."""
         ...
 
     def take(self, token: int) -> None:
-        """Moves on by a token of the answer."""
+        """Advance by one token of the answer."""
         ...
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, one after the other, the grammar allows next. Nothing is taken."""
+        """How many of these tokens, in sequence, the grammar allows next. The state does not change."""
         ...
 
 
 def pruned(tree: DraftTree, constraints: Sequence[Constraint | None], speculating: Sequence[bool]) -> DraftTree:
-    """The tree without nodes in rows that do not speculate, and without those that rows' constraints forbid.
+    """Remove all nodes of rows that do not speculate, and the nodes that rows' constraints forbid.
 
-    It is narrower where that leaves only padding.
+    Trailing padding is trimmed.
     """
     if tree.width == 1 or (all(speculating) and not any(constraints)):
         return tree
@@ -58,11 +58,11 @@ def pruned(tree: DraftTree, constraints: Sequence[Constraint | None], speculatin
 
 
 def _allowed(tree: DraftTree, row: int, constraint: Constraint) -> Tensor:
-    """[N] which of a row's nodes its constraint allows, the root among them."""
+    """[N] which of a row's nodes, the root included, its constraint allows."""
     tokens, parents, valid = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.valid))
     allowed = [True] + [False] * (tree.width - 1)
     seen = set[int]()
-    for leaf in range(tree.width - 1, 0, -1):  # a node stands after its parent, so a path's deepest node comes first
+    for leaf in range(tree.width - 1, 0, -1):  # nodes stand after their parents, so this meets a path's end first
         if leaf in seen or not valid[leaf]:
             continue
         path = [leaf]

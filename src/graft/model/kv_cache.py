@@ -1,9 +1,9 @@
-"""The KV cache: one pool of pages for all requests, and block tables that say which pages are whose.
+"""The KV cache: one pool of pages for all requests, and block tables that list each row's pages.
 
-A page holds the keys and values of `PAGE` tokens. A row takes pages as its text grows and gives them back when it
-leaves; nothing moves when others come or go. A step writes its tokens behind a row's committed length, and `commit`
-says which of them stay: the next step writes over the others. Pages of a text's beginning may be shared by several
-rows; nobody writes to a shared page.
+A page holds the keys and values of `PAGE` tokens. A row gets pages as its text grows and frees them when it is
+released; other rows do not move. A step writes its tokens after a row's committed length. `commit` says which of them
+stay, and the next step overwrites the others. Rows may share the pages of a common prefix; nobody writes to a shared
+page.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from transformers.cache_utils import Cache
 
 from graft.errors import GraftError
 
-PAGE = 64  # tokens of a page: a block of the attention's sums
-_FIRST_PAGES = 64  # of a pool that grows
+PAGE = 64  # tokens of a page: also a block of the attention kernels' sums
+_FIRST_PAGES = 64  # initial size of a pool that grows
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """All pages are taken, whether or not there is memory."""
+    """No page is free, even if the device has memory."""
 
 
 @dataclass(eq=False)
 class Row:
-    """One request's pages. Line: its line in the block tables."""
+    """The pages of one sequence."""
 
-    line: int
-    pages: list[int] = field(default_factory=list)  # in the order of the text; the same list as long as it lives
+    block_table_row: int
+    pages: list[int] = field(default_factory=list)  # in the order of the text; always the same list object
     length: int = 0  # committed tokens of the target
-    offset: int = 0  # of its tokens' rotary positions from their places in the text: an image takes fewer than it has
+    offset: int = 0  # rotary position minus place in the text: an image takes fewer positions than places
     begun: Any = None  # a `runner.BegunStep`, left by a drafter that shares the target's layers
 
     def take_begun(self) -> Any:
-        """What was begun behind the committed tokens, for the step that now writes there."""
+        """Take the begun step, if it still starts at the committed length."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun.length == self.length else None
 
@@ -54,21 +54,17 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class KVStore:
-    """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + place.
+    """Keys and values of one network in all pages: [layers, slots, heads, head_dim], slot = page * PAGE + offset.
 
-    Layers whose heads are others than the first layer's have tensors of their own.
+    Layers with other head sizes than the first layer have tensors of their own.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._num_slots = 0
-        self.keys: Tensor | None = None  # made when heads, dtype and device are known
+        self.keys: Tensor | None = None  # allocated when heads, dtype and device are known
         self.values: Tensor | None = None
         self._others: dict[int, Pair] = {}  # by layer, [1, slots, heads, head_dim]
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -76,19 +72,19 @@ class KVStore:
         return self.keys, self.values
 
     def shape(self, like: Tensor, key_heads: tuple[int, int], value_heads: tuple[int, int] | None = None) -> None:
-        """Allocates, as (heads, head_dim) of keys and of values, if other than the keys', say."""
-        # Zeros, not empty memory: a masked slot may be read, and NaN times zero is NaN.
+        """Allocate for keys, and for values, of these (heads, head_dim). value_heads: None: as the keys."""
+        # Zeros, not uninitialized memory: a masked slot may be read, and NaN times zero is NaN.
         self.keys = _zeros(like, (self._num_layers, self._num_slots, *key_heads))
         self.values = _zeros(like, (self._num_layers, self._num_slots, *(value_heads or key_heads)))
 
     @property
     def pairs(self) -> list[Pair]:
-        """All keys and values, [layers, slots, heads, head_dim]: of layers that are alike, and of each other one."""
+        """All keys and values, [layers, slots, heads, head_dim]: first the layers that are alike, then each other."""
         alike = [(self.keys, self.values)] if self.keys is not None and self.values is not None else []
         return [*alike, *self._others.values()]
 
     def of_layer(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
-        """What is stored of a layer, [slots, heads, head_dim], which has keys and values [1, heads, T, head_dim]."""
+        """A layer's store [slots, heads, head_dim], allocated to fit these keys and values [1, heads, T, head_dim]."""
         heads = _heads_of(keys), _heads_of(values)
         if self.keys is None:
             self.shape(keys, *heads)
@@ -101,7 +97,7 @@ class KVStore:
         return own[0][0], own[1][0]
 
     def grown(self, num_slots: int) -> list[Pair]:
-        """`pairs` with room for so many slots, what is stored at its place; for `take`."""
+        """Copies of `pairs` with room for `num_slots`, to be passed to `take`."""
 
         def larger(stored: Tensor) -> Tensor:
             new = _zeros(stored, (len(stored), num_slots, *stored.shape[2:]))
@@ -117,7 +113,7 @@ class KVStore:
             self._others = dict(zip(self._others, grown[1:], strict=True))
 
     def move(self, source: Tensor, target: Tensor, num_layers: int | None = None) -> None:
-        """Copies what is in some slots into others, in the first layers; None: in all."""
+        """Copy slots into others, in the first `num_layers` layers; None: in all."""
         for stored in self.stored:
             stored[:num_layers, target] = stored[:num_layers, source]
         for layer, pair in self._others.items():
@@ -139,9 +135,9 @@ class KVStore:
 
 
 class PagePool:
-    """Free pages, reference counts, the pages of texts that are kept for others, and the block tables.
+    """Free pages, reference counts, the prefix cache and the block tables.
 
-    Page 0 and line 0 are nobody's: what a step pads its tokens with goes there.
+    Page 0 and row 0 of the block tables belong to nobody: padding tokens are written there.
     """
 
     def __init__(
@@ -152,28 +148,27 @@ class PagePool:
         num_rows: int = 7,
         first_pages: int = _FIRST_PAGES,
     ) -> None:
-        """num_pages: how many there are, once and for all; None lets the pool grow with what is asked for, from
-        `first_pages` on.
+        """num_pages: a fixed number of pages; None: the pool starts with `first_pages` and grows on demand.
 
-        max_positions: of the model; no row is longer. num_rows: for as many the tables stay where they are.
+        max_positions: the model's context, which limits a row. num_rows: up to so many, the block tables do not move.
         """
         self.device = device
         self.is_fixed = num_pages is not None
         self.stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
-        # Runners of other models over the same pages, by whose they are; they go with the pool.
+        # Runners of draft models over the same pages, by drafter. They live as long as the pool.
         self.guests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.num_resized = 0  # addresses are others from each time on
-        self.num_asked = self.num_found = 0  # tokens looked for among the kept, and found
+        self.num_resized = 0  # memory addresses change with each resize
+        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in the prefix cache, and found
         self._max_positions = max_positions
-        self._longest = -(-(max_positions or 0) // PAGE) + 4  # pages of a row, if there is such a limit
-        # Rows may be given back by any thread; and while it is held the pool does not grow, so nothing moves.
+        self._longest = -(-(max_positions or 0) // PAGE) + 4  # pages of a row, if the model's context is limited
+        # Any thread may release rows. While the lock is held, the pool does not grow, so nothing moves.
         self.lock = threading.RLock()
-        self._uses = np.zeros(0, dtype=np.int32)  # rows that have a page
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # pages by name, the least recently used first
-        self._names: dict[int, bytes] = {}  # of the kept pages
-        self._is_kept = np.zeros(0, dtype=bool)  # by page
-        self._free_lines: list[int] = []
-        self._here = np.zeros((0, 0), dtype=np.int32)  # block tables on the host, [lines, pages]
+        self._ref_counts = np.zeros(0, dtype=np.int32)  # [pages] rows that use each page
+        self._page_by_hash: OrderedDict[bytes, int] = OrderedDict()  # prefix cache, the least recently used first
+        self._hash_of_page: dict[int, bytes] = {}
+        self._is_kept = np.zeros(0, dtype=bool)  # [pages] whether the prefix cache has it
+        self._free_table_rows: list[int] = []
+        self._host_tables = np.zeros((0, 0), dtype=np.int32)  # block tables, [table rows, pages]
         self._staged: Tensor | None = None
         self._loaded: torch.cuda.Event | None = None
         self._is_changed = True
@@ -184,71 +179,71 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """Pages that rows can have."""
-        return len(self._uses) - 1
+        """Pages that rows can use."""
+        return len(self._ref_counts) - 1
 
     @property
     def num_free(self) -> int:
-        """Pages that no row has; those kept for others among them."""
-        return int((self._uses[1:] == 0).sum())
+        """Pages that no row uses, including those of the prefix cache."""
+        return int((self._ref_counts[1:] == 0).sum())
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any row has a page."""
+        """Whether any row uses a page."""
         return self.num_free < self.num_pages
 
     @property
-    def num_kept_tokens(self) -> int:
-        return PAGE * len(self._kept)
+    def num_prefix_tokens(self) -> int:
+        return PAGE * len(self._page_by_hash)
 
     @property
-    def num_lines(self) -> int:
-        return len(self._here)
+    def num_table_rows(self) -> int:
+        return len(self._host_tables)
 
     @property
     def max_slots(self) -> int | None:
-        """Tokens that a line of the block tables can name at most, some more than the model's positions; None: any."""
+        """The most tokens that a block table row can hold, slightly more than the model's context; None: no limit."""
         return None if self._max_positions is None else PAGE * self._longest
 
     def add_store(self, store: KVStore) -> None:
         if store not in self.stores:
-            num_slots = len(self._uses) * PAGE
+            num_slots = len(self._ref_counts) * PAGE
             store.take(num_slots, store.grown(num_slots))
         self.stores.add(store)
 
-    def _resize(self, num_pages: int, num_lines: int) -> None:
-        """What fails has changed nothing."""
+    def _resize(self, num_pages: int, num_table_rows: int) -> None:
+        """Change the number of pages and table rows. If it fails, nothing has changed."""
         longest = num_pages if self._max_positions is None else min(num_pages, self._longest)
-        on_gpu, shape, num_slots = self.device.type == "cuda", (num_lines, longest), num_pages * PAGE
+        on_gpu, shape, num_slots = self.device.type == "cuda", (num_table_rows, longest), num_pages * PAGE
         uses, here = np.zeros(num_pages, dtype=np.int32), np.zeros(shape, dtype=np.int32)
         is_kept = np.zeros(num_pages, dtype=bool)
         staged = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
         tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         loaded = torch.cuda.Event() if on_gpu else None
-        stores = list(self.stores) if num_pages != len(self._uses) else []
+        stores = list(self.stores) if num_pages != len(self._ref_counts) else []
         grown = [store.grown(num_slots) for store in stores]
-        lines = range(max(len(self._here), 1), num_lines)
-        # From here on nothing is allocated: a collector that ends rows meanwhile would give pages of the past back.
-        uses[: len(self._uses)] = self._uses
+        new_rows = range(max(len(self._host_tables), 1), num_table_rows)
+        # From here on nothing is allocated: the garbage collector could release rows into the old arrays meanwhile.
+        uses[: len(self._ref_counts)] = self._ref_counts
         uses[0] = 1
-        here[: len(self._here), : self._here.shape[1]] = self._here
+        here[: len(self._host_tables), : self._host_tables.shape[1]] = self._host_tables
         is_kept[: len(self._is_kept)] = self._is_kept
-        self._uses, self._here, self._is_kept = uses, here, is_kept
+        self._ref_counts, self._host_tables, self._is_kept = uses, here, is_kept
         self._staged, self._loaded, self.tables = staged, loaded, tables
         self._is_changed = True
         self.num_resized += 1
-        self._free_lines += lines
+        self._free_table_rows += new_rows
         for store, stored in zip(stores, grown, strict=True):
             store.take(num_slots, stored)
 
     def sync(self) -> Tensor:
-        """The block tables on the device, as they are now."""
+        """Bring the block tables on the device up to date, and return them."""
         with self.lock:
             if self._is_changed:
                 assert self._staged is not None
                 if self._loaded is not None:
                     self._loaded.synchronize()
-                self._staged.numpy()[:] = self._here
+                self._staged.numpy()[:] = self._host_tables
                 self.tables.copy_(self._staged, non_blocking=True)
                 if self._loaded is not None:
                     self._loaded.record()
@@ -258,7 +253,7 @@ class PagePool:
     # Rows
 
     def open_row(self, num_slots: int) -> Row:
-        """A row with pages for so many tokens; a NoRoomError, and no change, if there are too few."""
+        """Open a row with pages for so many tokens. If too few are free: a NoRoomError, and no change."""
         with self.lock:
             row = self._new_row()
             try:
@@ -269,74 +264,71 @@ class PagePool:
             return row
 
     def ensure(self, row: Row, num_slots: int) -> None:
-        """Makes the row's pages hold so many tokens; a NoRoomError, and no change, if there are too few."""
+        """Give a row pages for so many tokens. If too few are free: a NoRoomError, and no change."""
         more = -(-num_slots // PAGE) - len(row.pages)
         if more > 0:
             with self.lock:
                 start = len(row.pages)
-                pages = self._take(more, row.pages[-1] + 1 if row.pages else 0)
+                pages = self._allocate(more, row.pages[-1] + 1 if row.pages else 0)
                 row.pages.extend(pages)
-                if len(row.pages) > self._here.shape[1]:
+                if len(row.pages) > self._host_tables.shape[1]:
                     self.trim(row, PAGE * start)
                     raise GraftError(f"a text of {num_slots} tokens is longer than the model's context")
-                self._here[row.line, start : len(row.pages)] = row.pages[start:]
+                self._host_tables[row.block_table_row, start : len(row.pages)] = row.pages[start:]
                 self._is_changed = True
 
     def trim(self, row: Row, num_slots: int) -> None:
-        """Gives back the pages behind so many tokens."""
+        """Free the pages after the first `num_slots` tokens."""
         with self.lock:
             kept = -(-num_slots // PAGE)
-            self._give_back(row.pages[kept:])
+            self._free(row.pages[kept:])
             del row.pages[kept:]
 
     def release(self, row: Row) -> None:
-        """Gives back all that a row has; may be repeated."""
+        """Free a row and its pages; may be repeated."""
         finalizer = row.__dict__["_finalizer"]
         if finalizer.alive:
-            self.end(row.line, row.pages)
-            finalizer.detach()  # last: what has failed is done when nobody knows the row any more
+            self.end(row.block_table_row, row.pages)
+            finalizer.detach()  # last: if the line before fails, the garbage collector still frees the row
         row.length = 0
 
     def copy(self, source: Row, target: Row) -> None:
-        """Makes one row go on from another's committed text: whole pages are shared, the last is copied.
+        """Let `target` continue `source`'s committed text: full pages are shared, a partly filled last page is copied.
 
-        The pages that it has behind them stay its own. A NoRoomError, and no change, if there are too few.
+        Pages that the target has beyond them stay its own. If too few are free: a NoRoomError, and no change.
         """
         with self.lock:
             shared = source.length // PAGE
             own = target.pages[shared:]
-            taken = [] if own else self._take(-(-source.length // PAGE) - shared)
+            taken = [] if own else self._allocate(-(-source.length // PAGE) - shared)
             try:
                 if source.length % PAGE:
                     for store in self.stores:
                         store.copy_page(source.pages[shared], [*own, *taken][0])
             except Exception:
-                self._give_back(taken)
+                self._free(taken)
                 raise
-            self._uses[target.pages[:shared]] -= 1
-            self._uses[source.pages[:shared]] += 1
+            self._ref_counts[target.pages[:shared]] -= 1
+            self._ref_counts[source.pages[:shared]] += 1
             target.pages[:] = [*source.pages[:shared], *own, *taken]
-            self._here[target.line, : len(target.pages)] = target.pages
+            self._host_tables[target.block_table_row, : len(target.pages)] = target.pages
             self._is_changed = True
             target.length = source.length
 
-    # Kept texts
+    # Prefix cache
 
-    def open_like(self, prompt: Sequence[int], salt: str, num_slots: int) -> Row:
-        """A row for a prompt: what is known of its beginning is committed.
+    def open_with_prefix(self, prompt: Sequence[int], salt: str, num_slots: int) -> Row:
+        """Open a row for a prompt, with the pages of its longest cached prefix committed.
 
-        One token at least is left to read, whose features a drafter starts from. And since a drafter's entry of a token
-        depends on the token behind it, the last token of the last page found is read again: that page is copied.
+        At least one token is left to prefill: a drafter starts from its features. A drafter's entry for a token also
+        depends on the next token. So the last token of the last page found is read again, in a copy of that page.
         """
         with self.lock:
-            names: list[bytes] = []
-            for name in _names(prompt[: len(prompt) - 1], salt):
-                if name not in self._kept:
-                    break
-                names.append(name)
-            self._use(names)
-            found = [self._kept[name] for name in names]
-            self.num_asked += len(prompt)
+            hashes = _page_hashes(prompt[: len(prompt) - 1], salt)
+            known = list(itertools.takewhile(self._page_by_hash.__contains__, hashes))
+            self._mark_used(known)
+            found = [self._page_by_hash[page_hash] for page_hash in known]
+            self.num_prefix_queries += len(prompt)
             row = self._new_row()
             try:
                 self._share(row, found[:-1], found[-1] if found else None, num_slots)
@@ -344,123 +336,124 @@ class PagePool:
                 self.release(row)
                 raise
             row.length = max(len(found) * PAGE - 1, 0)
-            self.num_found += row.length
+            self.num_prefix_hits += row.length
             return row
 
-    def keep(self, row: Row, text: Sequence[int], salt: str, num_entries: int | None = None) -> None:
-        """Keeps the whole pages of a row's committed text, for rows whose prompts begin alike.
+    def keep_prefix(self, row: Row, text: Sequence[int], salt: str, num_entries: int | None = None) -> None:
+        """Add the full pages of a row's committed text to the prefix cache.
 
-        num_entries: tokens that the drafter's store has too; None: all that are committed.
+        num_entries: tokens that the drafter's store has too; None: all committed ones.
         """
         with self.lock:
             count = min(row.length, len(text), row.length if num_entries is None else num_entries)
-            names = list(_names(text[:count], salt))
-            for name, page in zip(names, row.pages, strict=False):
-                if name not in self._kept and page not in self._names:
-                    self._kept[name] = page
-                    self._names[page] = name
+            hashes = list(_page_hashes(text[:count], salt))
+            for page_hash, page in zip(hashes, row.pages, strict=False):
+                if page_hash not in self._page_by_hash and page not in self._hash_of_page:
+                    self._page_by_hash[page_hash] = page
+                    self._hash_of_page[page] = page_hash
                     self._is_kept[page] = True
-            self._use(names)
+            self._mark_used(hashes)
 
-    def _use(self, names: Sequence[bytes]) -> None:
-        """Its pages go last when others are needed; a text's end goes before its beginning, which it is found by."""
-        for name in reversed(names):
-            if name in self._kept:
-                self._kept.move_to_end(name)
+    def _mark_used(self, hashes: Sequence[bytes]) -> None:
+        """Move pages to the end of the eviction order, a text's last page first: without its first none is found."""
+        for page_hash in reversed(hashes):
+            if page_hash in self._page_by_hash:
+                self._page_by_hash.move_to_end(page_hash)
 
-    def forget(self, max_tokens: int = 0) -> None:
-        """Keeps at most so many tokens of texts that nobody uses."""
+    def evict(self, max_tokens: int = 0) -> None:
+        """Shrink the prefix cache to at most so many tokens in pages that no row uses."""
         with self.lock:
-            idle = [name for name, page in self._kept.items() if self._uses[page] == 0]
-            for name in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
-                self._keep_no_longer(self._kept[name])
+            idle = [page for page in self._page_by_hash.values() if self._ref_counts[page] == 0]
+            for page in idle[: max(len(idle) - max_tokens // PAGE, 0)]:
+                self._evict_page(page)
 
-    def _keep_no_longer(self, page: int) -> None:
-        del self._kept[self._names.pop(page)]
+    def _evict_page(self, page: int) -> None:
+        del self._page_by_hash[self._hash_of_page.pop(page)]
         self._is_kept[page] = False
 
     # Pages
 
     def _new_row(self) -> Row:
-        """A row without pages. Whatever it comes to have is given back when nobody knows it any more."""
-        if not self._free_lines:
-            self._resize(len(self._uses), 2 * len(self._here))
-        row = Row(self._free_lines.pop(0))
-        row.__dict__["_finalizer"] = weakref.finalize(row, _end, weakref.ref(self), row.line, row.pages)
+        """Open a row without pages. When nothing refers to the row any more, its pages are freed."""
+        if not self._free_table_rows:
+            self._resize(len(self._ref_counts), 2 * len(self._host_tables))
+        row = Row(self._free_table_rows.pop(0))
+        row.__dict__["_finalizer"] = weakref.finalize(row, _end, weakref.ref(self), row.block_table_row, row.pages)
         row.__dict__["_finalizer"].atexit = False
-        self._here[row.line] = 0
+        self._host_tables[row.block_table_row] = 0
         self._is_changed = True
         return row
 
     def _share(self, row: Row, shared: list[int], copied: int | None, num_slots: int) -> None:
-        """Gives a new row others' pages, a copy of one and, behind it, pages of its own."""
-        self._uses[shared] += 1
+        """Give a new row shared pages, then a copy of one page, then pages of its own up to `num_slots`."""
+        self._ref_counts[shared] += 1
         row.pages.extend(shared)
-        self._here[row.line, : len(shared)] = shared
+        self._host_tables[row.block_table_row, : len(shared)] = shared
         if copied is None:
             self.ensure(row, num_slots)
             return
-        self._uses[copied] += 1  # it is not to go meanwhile
+        self._ref_counts[copied] += 1  # so that it is not evicted meanwhile
         try:
             self.ensure(row, max(num_slots, PAGE * (len(shared) + 1)))
             for store in self.stores:
                 store.copy_page(copied, row.pages[len(shared)])
         finally:
-            self._uses[copied] -= 1
+            self._ref_counts[copied] -= 1
 
-    def _take(self, count: int, after: int = 0) -> list[int]:
-        """So many free pages, one behind the other if there are such, from `after` on if that can be."""
+    def _allocate(self, count: int, after: int = 0) -> list[int]:
+        """Allocate so many pages, consecutive ones if possible, and starting with page `after` if possible."""
         if count == 0:
             return []
         if not self.is_fixed and count > self.num_free:
-            self._resize(max(2 * len(self._uses), len(self._uses) + count), len(self._here))
+            self._resize(max(2 * len(self._ref_counts), len(self._ref_counts) + count), len(self._host_tables))
         end = after + count
-        if 0 < after <= len(self._uses) - count and not (self._uses[after:end].any() or self._is_kept[after:end].any()):
-            self._uses[after:end] = 1
+        is_inside = after > 0 and end <= len(self._ref_counts)
+        if is_inside and not (self._ref_counts[after:end].any() or self._is_kept[after:end].any()):
+            self._ref_counts[after:end] = 1
             return list(range(after, end))
-        # Kept pages go last, the least recently used first.
-        free = np.flatnonzero((self._uses == 0) & ~self._is_kept)
+        # Pages of the prefix cache are taken last, the least recently used first.
+        free = np.flatnonzero((self._ref_counts == 0) & ~self._is_kept)
         if len(free) < count:
-            unused = [page for page in self._kept.values() if self._uses[page] == 0][: count - len(free)]
+            unused = [page for page in self._page_by_hash.values() if self._ref_counts[page] == 0][: count - len(free)]
             if len(free) + len(unused) < count:
                 raise NoRoomError(f"{len(free) + len(unused)} pages of {PAGE} tokens are free, and {count} are needed")
             for page in unused:
-                self._keep_no_longer(page)
+                self._evict_page(page)
             free = np.sort(np.concatenate([free, np.array(unused, dtype=free.dtype)]))
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
         behind = runs[free[runs] == after]
         first = behind[0] if len(behind) else runs[0] if len(runs) else 0
         pages = free[first : first + count].tolist()
-        self._uses[pages] = 1
+        self._ref_counts[pages] = 1
         return pages
 
-    def _give_back(self, pages: Sequence[int]) -> None:
+    def _free(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._uses[page] -= 1
+            self._ref_counts[page] -= 1
 
-    def end(self, line: int, pages: list[int]) -> None:
+    def end(self, block_table_row: int, pages: list[int]) -> None:
         with self.lock:
-            self._give_back(pages)
+            self._free(pages)
             pages.clear()
-            self._free_lines.append(line)
+            self._free_table_rows.append(block_table_row)
 
 
-def _end(pool: weakref.ref[PagePool], line: int, pages: list[int]) -> None:
-    there = pool()
-    if there is not None:
-        there.end(line, pages)
+def _end(pool: weakref.ref[PagePool], block_table_row: int, pages: list[int]) -> None:
+    alive = pool()
+    if alive is not None:
+        alive.end(block_table_row, pages)
 
 
-def _names(text: Sequence[int], salt: str) -> Iterator[bytes]:
-    """The names of a text's whole pages: by all tokens up to its end. Texts under different salts share none."""
-    name = blake2b(salt.encode(), digest_size=16).digest()
+def _page_hashes(text: Sequence[int], salt: str) -> Iterator[bytes]:
+    """Hashes of a text's full pages, each over the salt and all tokens up to the page's end."""
+    page_hash = blake2b(salt.encode(), digest_size=16).digest()
     for end in range(PAGE, len(text) + 1, PAGE):
-        name = blake2b(name + array("q", text[end - PAGE : end]).tobytes(), digest_size=16).digest()
-        yield name
+        page_hash = blake2b(page_hash + array("q", text[end - PAGE : end]).tobytes(), digest_size=16).digest()
+        yield page_hash
 
 
 class KVCache(Cache):
-    """The rows of one batch: what transformers' own layers, and whoever decodes, know of the pool."""
+    """The rows of one batch, as transformers' layers and the engine see them."""
 
     def __init__(self, pool: PagePool, store: KVStore, rows: list[Row]) -> None:
         super().__init__(layers=[])
@@ -479,9 +472,9 @@ class KVCache(Cache):
         return [row.length for row in self.rows]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commits, in each row, token 0 of its last tree and the nodes of its path, moved together, in all layers.
+        """Commit the root and the accepted path of each row's last tree, moved together, in all layers.
 
-        A path lists nodes of the row's tree, by their places in the step, in order, without the root.
+        A path lists places of the row's nodes in the step, in order, without the root.
         """
         moves = [
             (row, place, step)
@@ -493,9 +486,9 @@ class KVCache(Cache):
         self.advance([1 + len(path) for path in paths])
 
     def move(self, moves: Sequence[tuple[Row, int, int]], num_layers: int | None = None) -> None:
-        """Moves keys and values behind rows' committed tokens from places to others, all at once, in the first layers.
+        """Move keys and values after the rows' committed tokens: (row, from place, to place), all at once.
 
-        num_layers: None: all of them.
+        num_layers: only in so many first layers; None: in all.
         """
         if moves:
             source = self.slots_of([(row, row.length + place) for row, place, _ in moves])
@@ -507,16 +500,16 @@ class KVCache(Cache):
             row.length += count
 
     def fill(self, row: int, source: Cache, source_row: int, first: int, end: int, offset: int) -> None:
-        """Commits to an empty row what the model's own forward has cached of a text, from one place to another.
+        """Commit to an empty row the entries [first, end) that the model's own forward has put into another cache.
 
-        offset: of the rotary positions of what comes behind it.
+        offset: `Row.offset` of the tokens that follow.
         """
         own = self.rows[row]
         self.pool.ensure(own, end - first)
         slots = self.slots_of([(own, position) for position in range(end - first)])
         for layer, cached in enumerate(source.layers):
             states: Any = (getattr(cached, "keys", None), getattr(cached, "values", None))
-            if states[0] is None:  # it shares those of another layer
+            if states[0] is None:  # the layer shares another layer's keys and values
                 continue
             states = [part[source_row : source_row + 1, :, first:end] for part in states]
             for stored, part in zip(self.store.of_layer(layer, *states), states, strict=True):
@@ -524,7 +517,7 @@ class KVCache(Cache):
         own.length, own.offset = end - first, offset
 
     def with_rows(self, rows: list[Row]) -> KVCache:
-        """The same pool's cache of other rows."""
+        """A cache of other rows of the same pool."""
         return KVCache(self.pool, self.store, rows)
 
     def release(self) -> None:
@@ -539,17 +532,17 @@ class KVCache(Cache):
     # What transformers' layers call
 
     def write_at(self, slots: Tensor) -> None:
-        """Sets the slots [T] of the next forward's tokens."""
+        """Set the slots [T] of the next forward's tokens."""
         self._slots = slots
 
     def read_until(self, end: int) -> None:
-        """Gives layers no slots from this one on: latent attention expands whatever it is given."""
+        """Hide slots from `end` on: latent attention would expand them all."""
         self._end = end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes one layer's new keys and values [1, heads, T, head_dim]; returns what may be read, likewise."""
+        """Write a layer's new keys and values [1, heads, T, head_dim]; return those to read, in the same form."""
         assert self._slots is not None
         keys, values = self.store.of_layer(layer_idx, key_states, value_states)
         for stored, states in ((keys, key_states), (values, value_states)):
@@ -558,12 +551,15 @@ class KVCache(Cache):
         return keys[:end].transpose(0, 1)[None], values[:end].transpose(0, 1)[None]
 
     def place_at(self, positions: Tensor) -> None:
-        """Sets the positions [T] of the next forward's tokens."""
+        """Set the positions [T] of the next forward's tokens."""
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """What transformers adds 0, 1, 2, ... to where a layer asks for its tokens' positions: Llama 4 does, and trees
-        have others. A number, the tokens of the longest row, until positions are set."""
+        """A number, or a tensor, to which Llama 4's layers add 0, 1, 2, ... to get their tokens' positions.
+
+        Positions in a tree are not consecutive, so the tensor is chosen to give the right sums. Until positions are
+        set: the length of the longest row.
+        """
         positions = self._positions
         if positions is None:
             return max(self.lengths, default=0)
@@ -571,7 +567,7 @@ class KVCache(Cache):
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """On a CPU memory that is taken when it is first written to: a pool may be far larger than what is used of it."""
+    """Zeros. On a CPU, memory is only taken when first written: most of a large pool may never be used."""
     if like.device.type != "cpu" or 0 in shape:
         return like.new_zeros(shape)
     memory = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)

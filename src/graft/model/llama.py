@@ -1,8 +1,8 @@
 """Fused forward of Llama-like models (Llama, Mistral, Qwen2, Qwen3) over a transformers model's own weights.
 
-What lies between matrix products is fused (`kernels/layer.py`). Weights that one product takes together (q, k, v; gate,
-up) are concatenated once, and the model's parameters become views of them. A model for which `why_not` gives a reason
-is run by transformers' own code.
+The operations between matrix products are fused (`kernels/layer.py`). Weights of one product (q, k, v; gate, up) are
+concatenated once, and the model's parameters become views of them. If `why_not` gives a reason, transformers' own code
+runs the model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from graft.model.attention import KernelStep
 from graft.model.kernels import attention as attention_kernels
@@ -34,13 +28,13 @@ _FAMILIES = {
     Qwen2ForCausalLM: "Qwen2",
     Qwen3ForCausalLM: "Qwen3",
 }
-_QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own, idle unless its forward asks for outputs
+_QUIET_HOOKS = "transformers.utils.output_capturing"  # transformers' own hooks, idle unless outputs are recorded
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the text's length
-_MAX_HOLES = 2**31  # bytes
-_SMALL = 2**27  # bytes of a layer's weights, up to which launches overlap: of 90 MB that was faster, of 440 MB slower
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the text's length
+_MAX_HOLES = 2**31  # bytes of free memory between allocations
+_SMALL = 2**27  # launches overlap for layers up to so many bytes: faster with 90 MB, slower with 440 MB
 MAX_HEAD_DIM = 256
-MAX_HIDDEN = 16384  # what a program of the norm kernel holds
+MAX_HIDDEN = 16384  # the most that a program of the norm kernel holds
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,9 @@ class Rotary:
     @classmethod
     @torch.no_grad()
     def of(cls, module: nn.Module, like: Tensor, num_positions: int) -> Rotary:
-        """Tables by a model's own rotary module, on the device and in the dtype of `like` [any, any]."""
+        """Make tables by a model's own rotary module, on the device and in the dtype of `like` [any, any]."""
         positions = torch.arange(num_positions, device=like.device)[None]
-        # Both halves of a head turn alike.
+        # Both halves of a head have the same angles.
         return cls(*(table[0, :, : table.shape[2] // 2].contiguous() for table in module(like[:1], positions)))
 
 
@@ -76,7 +70,7 @@ class Layer:
 
 
 class LayerStack:
-    """Decoder layers of a model or of a head, one behind the other, over the tensors of a KV store."""
+    """The decoder layers of a model or of a draft head, over the tensors of a KV store."""
 
     def __init__(self, layers: Sequence[Layer], heads: int, eps: float, multiply: Products) -> None:
         self.layers, self._heads, self._eps, self._multiply = layers, heads, eps, multiply
@@ -93,9 +87,9 @@ class LayerStack:
         rotary: Rotary,
         seen: Sequence[KernelStep] | None = None,
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The layers' inputs, each [T, H]; the last stream, and what is to be added to it.
+        """The layers' inputs, each [T, H]; the last residual stream, and the delta still to be added to it.
 
-        seen: by layer, what its tokens see, where that is not what the step says.
+        seen: by layer, what its tokens see, if that differs from the step.
         """
         head_dim = keys.shape[3]
         tiles = attention_kernels.tiles_for(head_dim, stream.dtype)
@@ -104,9 +98,9 @@ class LayerStack:
         )
         scratch = torch.empty(size, dtype=torch.float32, device=stream.device)  # shared by all layers
         for each in seen or (step,):
-            each.plan(self._heads // keys.shape[2], tiles)  # before the launches that may overlap
+            each.plan(self._heads // keys.shape[2], tiles)  # before any launch that may overlap
         multiply, inputs = self._multiply, []
-        delta: Tensor | None = None  # what is still to be added to the stream
+        delta: Tensor | None = None  # still to be added to the stream
         with overlap.launches(self._is_small):
             for number, layer in enumerate(self.layers):
                 stream, normed = layer_kernels.add_norm(stream, delta, layer.input_norm, self._eps)
@@ -136,7 +130,7 @@ class FastLayers:
     """The model's fused forward over the tensors of a KV store."""
 
     def __init__(self, model: PreTrainedModel, exact: bool = False) -> None:
-        """model: one for which `why_not` is None. exact: a token's bits do not depend on the batch, however large."""
+        """model: one for which `why_not` is None. exact: a token's bits never depend on the batch."""
         parts: Any = model
         config = model.config
         self.num_layers = config.num_hidden_layers
@@ -151,18 +145,18 @@ class FastLayers:
         layers: list[Layer] = []
         for layer in parts.model.layers:
             layers.append(_layer(layer))
-            _give_back(self._embedding.device)
+            _release_cached_memory(self._embedding.device)
         self._multiply = Products(self._embedding.device, always=exact)
         self._stack = LayerStack(layers, self.heads, self._eps, self._multiply)
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether all products can be our own."""
+        """Whether our kernel can compute all products."""
         return all(can_multiply(weight.shape) for weight in self._weights)
 
     @property
     def is_mostly_exact(self) -> bool:
-        """Whether, in all but the largest steps, all products are our own without being asked for."""
+        """Whether our kernel computes all products of all but the largest steps, even if `exact` is off."""
         return self.can_be_exact and all(map(Products.is_quick, self._weights))
 
     @property
@@ -187,12 +181,12 @@ class FastLayers:
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [T, V] in the model's dtype, and the inputs [T, H] of `hidden_layers`.
 
-        Keys and values are written behind the committed ones.
+        Keys and values are written after the committed ones.
         """
         stream = embedding(tokens, self._embedding)  # [T, H]
         inputs, stream, delta = self._stack(stream, step, keys, values, rotary)
         _, normed = layer_kernels.add_norm(stream, delta, self._norm, self._eps)
-        inputs.append(normed)  # as transformers counts, what comes behind the last layer is normed
+        inputs.append(normed)  # transformers' last hidden state is normed too
         return self._multiply(normed, self._head), [inputs[layer] for layer in hidden_layers]
 
 
@@ -210,9 +204,9 @@ def attend_in_store(
     window: int | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Rotates queries and keys, writes keys and values to the store, and attends: [T, heads * head_dim].
+    """Rotate queries and keys, write keys and values to the store, and attend: [T, heads * head_dim].
 
-    seen: what the tokens see, where that is not what the step says.
+    seen: what the tokens see, if that differs from the step.
     See `layer_kernels.rotate_and_store` and `attention_kernels.tree_attention`.
     """
     layer_kernels.rotate_and_store(qkv, keys, values, step.layout, rotary.cos, rotary.sin, norms)
@@ -233,11 +227,11 @@ def attend_in_store(
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The reason why the model cannot run in these layers; None if it can."""
+    """The reason why a model cannot run in fused layers; None if it can."""
     family = _FAMILIES.get(type(model))
     if family is None:
         return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}"
-    if (touched := touched_module(model)) is not None:
+    if (touched := hooked_module(model)) is not None:
         return f"{touched} has a hook or a forward of its own"
     parts: Any = model
     config = model.config
@@ -274,7 +268,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
-def touched_module(model: nn.Module) -> str | None:
+def hooked_module(model: nn.Module) -> str | None:
     """The name of a module with a hook or a replaced forward; None if there is none."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -304,8 +298,8 @@ def _products(layer: Any) -> list[nn.Module]:
     ]
 
 
-def _give_back(device: torch.device) -> None:
-    """Returns memory to the device: freed separate weights leave holes that fused ones do not fit."""
+def _release_cached_memory(device: torch.device) -> None:
+    """Return memory to the device: the freed separate weights leave holes that are too small for fused ones."""
     if device.type != "cuda":
         return
     if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _MAX_HOLES:
@@ -319,12 +313,14 @@ def _layer(layer: Any) -> Layer:
     if getattr(attention, "q_norm", None) is not None:
         query_norm, key_norm = attention.q_norm, attention.k_norm
         head_norms = (query_norm.weight.detach(), key_norm.weight.detach(), query_norm.variance_epsilon)
-    # Mistral has one window for all layers, in its config alone; a Llama has none, whatever its config says.
+    # Mistral's window is only in its config and holds for all layers. Llama has none, whatever its config says.
     window = getattr(attention, "sliding_window", None)
     if "Mistral" in type(attention).__name__:
         window = attention.config.sliding_window
-    bias = together([p.bias for p in projections]) if attention.q_proj.bias is not None else None
-    return fused_layer(layer, together([p.weight for p in projections]), bias, head_norms, attention.scaling, window)
+    bias = fuse_parameters([p.bias for p in projections]) if attention.q_proj.bias is not None else None
+    return fused_layer(
+        layer, fuse_parameters([p.weight for p in projections]), bias, head_norms, attention.scaling, window
+    )
 
 
 def fused_layer(
@@ -335,13 +331,13 @@ def fused_layer(
     scale: float,
     window: int | None,
 ) -> Layer:
-    """A decoder layer's weights by the names that Llama's has, with what differs between models given."""
+    """The weights of a decoder layer with Llama's names; what differs between models is given."""
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
         qkv=qkv,
         qkv_bias=qkv_bias,
         o=attention.o_proj.weight.detach(),
-        gate_up=together([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up=fuse_parameters([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight.detach(),
         input_norm=layer.input_layernorm.weight.detach(),
         attention_norm=layer.post_attention_layernorm.weight.detach(),
@@ -351,10 +347,10 @@ def fused_layer(
     )
 
 
-def together(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The parameters concatenated in one tensor, of which they become views if they are not yet."""
+def fuse_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Concatenate parameters to one tensor and make them views of it, if they are not yet."""
     first, sizes = parameters[0], [len(p) for p in parameters]
-    if _lie_together(parameters):
+    if _are_adjacent(parameters):
         return first.data.as_strided((sum(sizes), *first.shape[1:]), first.stride())
     whole = torch.cat([p.data for p in parameters])
     for parameter, part in zip(parameters, whole.split(sizes), strict=True):
@@ -362,7 +358,7 @@ def together(parameters: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _lie_together(parameters: Sequence[nn.Parameter]) -> bool:
+def _are_adjacent(parameters: Sequence[nn.Parameter]) -> bool:
     end = parameters[0].data_ptr()
     for parameter in parameters:
         same = parameter.untyped_storage().data_ptr() == parameters[0].untyped_storage().data_ptr()

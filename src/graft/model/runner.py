@@ -1,13 +1,12 @@
-"""TargetRunner: the forwards of the target model, flat steps of trees and prompt chunks, by transformers' own code.
+"""TargetRunner: forwards of the target model over trees and prompt chunks, by transformers' own code.
 
-It has no sequences: their KV cache is passed in. Tokens are chosen in `sampler` and accepted in
-`spec_decode.acceptance`.
+A runner holds no sequences: callers pass the KV cache. `sampler` chooses tokens, `spec_decode.acceptance` accepts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from graft.model import attention
 from graft.model.kv_cache import PAGE, KVCache, KVStore, PagePool, Row
-from graft.model.loan import evaluating, tree_attention
+from graft.model.overrides import evaluating, use_tree_attention
 from graft.model.step import Chunk, FlatStep, Part
 from graft.model.support import check_supported
 from graft.model.verified import Step, VerifyOutput
@@ -29,18 +28,18 @@ _IN_USE = "the KV cache is in use already: set its size before anything is decod
 
 
 class BegunStep(Protocol):
-    """What a drafter that shares the target's layers has already run of a row's next step; it stands in `Row.begun`."""
+    """The first layers of a row's next step, run by a drafter that shares the target's layers; see `Row.begun`."""
 
     @property
     def length(self) -> int:
-        """Of the row when it was run: a row that has grown since begins anew."""
+        """The row's length at that time: if the row has grown since, the begun step is dropped."""
 
     def finish(self, runner: TargetRunner, step: FlatStep, begun: Sequence[Any]) -> Tensor:
-        """Logits [1, T, V] of the whole step. begun: by row, what was run of it, or None."""
+        """Logits [1, T, V] of the whole step. begun: the begun step of each row, or None."""
 
 
 class TargetRunner:
-    """Runs a target model over draft trees and chunks of prompts, on the KV caches that it opens."""
+    """Runs a target model over draft trees and prompt chunks, on KV caches that it opens."""
 
     def __init__(
         self,
@@ -50,9 +49,9 @@ class TargetRunner:
         pool: PagePool | None = None,
         store: KVStore | None = None,
     ) -> None:
-        """pool: another runner's, whose pages this one's keys and values are to have too; None: one of its own.
+        """pool: another runner's pages to share; None: a new pool.
 
-        store: likewise, where its keys and values are the same; only with its pool.
+        store: another runner's keys and values to share, with that runner's pool; None: a new store.
         """
         check_supported(model)
         self.model = model
@@ -62,8 +61,9 @@ class TargetRunner:
         config = model.config.get_text_config()
         self.vocab_size = _num_logits(model)
         self.max_positions = _max_positions(config)
-        self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))  # its layers, of the cache
-        self.progress: Callable[[Report], None] = lambda report: None  # told of one-time work
+        # Whether layers ask the cache for their tokens' positions.
+        self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
+        self.progress: Callable[[Report], None] = lambda report: None  # called during one-time work
         self._store = store or KVStore(config.num_hidden_layers)
         self._pool: PagePool | None = None
         if pool is not None:
@@ -75,69 +75,73 @@ class TargetRunner:
 
     @property
     def num_setups(self) -> int:
-        """One-time set-ups done so far, such as graph captures: the time of a step with one tells nothing of others."""
+        """One-time set-ups so far, such as graph captures. A step with one is not representative in its time."""
         return 0
 
     @property
     def mode(self) -> str:
-        """How steps run, in a few words: captured or eager, and where they are exact (docs/exactness.md)."""
+        """How steps run, in a few words: captured or eager, and when they are exact (docs/exactness.md)."""
         return "eager"
 
     def synchronize(self) -> None:
-        """Waits for this thread's CUDA stream.
+        """Wait for this thread's CUDA stream.
 
-        Not for the whole device: that is an error while another thread captures a graph, and ends its capture.
+        Waiting for the whole device is an error while another thread captures a graph, and ends that capture.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def wait_for(self, verified: VerifyOutput) -> None:
-        """Waits until a verify's output is there, but not for what the device was given to do since."""
+        """Wait for the output of a verify step, but not for later work on the device."""
         if verified.step is not None:
-            verified.step.judged.wait()
+            verified.step.ready.wait()
         else:
             self.synchronize()
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps are padded to; none if steps take as many as there are."""
+        """Sizes that steps are padded to; empty if steps are not padded."""
         return ()
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens that a step can have; None: any number."""
+        """The most tokens that a step can have; None: no limit."""
         return None
 
     @property
     def pool(self) -> PagePool:
-        """The pages of all KV caches that it opens."""
-        if self._pool is None:
-            self._use_pool(PagePool(self.device, self.max_positions))
-            assert self._pool is not None
+        """The pages of all KV caches that this runner opens."""
+        pool = self._opened_pool
+        if pool is None:
+            pool = self._new_pool()
+            self._use_pool(pool)
+        return pool
+
+    @property
+    def _opened_pool(self) -> PagePool | None:
+        """The pool, if there is one yet."""
         return self._pool
+
+    def _new_pool(self) -> PagePool:
+        return PagePool(self.device, self.max_positions)
 
     def _use_pool(self, pool: PagePool) -> None:
         self._pool = pool
         pool.add_store(self._store)
 
     def limit_pages(self, num_pages: int, num_rows: int = 7) -> None:
-        """There are so many pages from now on, for all KV caches together; nobody may have any yet.
+        """Fix the number of pages of all KV caches together. No page may be in use yet.
 
-        num_rows: as many as there will be at once, so that nothing moves when they come.
+        num_rows: rows that may be open at once without moving the block tables.
         """
-        there = self._shared_pool
-        if there is not None and there.is_fixed and there.num_pages == num_pages and there.num_lines > num_rows:
-            return  # by another runner of the same model
-        require(there is None or not there.is_in_use, _IN_USE)
+        pool = self._opened_pool
+        if pool is not None and pool.is_fixed and pool.num_pages == num_pages and pool.num_table_rows > num_rows:
+            return  # another runner of the same model did it
+        require(pool is None or not pool.is_in_use, _IN_USE)
         self._use_pool(PagePool(self.device, self.max_positions, num_pages, num_rows))
 
-    @property
-    def _shared_pool(self) -> PagePool | None:
-        """The pool, if there is one yet."""
-        return self._pool
-
     def bytes_per_token(self) -> int:
-        """Bytes of the KV cache that a token takes. Where the config does not tell, the first step does."""
+        """Bytes of a token in the KV cache. If the config does not tell, a first step is run to find out."""
         found = _bytes_per_token(self.model)
         if found is not None:
             return found
@@ -147,27 +151,27 @@ class TargetRunner:
         return self._store.bytes_per_token
 
     def step_bytes(self, max_tokens: int) -> int:
-        """Bytes beside weights and KV cache that steps of up to so many tokens take, about: logits above all."""
+        """Approximate bytes, beside weights and KV cache, for steps of up to so many tokens: mostly logits."""
         return 2 * max_tokens * self.vocab_size * 4
 
     def warm_up(self, max_tokens: int) -> None:
-        """Does one-time work for steps of up to so many tokens; here there is none."""
+        """Do one-time work for steps of up to so many tokens. Eager steps need none."""
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes on the device beside the model's weights and a generation's own tensors, by purpose."""
+        """Bytes on the device, by purpose, beside the model's weights and temporary tensors."""
         return {"cache": self._store.nbytes}
 
     def open(self, num_rows: int, num_slots: int) -> KVCache:
-        """A new KV cache of so many rows, each with room for so many tokens."""
-        return self._opened(self.pool.open_row(num_slots) for _ in range(num_rows))
+        """Open a KV cache of so many rows, each with room for so many tokens."""
+        return self._open_rows(self.pool.open_row(num_slots) for _ in range(num_rows))
 
-    def open_like(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
-        """A KV cache with a row for each text, which has what is kept of its beginning under its salt."""
+    def open_with_prefix(self, texts: Sequence[Sequence[int]], salts: Sequence[str], num_slots: int) -> KVCache:
+        """Open a KV cache with a row for each text; prefixes cached under the text's salt are committed."""
         pairs = zip(texts, salts, strict=True)
-        return self._opened(self.pool.open_like(text, salt, num_slots) for text, salt in pairs)
+        return self._open_rows(self.pool.open_with_prefix(text, salt, num_slots) for text, salt in pairs)
 
-    def _opened(self, opening: Iterator[Row]) -> KVCache:
-        """A KV cache of rows that are opened one by one: if one cannot be, none stays."""
+    def _open_rows(self, opening: Iterator[Row]) -> KVCache:
+        """A KV cache of rows that are opened one by one. If one fails, all are released."""
         rows: list[Row] = []
         try:
             for row in opening:
@@ -182,41 +186,41 @@ class TargetRunner:
         return KVCache(self.pool, self._store, rows)
 
     def prefill(self, cache: KVCache, row: int, tokens: Sequence[int]) -> Iterator[VerifyOutput]:
-        """Commits a text to one row, chunk by chunk."""
+        """Commit a text to one row, chunk by chunk."""
         for start in range(0, len(tokens), self.chunk_size):
             chunk = Chunk(cache.rows[row], tokens[start : start + self.chunk_size])
             _, (verified,) = self.step(None, None, [chunk])
             self.wait_for(verified)
             yield verified
 
-    def verify(self, cache: KVCache, tree: DraftTree, num_run: int = 0) -> VerifyOutput:
-        """Logits after every node of every row's tree, in one forward. Nothing is committed. tree: on the host.
+    def verify(self, cache: KVCache, tree: DraftTree, num_already_run: int = 0) -> VerifyOutput:
+        """Compute logits after every node of every row's tree, in one forward. Nothing is committed.
 
-        num_run: see `step`.
+        tree: on the host. num_already_run: see `step`.
         """
-        verified, _ = self.step(cache, tree, num_run=num_run)
+        verified, _ = self.step(cache, tree, num_already_run=num_already_run)
         assert verified is not None
         return verified
 
     @torch.no_grad()
     def step(
-        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_run: int = 0
+        self, cache: KVCache | None, tree: DraftTree | None, chunks: Sequence[Chunk] = (), num_already_run: int = 0
     ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-        """One forward of the trees of a cache's rows, and of chunks of other rows' texts, which are committed.
+        """Run the trees of a cache's rows, and prompt chunks of other rows, in one forward. Chunks are committed.
 
-        num_run: the first nodes of each tree, if the last step of these rows had the same: they need not be run again,
-        and nobody asks for their output. Without chunks only.
-        Rows must have pages for their tokens of the step. Returns the output for the trees, and for each chunk.
+        num_already_run: so many first nodes of each tree were in these rows' last step too. They are not run again, and
+        have no output. Only without chunks.
+        Returns the output for the trees, and for each chunk.
         """
         rows = cache.rows if cache is not None else []
         self._make_room(rows, tree, chunks)
-        verified = self._run(FlatStep(rows, tree, chunks), num_run)
+        verified = self._run(FlatStep(rows, tree, chunks), num_already_run)
         for chunk in chunks:
             chunk.row.length += len(chunk.tokens)
         return verified
 
     def commit(self, cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
-        """Commits each row's root and accepted path; see `KVCache.commit`."""
+        """Commit each row's root and accepted path; see `KVCache.commit`."""
         cache.commit(paths)
 
     def _make_room(self, rows: Sequence[Row], tree: DraftTree | None, chunks: Sequence[Chunk]) -> None:
@@ -228,22 +232,22 @@ class TargetRunner:
         for chunk in chunks:
             self.pool.ensure(chunk.row, chunk.row.length + len(chunk.tokens))
 
-    def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-        """The step by the model's own code, eagerly."""
+    def _run(self, step: FlatStep, num_already_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        """Run the step eagerly, by the model's own code."""
         begun: list[BegunStep | None] = [row.take_begun() for row in step.rows]
         first = next((own for own in begun if own is not None), None)
         if first is not None:
             assert not self._hidden_layers
             logits = first.finish(self, step, begun)
             return outputs_of(step, logits[0].float(), logits[0, :, :0])
-        is_run = step.leave_out(num_run) if num_run else None
+        is_run = step.skip_already_run(num_already_run) if num_already_run else None
         logits, hidden = self._run_model(*self._inputs(step, is_run))
         return outputs_of(step, logits[0].float(), hidden[0])
 
     def _inputs(
         self, step: FlatStep, is_run: np.ndarray | None = None
     ) -> tuple[KVCache, Tensor, Tensor, attention.Visibility]:
-        """What a forward takes for a step, or for those of its tokens that it runs."""
+        """A forward's inputs for a step, or for those of its tokens that are run."""
         device = self.device
         cache = self.cache_of(step.rows)
         slots, ids, at = step.slots(), step.tokens.astype(np.int64), step.positions().astype(np.int64)
@@ -257,24 +261,21 @@ class TargetRunner:
         tokens = torch.from_numpy(ids)[None].to(device)
         return cache, tokens, self._clamped(torch.from_numpy(at)[None].to(device)), seen
 
-    @contextmanager
-    def forward_of(self, step: FlatStep, is_run: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
-        """The model with our attention, and the arguments of its own forward for a step, or for some of its tokens."""
-        with self._lent(*self._inputs(step, is_run)) as arguments:
-            yield arguments
+    def forward_of(self, step: FlatStep, is_run: np.ndarray | None = None) -> AbstractContextManager[dict[str, Any]]:
+        """Context in which the model uses our attention; yields arguments for the model's own forward."""
+        return self._with_tree_attention(*self._inputs(step, is_run))
 
     @contextmanager
-    def _lent(
+    def _with_tree_attention(
         self, cache: KVCache, tokens: Tensor, positions: Tensor, seen: attention.Visibility | attention.KernelStep
     ) -> Iterator[dict[str, Any]]:
-        """The model with our attention, and the arguments of its own forward."""
         if self._asks_for_positions:
             cache.place_at(positions[0])
-        with tree_attention(self.model, seen), evaluating(self.model):
+        with use_tree_attention(self.model, seen), evaluating(self.model):
             yield {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Positions at most the model's last: nodes beyond cannot become text, but must not index past its tables."""
+        """Clamp positions to the model's context: nodes beyond it are never accepted, but must not be out of range."""
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
     def _run_model(
@@ -284,10 +285,10 @@ class TargetRunner:
         positions: Tensor,
         seen: attention.Visibility | attention.KernelStep,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [1, T, V] in the model's dtype, and the hidden states asked for, concatenated."""
-        with self._lent(cache, tokens, positions, seen) as arguments:
+        """Logits [1, T, V] in the model's dtype, and the requested hidden states, concatenated."""
+        with self._with_tree_attention(cache, tokens, positions, seen) as arguments:
             output = self.model(**arguments, output_hidden_states=bool(self._hidden_layers))
-        return output.logits, side_by_side(
+        return output.logits, concat_hidden(
             [output.hidden_states[layer] for layer in self._hidden_layers], output.logits
         )
 
@@ -299,7 +300,7 @@ def outputs_of(
     highest: tuple[Tensor, Tensor] | None = None,
     captured: Step | None = None,
 ) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-    """A flat step's output by its parts: the trees', and each chunk's."""
+    """Split a flat step's output: the trees' part, and each chunk's."""
 
     def of(part: Part) -> VerifyOutput:
         return VerifyOutput(part.tokens, part.index, part.counts, logits, hidden, highest, captured, part.depths)
@@ -307,13 +308,13 @@ def outputs_of(
     return of(step.tree) if step.tree is not None else None, [of(part) for part in step.chunks]
 
 
-def side_by_side(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Hidden states [..., H] of some layers as one [..., layers * H]; [..., 0] if there are none."""
+def concat_hidden(hidden: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Concatenate hidden states [..., H] of layers to [..., layers * H]; [..., 0] if there are none."""
     return torch.cat(list(hidden), dim=-1) if hidden else like[..., :0]
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int | None:
-    """By the config, of a model whose keys and values are alike in all layers; None if it does not say so."""
+    """Bytes of a token in the KV cache, by the config; None if layers may differ or the config does not tell."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     head_dim = getattr(config, "head_dim", None)
@@ -327,16 +328,16 @@ def _bytes_per_token(model: PreTrainedModel) -> int | None:
 
 
 def _num_logits(model: PreTrainedModel) -> int:
-    """Rows of the output layer, which may be more than the config's vocabulary."""
+    """Outputs of the last layer, which may be more than the config's vocabulary."""
     output = model.get_output_embeddings()
     return output.weight.shape[0] if output is not None else model.config.get_text_config().vocab_size
 
 
 def _max_positions(config: PreTrainedConfig) -> int | None:
-    """The model's context length: positions below it mean the same in every forward. None: no limit.
+    """The model's context length; None: no limit.
 
-    With longrope the rotation of all tokens changes once a forward goes past the original context, so a tree that
-    reaches further than plain decoding would change the text: there such a model's context ends.
+    With longrope the rotation of all tokens changes once a forward goes past the original context. A tree that reaches
+    further than plain decoding would then change the text, so such a model's context ends there.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limit: int | None = getattr(config, "max_position_embeddings", None)

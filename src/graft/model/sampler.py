@@ -1,7 +1,7 @@
 """From logits to tokens: sampling settings, the keyed noise, and the sampler that applies both.
 
-The noise of a draw is a function of (seed, absolute position, token) alone. So the same seed gives the same
-text whatever tree was verified, and with none. Acceptance itself is in `spec_decode.acceptance`.
+The noise of a draw depends on (seed, absolute position, token) alone. So the same seed gives the same text with any
+draft tree and without one. Acceptance is in `spec_decode.acceptance`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from graft.model.grammar import Constraint
 from graft.model.verified import Step
 from graft.settings import Settings, require
 
-_USUAL_NEW_TOKENS = 256
+_DEFAULT_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
     """How tokens are chosen and when an answer ends. The defaults are greedy."""
 
-    max_new_tokens: int | None = None  # None: 256, or as many as the prompt leaves room for in the model's context
+    max_new_tokens: int | None = None  # None: 256, or fewer if the model's context has less room after the prompt
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
@@ -38,12 +38,12 @@ class SamplingSettings(Settings):
     presence_penalty: float = 0.0  # over the answer; subtracted once per token seen
     frequency_penalty: float = 0.0  # over the answer; subtracted per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None draws a fresh one, which the result reports
-    min_tokens: int = 0  # nothing ends the answer before
+    seed: int | None = None  # None: a random one, which the result reports
+    min_tokens: int = 0  # the answer does not end before
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report beside each token's own
+    logprobs: int | None = None  # alternatives to report beside each token's own log-probability
     n: int = 1  # answers per prompt
 
     def __post_init__(self) -> None:
@@ -70,10 +70,7 @@ class SamplingSettings(Settings):
         require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
         require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
-        require(
-            self.min_tokens <= longest,
-            f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({longest})",
-        )
+        require(self.min_tokens <= longest, f"min_tokens ({self.min_tokens}) is more than max_new_tokens ({longest})")
         texts = isinstance(self.stop, Sequence) and all(isinstance(text, str) for text in self.stop)
         require(texts, f"stop must be text, or a list of texts, not {self.stop!r}")
         require(isinstance(self.stop_token_ids, Sequence), "stop_token_ids must be a list of token ids")
@@ -94,17 +91,17 @@ class SamplingSettings(Settings):
 
     @property
     def most_new_tokens(self) -> int:
-        return _USUAL_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        return _DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     def fitted(self, num_prompt_tokens: int, context: int | None) -> SamplingSettings:
-        """With `max_new_tokens` said, for a prompt of that length in a context of that length (None: any)."""
+        """Fill in `max_new_tokens` for a prompt and a context of these lengths (None: no limit)."""
         if self.max_new_tokens is not None:
             return self
-        room = _USUAL_NEW_TOKENS if context is None else max(context - num_prompt_tokens, 1)
-        return replace(self, max_new_tokens=min(max(room, self.min_tokens), _USUAL_NEW_TOKENS))
+        room = _DEFAULT_NEW_TOKENS if context is None else max(context - num_prompt_tokens, 1)
+        return replace(self, max_new_tokens=min(max(room, self.min_tokens), _DEFAULT_NEW_TOKENS))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Token ids named in the settings must exist in the model."""
+        """Require that the model has all token ids named in the settings."""
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name):
                 require(0 <= token < vocab_size, f"{name}: the model has no token {token} (ids go to {vocab_size - 1})")
@@ -113,8 +110,8 @@ class SamplingSettings(Settings):
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, V] in float64, keyed by (seed, position, token). seeds, positions [B] int64.
 
-    The first 53 bits of mix(mix(mix(seed) + position) + token * GOLDEN) are a number u between 0 and 1, whose quantile
-    -log(-log(u)) is the noise. mix is the finalizer of SplitMix64; all is modulo 2^64.
+    The first 53 bits of mix(mix(mix(seed) + position) + token * GOLDEN) give a number u between 0 and 1. The noise is
+    -log(-log(u)). mix is the finalizer of SplitMix64; all is modulo 2^64.
     """
     keys = mix64(mix64(seeds) + positions)
     tokens = torch.arange(vocab_size, device=keys.device)
@@ -124,7 +121,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Scores [B, V] with what top-k, then top-p, then min-p [B] exclude at minus infinity. top_k 0 is off."""
+    """Set the scores [B, V] that top-k, then top-p, then min-p [B] exclude to minus infinity. top_k 0 is off."""
     vocab_size = scores.shape[1]
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=scores.device)
@@ -138,31 +135,30 @@ def truncated(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 class Chooser(Protocol):
-    """A sampler as acceptance sees it: it chooses each row's next token and remembers it as part of the row's text."""
+    """A sampler as acceptance sees it: it chooses each row's next token and adds it to the row's history."""
 
     def choose(self, logits: Tensor, walking: Sequence[bool]) -> Tensor:
-        """Next tokens [B] from logits [B, V]; only rows that are `walking` move on by one token."""
+        """Choose the next tokens [B] from logits [B, V]. Only rows that are `walking` advance by one token."""
         ...
 
     def choose_everywhere(self, logits: Tensor, step: Step) -> tuple[Tensor, list[bool]] | None:
-        """The token [T] to choose after every token of a step's trees if the walk reaches it, and by row whether it
-        can be known.
+        """Choose a token [T] after every token of a step's trees, and say for which rows the choice is valid.
 
-        It cannot where the choice depends on the tokens on the way (penalties, a grammar); None if that is so in all
-        rows. logits [T, V]: of the trees' tokens. All on the logits' device, without waiting for it; no row moves on.
+        It is not valid in rows where it depends on the path to the token (penalties, a grammar). None: in no row.
+        logits [T, V]: of the trees' tokens. Work is queued on the logits' device without waiting. No row advances.
         """
         ...
 
-    def move_on(self, counts: Sequence[int]) -> None:
-        """Moves each row on by so many of the tokens that `choose_everywhere` gave."""
+    def advance(self, counts: Sequence[int]) -> None:
+        """Advance each row by so many of the tokens that `choose_everywhere` gave."""
         ...
 
-    def keeping(self, rows: Sequence[int]) -> Self:
-        """The chooser of these rows alone, in this order."""
+    def select(self, rows: Sequence[int]) -> Self:
+        """A chooser of only these rows, in this order."""
         ...
 
-    def joining(self, other: Any) -> Self:
-        """A chooser of its own rows and, behind them, those of another of its kind; both stay as they were."""
+    def concat(self, other: Any) -> Self:
+        """A chooser of this one's rows, then another's. Neither changes."""
         ...
 
 
@@ -180,15 +176,15 @@ class Sampler:
     ) -> None:
         self._settings = list(settings)
         self._device = device
-        self._columns: dict[str, Tensor] = {}  # [B] of settings on the device, made when they are needed
+        self._columns: dict[str, Tensor] = {}  # [B] settings on the device, made on demand
         self._constraints = list(constraints or [None] * len(settings))
         self._vocab_size = vocab_size
         self._is_known = [
             _needs_logits_alone(s) and c is None for s, c in zip(settings, self._constraints, strict=True)
         ]
         self._is_random = [s.temperature > 0 for s in settings]
-        self._too_early = [s.min_tokens > 0 for s in settings]  # to end
-        # What changes with every token is on the host, in plain numbers.
+        self._too_early = [s.min_tokens > 0 for s in settings]  # whether the answer may not end yet
+        # Values that change with every token are plain numbers on the host.
         self._positions = [len(h) for h in histories]  # of the token to choose
         self._generated = [0] * len(settings)
 
@@ -213,8 +209,7 @@ class Sampler:
             for row, s in enumerate(settings):
                 self._endings[row, [*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids]] = True
 
-    def keeping(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of these rows alone, in this order."""
+    def select(self, rows: Sequence[int]) -> Sampler:
         there = copy.copy(self)
         there._columns = {}
         for name, value in vars(self).items():
@@ -224,8 +219,7 @@ class Sampler:
                 setattr(there, name, [value[row] for row in rows])
         return there
 
-    def joining(self, other: Sampler) -> Sampler:
-        """A sampler of its own rows and, behind them, those of another."""
+    def concat(self, other: Sampler) -> Sampler:
         num_own, num_new = len(self._settings), len(other._settings)
         there = copy.copy(self)
         there._columns = {}
@@ -234,7 +228,7 @@ class Sampler:
             if isinstance(own, list):
                 setattr(there, name, own + new)
             elif isinstance(own, Tensor) or isinstance(new, Tensor):
-                # A penalty, bias or ending that only one of them has is zero in the other's rows.
+                # A penalty, bias or ending that only one sampler has is zero in the other's rows.
                 own = own if own is not None else new.new_zeros(num_own, self._vocab_size)
                 new = new if new is not None else own.new_zeros(num_new, self._vocab_size)
                 setattr(there, name, torch.cat([own, new]))
@@ -269,18 +263,18 @@ class Sampler:
             return None
         if not any(compress(self._is_random, is_known)):
             return step.best[:num_tokens], is_known
-        from graft.model.kernels import topk as topk_kernels  # needs Triton, which only a GPU's users have
+        from graft.model.kernels import topk as topk_kernels  # needs Triton: only on GPUs
 
         positions = torch.tensor(self._positions)
         if logits.is_cuda:
-            positions = positions.pin_memory()  # else the transfer waits for the device
+            positions = positions.pin_memory()  # otherwise the transfer would wait for the device
         with torch.cuda.device_of(logits):
             rows = step.rows[:num_tokens].long()
             there = positions.to(logits.device, non_blocking=True)[rows] + step.depths[:num_tokens]
             seeds, temperatures = (self._column(name)[rows] for name in ("seed", "temperature"))
             return topk_kernels.draw(logits, seeds, there, temperatures), is_known
 
-    def move_on(self, counts: Sequence[int]) -> None:
+    def advance(self, counts: Sequence[int]) -> None:
         self._positions = [position + count for position, count in zip(self._positions, counts, strict=True)]
         self._generated = [number + count for number, count in zip(self._generated, counts, strict=True)]
         if any(self._too_early):
@@ -303,7 +297,7 @@ class Sampler:
         return logits
 
     def _constrained(self, scores: Tensor, walking: Sequence[bool]) -> Tensor:
-        """Scores with what the rows' grammars forbid at minus infinity."""
+        """Set the scores that the rows' grammars forbid to minus infinity."""
         rows = [row for row, constraint in enumerate(self._constraints) if constraint is not None and walking[row]]
         if not rows:
             return scores
@@ -315,13 +309,13 @@ class Sampler:
         return scores
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Scores with what the rows' settings exclude at minus infinity."""
+        """Set the scores that the rows' settings exclude to minus infinity."""
         if not any(s.top_k or s.top_p < 1 or s.min_p for s in self._settings):
             return scores
         return truncated(scores, *(self._column(name) for name in ("top_k", "top_p", "min_p")))
 
     def _remember(self, tokens: Tensor, walking: Sequence[bool]) -> None:
-        self.move_on(walking)
+        self.advance(walking)
         rows = [row for row, walks in enumerate(walking) if walks]
         if self._seen is not None:
             self._seen[rows, tokens[rows]] = True
@@ -334,7 +328,7 @@ class Sampler:
 
 
 def _needs_logits_alone(s: SamplingSettings) -> bool:
-    """Whether a row's choice depends on logits, temperature and noise alone: then the device can choose it."""
+    """Whether a row's choice depends on logits, temperature and noise alone: then the device can make it."""
     penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or s.logit_bias
     return not (penalties or s.top_k or s.top_p < 1 or s.min_p)
 

@@ -1,7 +1,7 @@
-"""FlatStep: the tokens of one forward, of draft trees and of prompt chunks, one row's behind the other's.
+"""FlatStep: the tokens of one forward, row after row: nodes of draft trees, then chunks of prompts.
 
-No row is padded to another's width. Each token knows its row, its place in the row's part of the step and its parent's;
-the rows' cached texts lie in pages (`kv_cache`).
+Rows are not padded to a common width. For each token the step holds its row, its place among the row's tokens of the
+step, and its parent's place. The rows' committed tokens are in pages (`kv_cache`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from graft.model.kv_cache import PAGE, Row
 from graft.tree.native import native, plain
 from graft.tree.tree import DraftTree
 
-LONG_TEXT = 16_384  # tokens; steps with a longer text among theirs are to be smaller
+LONG_TEXT = 16_384  # tokens; the scheduler makes smaller steps when a row's text is longer
 COLUMNS = 6  # tokens, parents, places, depths, rows and strips, as in `Layout`
 
 
 class Chunk(NamedTuple):
-    """Tokens of a row's known text that come next to its committed ones: a part of a prompt."""
+    """The part of a row's prompt that follows its committed tokens."""
 
     row: Row
     tokens: Sequence[int]
@@ -32,16 +32,16 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Where the step has a draft tree's nodes, [B, W], or a chunk's tokens, [1, W]."""
+    """Draft trees [B, W], or one chunk [1, W], and where their tokens are in the step."""
 
     tokens: Tensor  # [B, W] on the host
-    index: Tensor  # [B, W] int64 on the host, into the step's tokens; padding is its row's root
-    counts: list[int]  # [B] tokens that are no padding
-    depths: list[int]  # [B] of each row's deepest token
+    index: Tensor  # [B, W] int64 on the host: indices into the step's tokens; padding has its row's root
+    counts: list[int]  # [B] tokens, padding not counted
+    depths: list[int]  # [B] depth of each row's deepest token
 
 
 class FlatStep:
-    """A step laid out on the host, in int32: what `Layout` is on the device."""
+    """A step on the host, in int32; `Layout` is its counterpart on the device."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class FlatStep:
         columns: np.ndarray | None = None,
         by_row: np.ndarray | None = None,
     ) -> None:
-        """rows: those of the tree. columns: [6, room] to write into; by_row: [4, room] likewise; made if not given."""
+        """rows: those of the tree. columns [6, room], by_row [4, room]: buffers to write into; None: new ones."""
         all_rows = [*rows, *(chunk.row for chunk in chunks)]
         num_in_trees = tree.tokens.numel() if tree is not None else 0
         room = num_in_trees + sum(len(chunk.tokens) for chunk in chunks)
@@ -66,7 +66,7 @@ class FlatStep:
         for number, chunk in enumerate(chunks, start=len(rows)):
             self._add_chunk(number, chunk.tokens)
         self.by_row[2, : len(all_rows)] = [row.length for row in all_rows]
-        self.by_row[3, : len(all_rows)] = [row.line for row in all_rows]
+        self.by_row[3, : len(all_rows)] = [row.block_table_row for row in all_rows]
 
     def _add_tree(self, tree: DraftTree) -> None:
         num_rows, width = tree.tokens.shape
@@ -104,10 +104,13 @@ class FlatStep:
         self.chunks.append(Part(torch.tensor([list(given)]), torch.arange(start, end)[None], [count], [count - 1]))
         self.num_tokens = end
 
-    def leave_out(self, num_run: int) -> np.ndarray:
-        """Makes `tree` say where outputs are if the first nodes of each tree are not run. [T] bool, which are."""
+    def skip_already_run(self, num_already_run: int) -> np.ndarray:
+        """Leave out the first nodes of each tree, and let `tree` point at the outputs of the others.
+
+        Returns [T] bool: which tokens are run.
+        """
         assert self.tree is not None and not self.chunks
-        is_new = self.columns[2, : self.num_tokens] >= num_run
+        is_new = self.columns[2, : self.num_tokens] >= num_already_run
         index = torch.from_numpy(np.cumsum(is_new) - 1)[self.tree.index]
         self.tree = Part(self.tree.tokens, index, self.tree.counts, self.tree.depths)
         return is_new
@@ -121,11 +124,11 @@ class FlatStep:
         return self.columns[1, : self.num_tokens]
 
     def positions(self) -> np.ndarray:
-        """[T] of each token in its text."""
+        """[T] position of each token in its text."""
         return self._lengths_of_tokens() + self.columns[3, : self.num_tokens]
 
     def slots(self) -> np.ndarray:
-        """[T] where each token's keys and values go."""
+        """[T] slot of each token's keys and values."""
         positions = self._lengths_of_tokens() + self.columns[2, : self.num_tokens]
         slots = np.empty(self.num_tokens, dtype=np.int64)
         for row, start, count in zip(self.rows, *self.by_row[:2, : len(self.rows)].tolist(), strict=True):

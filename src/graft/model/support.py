@@ -1,4 +1,4 @@
-"""Which models can be a target: decoders with attention layers only, so that rejected tokens can be rolled back."""
+"""Which models can be a target: decoders with attention layers only, since rejected tokens must be rolled back."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ TESTED_ARCHITECTURES = (
 
 
 def usable_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside what torch.compile made of it; any other as it is. A GraftError if it is none."""
+    """Unwrap a model from torch.compile. Raises a GraftError if it is not a model."""
     inner: PreTrainedModel = getattr(model, "_orig_mod", model)
-    # Not by its class: adapters of other libraries wrap models and pass on what they are asked for.
+    # The class is not checked: adapters of other libraries wrap models and forward attributes.
     if not (isinstance(inner, nn.Module) and hasattr(inner, "config") and hasattr(inner, "get_input_embeddings")):
         raise GraftError(f"a model is a transformers model, not {type(inner).__name__}: graft.load takes names too")
     return inner
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises a GraftError that says why, if a model cannot verify trees."""
+    """Raise a GraftError with the reason if a model cannot verify trees."""
     kind = type(model).__name__
     config = model.config.get_text_config()
-    if (getattr(model, "tp_size", None) or 1) > 1:  # not those that accelerate places on several devices
+    if (getattr(model, "tp_size", None) or 1) > 1:  # models that accelerate spreads over devices are fine
         raise GraftError(
-            f"{kind} was split over {model.tp_size} processes by a tensor-parallel plan, and Graft runs a model on one "
+            f"{kind} was split over {model.tp_size} processes by a tensor-parallel plan, but Graft runs a model on one "
             "device; for several GPUs use SGLang with our plugin"
         )
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         raise GraftError(
-            f"{kind} was quantized by quantize_dynamic, which scales a token by all others of its forward, so that its "
-            "text depends on their number: quantize with torchao"
+            f"{kind} was quantized by quantize_dynamic, which scales all tokens of a forward together, so its text "
+            "would depend on the number of tokens: quantize with torchao"
         )
     if model.config.is_encoder_decoder:
         raise GraftError(f"{kind} is an encoder-decoder; Graft decodes decoder-only models")
@@ -67,18 +67,10 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{kind} {what}, which cannot be rolled back when a drafted token is rejected; "
             "choose a model that has only attention layers"
         )
-    if not _takes_attention_functions(model):
+    # Some models use the attention interface without declaring it.
+    code = sys.modules[type(getattr(model, "base_model", model)).__module__]
+    if not model._supports_attention_backend and not hasattr(code, "ALL_ATTENTION_FUNCTIONS"):
         raise GraftError(
-            f"{kind} computes attention in code of its own in transformers, which does not ask for another attention "
-            "function, as tree verification needs; choose a model whose code does"
+            f"{kind} computes attention in code of its own in transformers, not through the attention interface, "
+            "which tree verification needs; choose a model that uses the interface"
         )
-
-
-def _takes_attention_functions(model: PreTrainedModel) -> bool:
-    """Whether its code asks transformers' attention interface. Some does so without saying it."""
-    code = sys.modules[_decoder_class(model).__module__]
-    return bool(model._supports_attention_backend) or hasattr(code, "ALL_ATTENTION_FUNCTIONS")
-
-
-def _decoder_class(model: PreTrainedModel) -> type:
-    return type(getattr(model, "base_model", model))

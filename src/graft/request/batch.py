@@ -47,7 +47,7 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
-        chooser = self.chooser.joining(other.chooser)
+        chooser = self.chooser.concat(other.chooser)
         draft = self.draft.joining(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
@@ -56,7 +56,7 @@ class Batch:
     def keep(self, rows: Iterable[int]) -> None:
         """Goes on with these rows alone; the others' pages are given back."""
         places = sorted(set(rows))
-        chooser = self.chooser.keeping(places)
+        chooser = self.chooser.select(places)
         draft = self.draft.keeping(places) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in places])
         stay = set(places)

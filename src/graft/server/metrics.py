@@ -78,15 +78,15 @@ class _SchedulerCollector:
             "num_requests_running": ("Requests with prompts or answers under way.", scheduler.num_running),
             "num_requests_waiting": ("Requests with prompts that wait for room.", scheduler.num_waiting),
             "kv_cache_usage_perc": ("Share of the KV cache's pages that running requests have.", scheduler.cache_use),
-            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pool.num_kept_tokens),
+            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pool.num_prefix_tokens),
         }
         for name, (words, value) in gauges.items():
             gauge = GaugeMetricFamily(f"graft:{name}", words, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         counts = {
-            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pool.num_asked),
-            "prefix_cache_hits": ("Of them, tokens that were not read again.", pool.num_found),
+            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pool.num_prefix_queries),
+            "prefix_cache_hits": ("Of them, tokens that were not read again.", pool.num_prefix_hits),
         }
         for name, (words, value) in counts.items():
             counter = CounterMetricFamily(f"graft:{name}", words, labels=["model_name"])

@@ -39,7 +39,7 @@ class Choices:
     """The token chosen after each node if the walk reaches it; in rows already walked, on their paths only."""
 
     there: Tensor  # [T] of the step's tokens, on the device
-    flat: Tensor  # [T] int64 on the host, valid once the event `Step.judged` has happened
+    flat: Tensor  # [T] int64 on the host, valid once the event `Step.ready` has happened
     index: Tensor  # [B, N] which of them each node is
     walked: list[bool]  # rows whose walk is over, so that the chooser has moved on
 
@@ -68,7 +68,7 @@ def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> C
         there = _with_walked(there, _walk_rows(tree, verified, chooser, walked), walked, verified.index)
     flat = step.chosen[:num_tokens]
     flat.copy_(there, non_blocking=True)
-    step.judged.record()
+    step.ready.record()
     return Choices(there, flat, verified.index, walked)
 
 
@@ -92,7 +92,7 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Cho
         accepted = Accepted([[] for _ in tokens], [[token] for token in tokens])
     else:
         accepted = paths(tree, choices.here)
-    chooser.move_on([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
+    chooser.advance([0 if was else len(tokens) for tokens, was in zip(accepted.tokens, choices.walked, strict=True)])
     return accepted
 
 

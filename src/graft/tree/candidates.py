@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graft.hashing import mix64
-from graft.tree.native import ChancesStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
+from graft.tree.native import AcceptanceProbsStruct, PoolStruct, ScaleStruct, TableStruct, native, plain
 from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
@@ -153,7 +153,7 @@ class Candidates:
     def _weigh_by(self, chances: Tensor | None) -> Any:
         """A reference to the chances for C, kept while they are the same tensor, as mostly in a round."""
         if self._chances is None or chances is not self._chances[0]:
-            self._chances = (chances, byref(ChancesStruct.of(chances)))
+            self._chances = (chances, byref(AcceptanceProbsStruct.of(chances)))
         return self._chances[1]
 
     def __copy__(self) -> Candidates:

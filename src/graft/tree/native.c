@@ -1,14 +1,13 @@
-/* A round's bookkeeping beside the models, always on the host: candidates, successor tables, suffix lookup and the
-   acceptance walk. A round is a thousand small steps, and a tensor operation costs more than such a step.
+/* A round's bookkeeping on the host: candidates, successor tables, suffix lookup and the acceptance walk. A round is
+   about a thousand small operations, each far cheaper than a tensor operation.
 
-   The same proposals give the same tree on every machine. Sums and products are taken in the order that stands here,
-   none is followed by another operation that a compiler could contract with it, and nothing is asked of a machine's
-   mathematical library: logarithms are comparisons, exponentials whole numbers.
+   The same proposals give the same tree on every machine. Sums and products have a fixed order, no product is followed
+   by a sum that a compiler could fuse with it, and no mathematical library is called: logarithms are comparisons, and
+   exponentials are computed in integers.
 
-   Rows are independent of each other: where there are many, threads share them, and the results are the same however
-   many threads there are.
+   Rows are independent. If there are many, threads share them; the results do not depend on the number of threads.
 
-   Functions return OK, NO_MEMORY or OUT_OF_RANGE. Memory is the caller's, but for that of a `SuffixIndex`, which
+   Functions return OK, NO_MEMORY or OUT_OF_RANGE. The caller owns all memory, except that of a `SuffixIndex`, which
    `graft_index_free` frees. */
 
 #define _POSIX_C_SOURCE 200809L
@@ -30,14 +29,14 @@ static const float SURE = 0.999f, LEAST = 1e-30f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The memory of Python's `Candidates`: the nodes proposed for a round, in num_rows rows of `width` each. */
+/* The memory of Python's `Candidates`: the nodes proposed for a round, `width` in each of num_rows rows. */
 typedef struct {
     int64_t num_rows, capacity, width;
-    int64_t deepest; /* the greatest depth of a node so far */
+    int64_t deepest; /* greatest depth of a node so far */
     int64_t *fields; /* [fields][num_rows][capacity] */
-    float *paths;    /* [num_rows][capacity] P(the target accepts the path down to the node); 0 is padding */
-    const int64_t *salts;   /* [num_rows] whose table entries each row uses */
-    const int64_t *factors; /* [num_factors] by depth, of the hash of a path, its key */
+    float *paths;    /* [num_rows][capacity] P(the target accepts the path down to the node); 0: padding */
+    const int64_t *salts;   /* [num_rows] salt of the row's table entries */
+    const int64_t *factors; /* [num_factors] hash factors by depth, for the key of a path */
     int64_t num_factors;
 } Pool;
 

@@ -1,7 +1,7 @@
 """ctypes bindings of `native.c`: its structures, its functions' argument types, and errors as exceptions.
 
-The C code is compiled when the package is installed, into a shared library beside this file. Calls hold the GIL: they
-take microseconds, read Python memory that must not move meanwhile, and share one team of threads.
+The C code is compiled into a shared library beside this file when the package is installed. Calls hold the GIL: they
+take microseconds, read Python's memory, which must not move meanwhile, and share one team of threads.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class PoolStruct(ctypes.Structure):
     )
 
 
-class ChancesStruct(ctypes.Structure):
+class AcceptanceProbsStruct(ctypes.Structure):
     _fields_ = (("values", c_void_p), ("num_sources", c_int64), ("num_buckets", c_int64))
 
     @classmethod
-    def of(cls, chances: Tensor | None) -> ChancesStruct:
-        """chances [..., sources, buckets]: contiguous float32, kept alive by the caller; a null pointer if None."""
-        if chances is None:
+    def of(cls, probs: Tensor | None) -> AcceptanceProbsStruct:
+        """probs [..., sources, buckets]: contiguous float32, kept alive by the caller. None: a null pointer."""
+        if probs is None:
             return cls()
-        assert chances.is_contiguous() and chances.dtype is torch.float32
-        return cls(chances.data_ptr(), *chances.shape[-2:])
+        assert probs.is_contiguous() and probs.dtype is torch.float32
+        return cls(probs.data_ptr(), *probs.shape[-2:])
 
 
 class TableStruct(ctypes.Structure):
@@ -64,7 +64,7 @@ class TableStruct(ctypes.Structure):
 
 
 class IndexStruct(ctypes.Structure):
-    """The memory of a `SuffixIndex`. All zeros is an empty one; `graft_index_free` frees what it comes to hold."""
+    """The memory of a `SuffixIndex`. All zeros is an empty index. `graft_index_free` frees its memory."""
 
     _fields_ = (
         ("num_tokens", c_int64),
@@ -91,7 +91,7 @@ class ScaleStruct(ctypes.Structure):
     )
 
 
-_ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed by reference
+_ARGUMENTS: dict[str, list[Any]] = {  # argument types by function; structures are passed as pointers
     "graft_begin": [c_void_p] * 4,
     "graft_add": [c_void_p, c_int64, *[c_void_p] * 5, c_int64],
     "graft_add_rows": [c_void_p, c_int64, *[c_void_p] * 3],
@@ -128,19 +128,19 @@ def native() -> Any:
 
 
 def load_library(folder: Path, name: str, arguments: dict[str, list[Any]]) -> Any:
-    """A library whose functions keep the GIL, take these arguments, and raise an exception where they fail."""
+    """Load a library whose functions hold the GIL, take these arguments, and raise an exception if they fail."""
     library: Any = compiled(folder, name, ctypes.PyDLL)
     for function_name, types in arguments.items():
         try:
             function = getattr(library, function_name)
-        except AttributeError as error:  # built from an older source
+        except AttributeError as error:  # the library was built from an older source
             raise _unusable(name, error) from error
         function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, _check
     return library
 
 
 def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """A shared library that was built with the package; its file's suffix differs between machines."""
+    """Load a shared library that was built with the package. Its file's suffix differs between machines."""
     built = [path for suffix in EXTENSION_SUFFIXES if (path := folder / (name + suffix)).exists()]
     try:
         if not built:
@@ -153,18 +153,18 @@ def compiled(folder: Path, name: str, loader: type[ctypes.CDLL] = ctypes.CDLL) -
 def _unusable(name: str, error: Exception) -> GraftError:
     return GraftError(
         f"Graft's compiled part {name} cannot be loaded ({error}): install the package again on this machine; in a "
-        "source tree, by `make setup` or `pip install -e .`"
+        "source tree, run `make setup` or `pip install -e .`"
     )
 
 
 def plain(column: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The tensor contiguous and of the dtype that C reads. Keep it until the call is over."""
+    """Make a tensor contiguous, in the dtype that C reads. Keep the result alive until the call returns."""
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 
 def _check(failed: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if failed == 1:
-        raise MemoryError(f"{function.__name__} found no memory")
+        raise MemoryError(f"{function.__name__} could not allocate memory")
     if failed:
         raise IndexError(f"{function.__name__} was given a place, source or bucket that is out of range")
     return failed

@@ -1,6 +1,6 @@
 """DraftTree: a batch of token trees, ready to be verified, as plain tensors.
 
-Trees are made from `candidates` by the `policies`, and verified by `model.runner`.
+Policies make trees from `candidates`, and `model.runner` verifies them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from graft.tree.native import native, plain
 
-PADDING = -1  # source of a place that holds no node
+PADDING = -1  # source of a place without a node
 ROOT = 0  # source of the root; proposers are numbered from 1
-DRAFTED = ROOT + 1  # of the drafter, where there is one
+DRAFTED = ROOT + 1  # source of the drafter, if there is one
 
 
 def _of_chains(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Parents, probabilities, sources and score buckets of trees with one path each; not to be written to."""
+    """Parents, probabilities, sources and score buckets of trees with one path each. Read-only."""
     parents = (torch.arange(shape[1], device=device) - 1).clamp(min=0).expand(shape).contiguous()
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     return parents, torch.ones(shape, device=device), zeros, zeros
 
 
-_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # the host's only: a CUDA graph must not read an evicted entry
+_of_host_chains = lru_cache(maxsize=64)(_of_chains)  # host only: a CUDA graph must not read an evicted entry
 
 
 @dataclass(frozen=True)
 class DraftTree:
     """B trees of N nodes. Node 0 is the root: the last known token, whose keys and values are not cached yet.
 
-    Invariant: a node stands after its parent, the root is its own parent, and a row's padding comes last.
+    Invariants: a node stands after its parent, the root is its own parent, and a row's padding comes last.
     """
 
     max_depth: int  # no node is deeper
@@ -42,11 +42,11 @@ class DraftTree:
     parents: Tensor  # [B, N] int64
     probabilities: Tensor  # [B, N] float, P(the target accepts the node | it accepted the parent)
     sources: Tensor  # [B, N] int64, who proposed the node
-    score_bucket: Tensor  # [B, N] int64, the proposer's score bucket, from which the probability was calibrated
+    score_bucket: Tensor  # [B, N] int64, the proposer's score bucket, to which the calibrated probability belongs
 
     @classmethod
     def roots(cls, tokens: Tensor) -> DraftTree:
-        """Trees [B, 1] of a root each: what plain decoding verifies."""
+        """Trees [B, 1] of only a root, as in plain decoding."""
         return cls.chain(tokens.unsqueeze(1))
 
     @classmethod
@@ -67,7 +67,7 @@ class DraftTree:
 
     @cached_property
     def counts_by_source(self) -> list[list[int]]:
-        """By row: how many nodes each source has, the root's first."""
+        """By row: the number of nodes of each source, the root first."""
         sources, library = plain(self.sources), native()
         num_sources = int(sources.max()) + 1
         counts = torch.empty(sources.shape[0], num_sources, dtype=torch.int64)
@@ -76,25 +76,25 @@ class DraftTree:
 
     @cached_property
     def num_nodes(self) -> list[int]:
-        """By row: how many nodes it has beside the root."""
+        """By row: the number of nodes, the root not counted."""
         if self.width == 1:
             return [0] * len(self.tokens)
         return [sum(counts[ROOT + 1 :]) for counts in self.counts_by_source]
 
     @cached_property
     def num_tokens(self) -> int:
-        """All nodes of all rows, the roots among them."""
+        """The number of nodes of all rows, roots included."""
         return len(self.tokens) if self.width == 1 else int(self.valid.sum())
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    # What other engines' kernels want
-
     def links(self, into: TreeLinks | None = None) -> TreeLinks:
-        """What verify kernels want to know of the trees. into: memory for it, in which a row may have more places: they
-        become padding."""
+        """The trees in the form of other engines' verify kernels.
+
+        into: buffers to write to. If they have more places per row, the rest becomes padding.
+        """
         links = into or TreeLinks.empty(*self.tokens.shape)
         columns = [plain(column) for column in (self.tokens, self.parents, self.sources)]
         addresses = (column.data_ptr() for column in (*columns, *links))
@@ -102,11 +102,11 @@ class DraftTree:
         return links
 
     def trimmed(self) -> DraftTree:
-        """Without the places at the end that hold no node in any row."""
+        """The trees without trailing places that are padding in all rows."""
         return self.first(int(self.valid.sum(dim=1).max()))
 
     def first(self, width: int) -> DraftTree:
-        """The trees of the first `width` nodes."""
+        """The first `width` nodes of each tree."""
         if width >= self.width:
             return self
         columns = (self.tokens, self.parents, self.probabilities, self.sources, self.score_bucket)
@@ -114,11 +114,12 @@ class DraftTree:
 
 
 class TreeLinks(NamedTuple):
-    """What verify kernels want to know of B trees of N places, on the host."""
+    """B trees of N places in the form of other engines' verify kernels, on the host."""
 
-    numbers: Tensor  # [4, B, N] int64: tokens, of padding 0; depths, of the root and of padding 0; each node's first
-    # child, and its next sibling, -1 where there is none. No link leads to padding.
-    mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees itself alone
+    # [4, B, N] int64: token (0 for padding), depth (0 for root and padding), first child and next sibling (-1: none).
+    # No link leads to padding.
+    numbers: Tensor
+    mask: Tensor  # [B, N, N] bool: [i, j] when j is i or an ancestor of i; padding sees only itself
 
     @classmethod
     def empty(cls, num_rows: int, num_places: int, is_pinned: bool = False) -> TreeLinks:
@@ -129,8 +130,10 @@ class TreeLinks(NamedTuple):
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:
-    """[..., n, n] bool, [i, j] when j is i or an ancestor of i, of trees with these parents [..., n]. A root is its own
-    parent, and no node is deeper than `max_depth`."""
+    """[..., n, n] bool, [i, j] when j is i or an ancestor of i, in trees with these parents [..., n].
+
+    A root is its own parent, and no node is deeper than `max_depth`.
+    """
     node = torch.arange(parents.shape[-1], device=parents.device).expand_as(parents)
     seen = torch.eye(parents.shape[-1], dtype=torch.bool, device=parents.device).repeat(*parents.shape[:-1], 1, 1)
     for _ in range(max_depth):

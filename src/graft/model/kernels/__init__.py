@@ -1,1 +1,1 @@
-"""Triton kernels: attention, matrix products, layers, top-k and the EAGLE-3 head. Importing one needs Triton."""
+"""Triton kernels: attention, matrix products, layers, top-k and the acceptance walk. Importing one needs Triton."""

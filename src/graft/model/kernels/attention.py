@@ -1,23 +1,23 @@
 """Tree attention and the KV cache's commit as Triton kernels. Importing this module needs Triton.
 
-Attention here is exact: a token gets, bit for bit, the same whether it is decoded plainly or verified as a node of any
-tree, in any batch. Three rules make it so:
+Attention here is exact: a token gets the same bits whether it is decoded plainly or verified as a node of any tree, in
+any batch. Three rules ensure this:
 
-- Keys are taken by their position in the node's own text, in blocks and splits whose borders are fixed positions. A
-  split is summed block after block, and splits are combined in one fixed order.
-- All tiles of query rows have one shape, so a row's numbers do not depend on where it stands or what stands beside it.
-- Prefix and tail do the same operations to a block, spelled so that a compiler has nothing to choose, and a block of
-  which a row sees nothing leaves the row's sums as they are.
+- Keys are ordered by position in the node's own text, in blocks and splits with fixed borders. A split is summed block
+  after block, and splits are combined in one fixed order.
+- All tiles of query rows have one shape, so a row's numbers do not depend on its place in the tile or on other rows.
+- The prefix and tail kernels apply the same operations to a block, written so that the compiler has no choice. A block
+  of which a row sees nothing leaves the row's sums unchanged.
 
-Where a row's tokens are one chain, a part of a prompt or a tree of one path, they stand in the row's pages as text
-does: what lies before a tile's first token is prefix to all of the tile, as if it were committed.
+If a row's tokens are a chain (a part of a prompt, or a tree with one path), they are stored in the row's pages like
+committed text. Everything before a tile's first token is then prefix for the whole tile.
 
-A tree is cut into strips, each a run of nodes down one path and each node in one of them, as many as there are leaves.
-The nodes of a strip see the same keys at the same positions, each up to its own, so that a tile takes many of them.
+A tree is cut into strips: runs of nodes down one path, as many as there are leaves, with each node in exactly one. The
+nodes of a strip see the same keys at the same positions, each up to its own, so one tile takes many of them.
 
-A step is flat: tokens of many rows one after the other, and keys in pages that a row's block table names. Neither is
-seen in a sum. Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch: a
-launch can be captured in a graph and replayed while the text grows.
+A step is flat: tokens of many rows one after the other, and keys in pages by block table. Neither affects a sum.
+Lengths are read on the device, and no kernel is compiled for a number of tokens, a length or a batch. So a launch can
+be captured in a graph and replayed while the text grows.
 """
 
 from __future__ import annotations
@@ -38,59 +38,57 @@ PAGE = 64  # slots of a page
 _PAGE = tl.constexpr(PAGE)
 _LOG2_E = 1.4426950408889634
 _TO_LOG2 = tl.constexpr(_LOG2_E)
-# How far back a token sees.
+# How far back a token sees: everything, a sliding window, or its chunk.
 _ALL, _WINDOW, _CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_VARYING = ["max_pages", "max_path", "num_splits", "window"]  # what no kernel is compiled for
-# Programs of the prefix and of the tail, over all key heads: more than run at once on a large device.
+_VARYING = ["max_pages", "max_path", "num_splits", "window"]  # arguments that kernels are not specialized for
+# Programs of the prefix and tail kernels over all key heads: more than run at once on a large device.
 _MOST_PROGRAMS, _LEAST_PROGRAMS = 1056, 64
-_PLANNED_AT_ONCE = 512  # rows, items and tokens of a plan
+_PLANNED_AT_ONCE = 512  # rows, items or tokens in a block of the plan kernel
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of attention. Those above `prefix_stages` may change the last bits of the result."""
+    """Tile sizes of attention. Fields above `prefix_stages` may change the last bits of the result."""
 
     rows: int = 64  # query rows of a tile: nodes times the query heads that share keys
     keys: int = 64  # positions of a block
-    # Short splits keep the device busy at short contexts; long ones further on keep the sums to combine few.
+    # Short splits keep the device busy at short contexts. Long splits, further on, limit the number of sums to combine.
     short_split: int = 256
     long_split: int = 1024
-    border: int = 4096  # the position from which on splits are long
-    combined: int = 2048  # numbers of splits that are added up at once
+    border: int = 4096  # first position of the long splits
+    combined: int = 2048  # numbers that are added up at once when splits are combined
     warps: int = 4
     prefix_stages: int = 3
     tail_stages: int = 1
-    tail_registers: int | None = None  # a thread's at most; with fewer, more programs run at once
+    tail_registers: int | None = None  # limit per thread; with fewer, more programs run at once
 
     def __post_init__(self) -> None:
         if any(size % self.keys for size in self.splits) or self.border % self.short_split:
-            raise ValueError(
-                f"splits {self.splits} do not consist of whole blocks of {self.keys} and end at the border"
-            )
+            raise ValueError(f"splits {self.splits} must be multiples of {self.keys} keys and end at the border")
         if PAGE % self.keys:
-            raise ValueError(f"a block of {self.keys} positions does not lie in one page of {PAGE}")
+            raise ValueError(f"a page of {PAGE} slots must consist of whole blocks of {self.keys} keys")
 
     @property
     def splits(self) -> tuple[int, int, int]:
         return self.short_split, self.border, self.long_split
 
     def tokens(self, group: int) -> int:
-        """Tokens of a tile of query rows, each with all its query heads; 0 where a token needs more than one tile."""
+        """Tokens in a tile, each with `group` query heads; 0 if a token needs more than one tile."""
         return self.rows // group
 
     def used_rows(self, group: int) -> int:
-        """Query rows of a tile: those of its tokens, or some of a token that needs more than one tile."""
+        """Query rows of a tile that are used: those of whole tokens, or all if a token needs more than one tile."""
         return self.tokens(group) * group or self.rows
 
     def count_splits(self, num_positions: int) -> int:
-        """Splits that hold the first positions of a text."""
+        """The number of splits of the first positions of a text."""
         short = min(num_positions, self.border)
         return triton.cdiv(short, self.short_split) + triton.cdiv(num_positions - short, self.long_split)
 
 
-# float32 is multiplied without matrix instructions, and its operands fill the registers.
+# float32 has no matrix instructions, and its operands fill the registers.
 _FLOAT32 = Tiles(rows=32, keys=32, warps=8, prefix_stages=2)
-# By bytes of an element and the head dimension's next power of two; plain `Tiles()` for all others.
+# By bytes per element and the head dimension's next power of two; `Tiles()` for all others.
 TILES: dict[tuple[int, int], Tiles] = {
     (2, 256): Tiles(warps=8, prefix_stages=2),
     (2, 512): Tiles(rows=32, keys=32, warps=8, prefix_stages=2),
@@ -109,18 +107,20 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a step's kernels, the same for all layers that have these tiles and as many query heads to a key."""
+    """The work of a step's kernels, shared by all layers with the same tiles and query heads per key head."""
 
-    items: Tensor  # [N, 3] int32 of the prefix: row, tile of the row, split
-    num_items: Tensor  # [1] int32, how many of them there are
-    chains: Tensor  # [R] int32, 1 where what stands before a tile's first token in the step is prefix to the tile
-    strips: Tensor  # [N, 4] int32 of the tail: row, deepest token, how many with those right above it, split
-    num_strips: Tensor  # [1] int32, how many of them there are
+    items: Tensor  # [N, 3] int32 for the prefix kernel: row, tile of the row, split
+    num_items: Tensor  # [1] int32
+    chains: Tensor  # [R] int32, 1 for rows that are chains: tokens before a tile's first one are prefix to the tile
+    strips: Tensor  # [N, 4] int32 for the tail kernel: row, deepest token, number of tokens, split
+    num_strips: Tensor  # [1] int32
 
 
 def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
-    """Tiles of query rows and splits with whole blocks of prefix, and the strips of all trees, in pieces that fill a
-    tile at most. group: query heads that share a key head."""
+    """Plan the prefix kernel's items (tile and split) and the tail kernel's strips, in pieces that fit into a tile.
+
+    group: query heads that share a key head.
+    """
     num_tokens, num_rows = len(layout.rows), len(layout.counts)
     _check_layout(layout)
     items = layout.counts.new_empty(_most_items(num_tokens, num_rows, layout.max_context, group, tiles), 3)
@@ -128,18 +128,9 @@ def plan(layout: Layout, group: int, tiles: Tiles) -> Plan:
     num_items, num_strips = (layout.counts.new_empty(1) for _ in range(2))
     chains = torch.empty_like(layout.counts)
     _plan_kernel[(num_rows + triton.cdiv(num_tokens, _PLANNED_AT_ONCE),)](
-        layout.rows,
-        layout.starts,
-        layout.counts,
-        layout.lengths,
-        layout.places,
-        layout.depths,
+        *(layout.rows, layout.starts, layout.counts, layout.lengths, layout.places, layout.depths),
         layout.rows if layout.strips is None else layout.strips,
-        items,
-        num_items,
-        chains,
-        strips,
-        num_strips,
+        *(items, num_items, chains, strips, num_strips),
         num_rows,
         num_tokens,
         HAS_STRIPS=layout.strips is not None,
@@ -170,10 +161,10 @@ def tree_attention(
 ) -> Tensor:
     """Attention of every token over its row's committed tokens and its own path, [T, heads * head_dim].
 
-    window: keys this many positions back or more are not seen. chunk: those of earlier chunks of this many positions
-    are not; only one of the two.
-    softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] the scores of one more key, of value 0.
-    scratch: `scratch_size` or more float32 numbers; one will do for all layers. Made anew if not given.
+    window: keys this many or more positions back are masked. chunk: keys in earlier chunks of this many positions are
+    masked. At most one of the two is given.
+    softcap: a score becomes softcap * tanh(score / softcap). sinks: [heads] scores of an extra key whose value is 0.
+    scratch: at least `scratch_size` float32 numbers, which layers may share; None: allocated here.
     """
     num_tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -190,10 +181,10 @@ def tree_attention(
     group = heads // kv_heads
     log2_scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     cap_scale = 0.0
-    if softcap is not None:  # which tanh leaves at most 1, so that the cap is the scale of what comes behind it
+    if softcap is not None:  # the kernel computes tanh, and the cap becomes the scale of its result
         cap_scale, log2_scale = 2 * log2_scale / softcap, softcap * _LOG2_E
     stored = (query, keys, values, *query.stride()[:2], *keys.stride()[:2], log2_scale, cap_scale)
-    by_row = (layout.lengths, layout.lines, layout.tables, layout.tables.shape[1])
+    by_row = (layout.lengths, layout.table_rows, layout.tables, layout.tables.shape[1])
     states = (num_splits, window or chunk or 0, sums, maxima, totals)
     reach = (_WINDOW if window is not None else _CHUNK if chunk is not None else _ALL).value
     launched = overlap.options(query.device)
@@ -253,67 +244,67 @@ def tree_attention(
 
 
 def scratch_size(layout: Layout, heads: int, head_dim: int, tiles: Tiles) -> int:
-    """Float32 numbers that `tree_attention` needs for its splits."""
+    """The number of float32 values that `tree_attention` needs as scratch memory."""
     return _num_states(len(layout.rows) * heads, _num_splits(layout, tiles)) * (head_dim + 2)
 
 
 def commit(
     keys: Tensor,  # [layers, num_slots, kv_heads, head_dim]
     values: Tensor,
-    tables: Tensor,  # [lines, max_pages] int32
-    lines: Tensor,  # [R] int32
-    lengths: Tensor,  # [R] int32 committed tokens, which the root comes behind
-    places: Tensor,  # [R, P] int32 of the accepted tokens below the root, increasing
-    counts: Tensor,  # [R] int32, how many of them there are
+    tables: Tensor,  # [table_rows, max_pages] int32
+    table_rows: Tensor,  # [R] int32
+    lengths: Tensor,  # [R] int32 committed tokens; the root follows them
+    places: Tensor,  # [R, P] int32 places of the accepted tokens below the root, increasing
+    counts: Tensor,  # [R] int32 number of accepted tokens below the root
 ) -> None:
-    """Moves each row's accepted tokens to the places behind its root, in all layers."""
+    """Move each row's accepted tokens to the places right after its root, in all layers."""
     layers, _, kv_heads, head_dim = keys.shape
     entry = kv_heads * head_dim
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
-        raise ValueError("keys and values of a token must lie together, and both in the same way")
-    _check_indices(tables, lines, lengths, places, counts)
+        raise ValueError("a token's keys must be contiguous, and values must have the same strides")
+    _check_indices(tables, table_rows, lengths, places, counts)
     block = min(triton.next_power_of_2(entry), 1024)
-    grid = (triton.cdiv(entry, block), layers, len(lines))
+    grid = (triton.cdiv(entry, block), layers, len(table_rows))
     sizes = (tables.shape[1], places.shape[1])
     _commit_kernel[grid](
-        keys, values, tables, lines, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
+        keys, values, tables, table_rows, lengths, places, counts, *sizes, *keys.stride()[:2], ENTRY=entry, BLOCK=block
     )
 
 
 def _most_items(num_tokens: int, num_rows: int, max_context: int, group: int, tiles: Tiles) -> int:
-    """Items of a plan at most: each row in use may have one tile that is not full."""
+    """Upper bound of a plan's items: each row in use may have one tile that is not full."""
     used = tiles.used_rows(group)
     num_tiles = (num_tokens * group + min(num_rows, num_tokens) * (used - 1)) // used
     return num_tiles * tiles.count_splits(_most_prefix(num_tokens, max_context, group, tiles))
 
 
 def _most_prefix(num_tokens: int, max_context: int, group: int, tiles: Tiles) -> int:
-    """Positions that the prefix kernel takes of a text at most: whole committed blocks, and all of a chain."""
+    """Upper bound of the positions of a text that the prefix kernel takes: whole committed blocks, or a whole chain."""
     return max_context + num_tokens if tiles.tokens(group) else max_context // tiles.keys * tiles.keys
 
 
 def _num_splits(layout: Layout, tiles: Tiles) -> int:
-    """Splits of the longest text that a token of the step can have."""
+    """The number of splits of the longest possible text in the step."""
     return tiles.count_splits(layout.max_context + _longest_path(layout))
 
 
 def _most_tail_splits(layout: Layout, tiles: Tiles) -> int:
-    """Splits at most that the tail takes of a text: of less than a block before the path, and of the path."""
+    """Upper bound of a text's splits in the tail kernel: less than a block before the path, and the path."""
     return (tiles.keys + _longest_path(layout)) // min(tiles.short_split, tiles.long_split) + 2
 
 
 def _longest_path(layout: Layout) -> int:
-    """Tokens at most of a path: it is stored, or all of it in the step."""
+    """Upper bound of a path's tokens: they are stored in `paths`, or all in the step."""
     return max(layout.paths.shape)
 
 
 def _num_states(num_rows: int, num_splits: int) -> int:
-    """Softmax states of all rows and splits, rounded up so that what follows them is aligned."""
+    """The number of softmax states of all rows and splits, rounded up to keep the arrays after them aligned."""
     return triton.cdiv(num_rows * num_splits, 16) * 16
 
 
 def _padded(head_dim: int) -> int:
-    """The head dimension in a tile: a power of two, and no less than a matrix instruction takes."""
+    """The head dimension in a tile: a power of two, at least the minimum of a matrix instruction."""
     return max(triton.next_power_of_2(head_dim), 16)
 
 
@@ -325,7 +316,7 @@ def _check_stored(query: Tensor, keys: Tensor, values: Tensor) -> None:
     if query.shape[1] % keys.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {keys.shape[1]} key heads evenly")
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or keys.stride() != values.stride():
-        raise ValueError("the numbers of a head must lie together, and keys and values in the same way")
+        raise ValueError("a head's numbers must be contiguous, and keys and values must have the same strides")
 
 
 def _check_indices(*indices: Tensor) -> None:
@@ -351,9 +342,9 @@ def _start_of(split: int, SPLITS: tl.constexpr) -> int:
 
 @triton.jit
 def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int) -> tl.tensor:
-    """The slots, int64, of positions in a row's cache, by its line of the block tables.
+    """The slots, int64, of positions in a row's text, by its block table.
 
-    Padding may stand behind the table's end; its pages are all the same.
+    Padding may be past the end of the table; all its pages are the same.
     """
     page = tl.load(table + tl.minimum(index // _PAGE, max_pages - 1), mask=real, other=0)
     return page.to(tl.int64) * _PAGE + index % _PAGE
@@ -361,7 +352,7 @@ def slot_of(table: tl.tensor, index: tl.tensor, real: tl.tensor, max_pages: int)
 
 @triton.jit
 def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """Tokens of a row's part of the step that are prefix to the tile of the token at this place of a chain."""
+    """In a chain: the number of the step's tokens that are prefix to the tile of the token at this place; else 0."""
     if TOKENS == 0:
         return place * 0
     else:
@@ -370,7 +361,7 @@ def _before_tile(place: tl.tensor, is_chain: tl.tensor, TOKENS: tl.constexpr) ->
 
 @triton.jit
 def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, REACH: tl.constexpr) -> int:
-    """Start of the first block in the window of the first token behind the prefix, and so of any in its tile."""
+    """Start of the first block that a tile sees: that of the window of the first token after the prefix."""
     first = 0
     if REACH == _WINDOW:
         first = tl.maximum(prefix - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -381,7 +372,7 @@ def _first_block(prefix: int, window: int, BLOCK_N: tl.constexpr, REACH: tl.cons
 
 @triton.jit
 def _reaches(positions: tl.tensor, own: tl.tensor, window: int, REACH: tl.constexpr) -> tl.tensor:
-    """Which positions are not too far back for tokens at their own: [rows, BLOCK_N]."""
+    """Which positions are not too far back for tokens at positions `own`: [rows, BLOCK_N]."""
     if REACH == _CHUNK:
         return positions[None, :] >= (own // window * window)[:, None]
     else:
@@ -397,7 +388,7 @@ def _load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Head vectors [rows, BLOCK_D] at offsets [rows]; zeros past the head dimension and, if masked, in unreal rows."""
+    """Head vectors [rows, BLOCK_D] at offsets [rows]; zeros past the head dimension and, if MASKED, where not real."""
     dims = tl.arange(0, BLOCK_D)
     pointers = base + offsets[:, None] + dims[None, :]
     if MASKED:
@@ -443,10 +434,10 @@ def _add_block(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One block's step of the online softmax: all that touches a number between the loads and the combination.
+    """One block's step of the online softmax: all arithmetic between the loads and the combination.
 
-    Products that are added to something are written as `fma`, since a compiler may fuse them in one kernel and not in
-    the other.
+    Products that are added to something are written as `fma`. Otherwise the compiler might fuse them in one kernel but
+    not in the other.
     """
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if CAPPED:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
@@ -454,7 +445,7 @@ def _add_block(
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * log2_scale)
-    # Rows that have seen nothing yet have no maximum to subtract; their weights are exp2(-inf) = 0 all the same.
+    # Rows that have seen nothing yet have no maximum to subtract; their weights are exp2(-inf) = 0 anyway.
     base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(tl.fma(scores, log2_scale, -base[:, None]))
     rescale = tl.exp2(maximum - base)
@@ -479,9 +470,9 @@ def _combine(
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> tl.tensor:
-    """Combines the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] their scores, if any.
+    """Combine the splits from first to last of some rows, [BLOCK_G, BLOCK_D]. sink: [BLOCK_G] scores of the sinks.
 
-    Splits are taken in groups with fixed borders too; a split of which a row sees nothing leaves its sums unchanged.
+    Splits are combined in groups with fixed borders. A split of which a row sees nothing leaves its sums unchanged.
     """
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -505,26 +496,20 @@ def _combine(
         total = tl.fma(total, rescale, tl.sum(parts_total * weight, axis=0))
         acc = tl.fma(acc, rescale[:, None], tl.sum(part * weight[:, :, None], axis=0))
         maximum = new_maximum
-    if HAS_SINKS:  # a key of value 0: only the total knows of it
+    if HAS_SINKS:  # a key whose value is 0 only adds to the total
         base = tl.maximum(maximum, sink)
         rescale = tl.exp2(maximum - base)
         total = tl.fma(total, rescale, tl.exp2(sink - base))
         acc = acc * rescale[:, None]
-    # Rows that are not real may have no total.
+    # The total may be 0 in rows that are not real.
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
 def _is_chain(
-    starts: tl.tensor,
-    counts: tl.tensor,
-    places: tl.tensor,
-    depths: tl.tensor,
-    row: tl.tensor,
-    real: tl.tensor,
+    starts: tl.tensor, counts: tl.tensor, places: tl.tensor, depths: tl.tensor, row: tl.tensor, real: tl.tensor
 ) -> tl.tensor:
-    """1 for rows whose last token has all others before it on its path, and no more than those: their places and
-    depths are 0, 1, 2, ..."""
+    """1 for chains: rows whose other tokens are all ancestors of the last one, with places and depths 0, 1, 2, ..."""
     count = tl.load(counts + row, mask=real, other=0)
     last = tl.load(starts + row, mask=real, other=0) + count - 1
     in_use = count > 0
@@ -548,8 +533,7 @@ def _tiles_and_splits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many tiles of query rows some rows have, and how many splits of prefix: of whole committed blocks, or of all
-    of a chain."""
+    """The number of tiles and of prefix splits of rows: splits of whole committed blocks, or of a whole chain."""
     count = tl.load(counts + row, mask=real, other=0)
     length = tl.load(lengths + row, mask=real, other=0)
     end = length // BLOCK_N * BLOCK_N
@@ -577,7 +561,7 @@ def _plan_row(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The items of one row, behind those of the rows before it."""
+    """Write the items of one row after those of earlier rows."""
     index = tl.arange(0, BLOCK)
     before, total = 0, 0
     for start in range(0, num_rows, BLOCK):
@@ -598,7 +582,7 @@ def _plan_row(
         real = item < num_tiles * num_splits
         at = items + (before + item) * 3
         tl.store(at, row + tl.zeros_like(item), mask=real)
-        # Tiles that read the same keys stand together. The last splits are the longest and start first.
+        # Tiles that read the same keys are adjacent. The last splits are the longest, so they start first.
         tl.store(at + 1, item % num_tiles, mask=real)
         tl.store(at + 2, num_splits - 1 - item // num_tiles, mask=real)
 
@@ -619,8 +603,8 @@ def _strips_of(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of some tokens the row, the size of the piece of a strip that each is the deepest of, the first split of its tail
-    and how many there are: 0 if it is none's deepest, if it is padding, or if the prefix kernel does all of its row."""
+    """For tokens: the row, the size of the strip piece that ends there, the first split of its tail, and the number of
+    its splits. That number is 0 if no piece ends there, for padding, and if the prefix kernel does the whole row."""
     row = tl.load(rows + token, mask=token < num_tokens, other=0)
     in_use = (token < num_tokens) & (token - tl.load(starts + row) < tl.load(counts + row))
     length = tl.load(lengths + row)
@@ -631,7 +615,7 @@ def _strips_of(
         in_use = in_use & (_is_chain(starts, counts, places, depths, row, in_use) == 0)
         if HAS_STRIPS:
             number = tl.load(numbers + token, mask=in_use, other=1)
-            in_strip = tl.abs(number)  # from its top
+            in_strip = tl.abs(number)  # counted from the strip's top
             in_use = in_use & ((number < 0) | (in_strip % TOKENS == 0))
             size = (in_strip - 1) % TOKENS + 1
     return row, size, first, tl.where(in_use, last - first + 1, 0)
@@ -656,7 +640,7 @@ def _plan_strips(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The strips that end in some tokens, behind those of the tokens before them."""
+    """Write the strips that end in a block of tokens, after those of earlier tokens."""
     index = tl.arange(0, BLOCK)
     before = 0
     for start in range(0, first_token, BLOCK):
@@ -716,7 +700,7 @@ def _plan_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The items of one row; or, in the last programs, the strips of some tokens."""
+    """Plan the items of one row or, in the last programs, the strips of a block of tokens."""
     row = tl.program_id(0)
     if row < num_rows:
         _plan_row(
@@ -770,7 +754,7 @@ def _prefix_kernel(
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
     chains: tl.tensor,
@@ -797,7 +781,7 @@ def _prefix_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Whole blocks of prefix, the same for all tokens of a tile: some items of the plan, for one key head."""
+    """Attention over whole blocks of prefix, which all tokens of a tile share: some items of the plan, one key head."""
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     keys += kv_head * cache_head
@@ -812,28 +796,23 @@ def _prefix_kernel(
         last = prefix // BLOCK_N * BLOCK_N
         begin = tl.maximum(_start_of(split, SPLITS), _first_block(prefix, window, BLOCK_N, REACH))
         end = tl.minimum(_start_of(split + 1, SPLITS), last)
-        if TOKENS > 0:  # a chain's tokens see the same keys, each up to its own: a tile takes all of them
+        if TOKENS > 0:  # a chain's tokens see the same keys, each up to its own, so this kernel does the whole chain
             last = tl.where(tl.load(chains + batch) > 0, length + tl.minimum((tile + 1) * TOKENS, count), last)
         stop = tl.minimum(_start_of(split + 1, SPLITS), last)
-        if begin < stop:  # or all of it is outside of the window, or behind the tile
+        if begin < stop:  # otherwise the split is outside of the window, or after the tile
             first = tl.load(starts + batch)
             within = tl.arange(0, BLOCK_M)
             row = tile * USED + within
             real = (within < USED) & (row < count * GROUP)
             token, member = first + row // GROUP, row % GROUP
             position = length + tl.load(depths + token, mask=real, other=0)
-            table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
-            # A block's page is looked up while the block before it is loaded: a lookup that the same block's keys wait
-            # for would be a stage of the pipeline.
+            table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
+            # A block's page is looked up while the previous block is loaded. A lookup in the same iteration would add a
+            # stage to the pipeline.
             page = tl.load(table + begin // _PAGE)
             wait_for_previous(OVERLAPS)
             q = _load_rows(
-                query,
-                token * query_token + (kv_head * GROUP + member) * query_head,
-                real,
-                HEAD_DIM,
-                BLOCK_D,
-                True,
+                query, token * query_token + (kv_head * GROUP + member) * query_head, real, HEAD_DIM, BLOCK_D, True
             )
 
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -842,24 +821,13 @@ def _prefix_kernel(
             for start in range(begin, end, BLOCK_N):
                 place = tl.arange(0, BLOCK_N)
                 seen = _reaches(start + place, position, window, REACH)
-                index = tl.cast(start, tl.int32)  # the interpreter's loops count in plain numbers
+                index = tl.cast(start, tl.int32)  # in Triton's interpreter `start` is a plain number
                 slot = page.to(tl.int64) * _PAGE + index % _PAGE
                 page = tl.load(table + (index + BLOCK_N) // _PAGE, mask=index + BLOCK_N < end, other=0)
                 key = _load_rows(keys + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 value = _load_rows(values + slot * cache_slot, place * cache_slot, place >= 0, HEAD_DIM, BLOCK_D, False)
                 acc, maximum, total = _add_block(
-                    q,
-                    key,
-                    value,
-                    seen,
-                    log2_scale,
-                    cap_scale,
-                    acc,
-                    maximum,
-                    total,
-                    REACH != _ALL,
-                    CAPPED,
-                    PRECISION,
+                    q, key, value, seen, log2_scale, cap_scale, acc, maximum, total, REACH != _ALL, CAPPED, PRECISION
                 )
             if TOKENS > 0:
                 for start in tl.range(tl.maximum(begin, end), stop, BLOCK_N, num_stages=1):
@@ -891,7 +859,7 @@ def _tail_kernel(
     log2_scale: float,
     cap_scale: float,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     max_pages: int,
     places: tl.tensor,
@@ -917,10 +885,10 @@ def _tail_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """The last blocks of tree nodes, the end of the committed tokens and of their path: some strips, for one key head.
+    """Attention of tree nodes over the end of the committed text and their paths: some strips, for one key head.
 
-    Goes on where the prefix ended. A tile has the nodes of a strip, the deepest first, or a part of one token. Those
-    that end before the split leave nothing in it that anyone reads.
+    Continues where the prefix kernel ended. A tile has the nodes of a strip, the deepest first, or a part of one token.
+    Nodes that end before the split write states that nobody reads.
     """
     start_next(OVERLAPS)
     kv_head, kv_heads = tl.program_id(2), tl.num_programs(2)
@@ -932,7 +900,7 @@ def _tail_kernel(
         split = tl.load(strips + strip * 4 + 3)
         length, depth = tl.load(lengths + batch), tl.load(depths + deepest)
         place = tl.load(places + deepest)
-        table = tables + tl.load(lines + batch).to(tl.int64) * max_pages
+        table = tables + tl.load(table_rows + batch).to(tl.int64) * max_pages
         path = paths + deepest.to(tl.int64) * max_path
         branches = depth != place
         position = length + depth
@@ -943,7 +911,7 @@ def _tail_kernel(
             up, member = within // GROUP, within % GROUP
             real = up < tl.load(strips + strip * 4 + 2)
             above = tl.load(path + depth - up, mask=real & branches, other=0)
-            token = deepest + tl.where(branches, above - place, -up)  # places of a row follow each other in the step
+            token = deepest + tl.where(branches, above - place, -up)  # a row's places are consecutive in the step
         else:
             up, member = within * 0, tl.program_id(1) * BLOCK_M + within
             real = member < GROUP
@@ -953,11 +921,11 @@ def _tail_kernel(
         wait_for_previous(OVERLAPS)
         q = _load_rows(query, at, real, HEAD_DIM, BLOCK_D, True)
 
-        # Numbers of states are int32, since there is one for many bytes: it takes half the registers.
+        # State indices fit into int32, which takes half the registers.
         state = ((token * kv_heads + kv_head) * GROUP + member) * num_splits + split
         begin = tl.maximum(_start_of(split, SPLITS), prefix_end)
         end = tl.minimum(_start_of(split + 1, SPLITS), position + 1)
-        # What the prefix left in this split, or nothing.
+        # Load the prefix kernel's state of this split, if it has one.
         first = tl.maximum(_start_of(split, SPLITS), _first_block(length, window, BLOCK_N, REACH))
         going_on = real & (first < prefix_end)
         acc = _load_rows(sums, state.to(tl.int64) * HEAD_DIM, going_on, HEAD_DIM, BLOCK_D, True)
@@ -1011,7 +979,7 @@ def _combine_kernel(
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """All splits of one token together, for the query heads that share a key head; 0 for padding."""
+    """Combine all splits of one token, for the query heads that share a key head; 0 for padding."""
     start_next(OVERLAPS)
     token, kv_head, kv_heads = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     batch = tl.load(rows + token)
@@ -1039,7 +1007,7 @@ def _commit_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     tables: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     lengths: tl.tensor,
     places: tl.tensor,
     counts: tl.tensor,
@@ -1050,15 +1018,15 @@ def _commit_kernel(
     ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Moves part of a token's keys and values, in one layer of one row, path node after path node.
+    """Move a part of the keys and values of one row's path in one layer, node after node.
 
-    A node only moves to a lower place, so in this order nothing is overwritten that is still to be moved.
+    A node only moves to a lower place, so in this order no node is overwritten before it has moved.
     """
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = part < ENTRY
     row = tl.program_id(2)
     length = tl.load(lengths + row)
-    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
     offset = tl.program_id(1) * layer + part
     for step in range(tl.load(counts + row)):
         place = tl.load(places + row * max_places + step)

@@ -1,7 +1,7 @@
 """Triton kernels of a decoder layer between its matrix products: norms, rotary positions, SiLU. Needs Triton.
 
-Each kernel rounds where transformers' modules round, so that only sums in another order can differ from theirs. A
-token's numbers depend on the token alone, whatever stands beside it.
+Each kernel rounds where transformers' modules round, so results differ only by the order of sums. A token's numbers
+depend on that token alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NEURONS_AT_ONCE = 1024
 
 
 def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, rows: Tensor, max_path: int) -> Tensor:
-    """Paths [T, max_path] of a step's tokens, as a `Layout` has them: written only where depth and place differ.
+    """Paths [T, max_path] of a step's tokens for a `Layout`; only written where depth and place differ.
 
-    parents: [T] int32 places in the same row. No token is deeper than max_path - 1 where its path is written.
+    parents: [T] int32 places in the same row. Tokens whose path is written are at most max_path - 1 deep.
     """
     paths = parents.new_empty(len(parents), max_path)
     _lay_out_kernel[(len(parents),)](parents, places, depths, starts, rows, paths, max_path, num_warps=1)
@@ -31,10 +31,10 @@ def lay_out(parents: Tensor, places: Tensor, depths: Tensor, starts: Tensor, row
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight.
+    """stream + delta, and its RMS norm times the weight; all [tokens, size] but the weight [size].
 
-    Without a delta it comes first in a stack of layers, and is launched in the usual way, which settles what was
-    written before it (see `overlap`).
+    Without a delta it is the first kernel of a stack of layers. Its launch does not overlap, so all earlier writes are
+    complete (see `overlap`).
     """
     num_tokens, size = stream.shape
     total = stream if delta is None else torch.empty_like(stream)
@@ -65,37 +65,26 @@ def rotate_and_store(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """Applies rotary positions to queries in place, and writes rotated keys and values to the KV cache.
+    """Rotate queries in place, and write rotated keys, and values, to the KV cache.
 
-    Positions past the tables take their last entry.
-    norms: weights [head_dim], or [layers, head_dim], of the queries' and the keys' RMS norm, which comes first, and its
+    Positions past the end of the rotary tables take the last entry.
+    norms: weights [head_dim], or [layers, head_dim], of an RMS norm of queries and of keys before the rotation, and its
     eps.
     """
     kv_heads, head_dim = keys.shape[-2:]
     num_heads = qkv.shape[-1] // head_dim  # of all three kinds
     if not qkv.is_contiguous() or keys.stride() != values.stride() or keys.stride()[-2:] != (head_dim, 1):
-        raise ValueError("queries and the keys and values of a token must lie together")
+        raise ValueError("queries, and a token's keys and values, must be contiguous")
     query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
     num_layers, num_tokens = qkv.shape[:-1] if qkv.dim() == 3 else (1, len(qkv))
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE), num_layers)](
-        qkv,
-        keys,
-        values,
-        layout.rows,
-        layout.places,
-        layout.depths,
-        layout.lengths,
-        layout.lines,
-        layout.tables,
-        cos,
-        sin,
-        query_norm,
-        key_norm,
-        eps,
+        *(qkv, keys, values),
+        *(layout.rows, layout.places, layout.depths, layout.lengths, layout.table_rows, layout.tables),
+        *(cos, sin, query_norm, key_norm, eps),
         layout.tables.shape[1],
         len(cos) - 1,
         keys.stride(-3),
-        keys.stride(0),  # of layers, where there are several
+        keys.stride(0),  # of layers, if there are several
         HEADS=num_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -126,7 +115,7 @@ def _lay_out_kernel(
     paths: tl.tensor,
     max_path: int,
 ) -> None:
-    """One token: walks up to the root and writes its path from the end."""
+    """Walk from one token up to the root, and write its path from the end."""
     token = tl.program_id(0)
     place = tl.load(places + token)
     depth = tl.load(depths + token)
@@ -142,7 +131,7 @@ def _lay_out_kernel(
 
 @triton.jit
 def rms_normed(x: tl.tensor, weight: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """RMS norm, rounded before the weight and after it, as transformers' modules do."""
+    """RMS norm, rounded before and after the weight, as in transformers' modules."""
     scaled = (x.to(tl.float32) * inverse).to(x.dtype)
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -185,7 +174,7 @@ def _rotate_kernel(
     places: tl.tensor,
     depths: tl.tensor,
     lengths: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     tables: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -204,7 +193,7 @@ def _rotate_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Some query, key or value heads of one token in one layer, as two halves that the rotation mixes."""
+    """Rotate and store some heads of one token in one layer, as two halves that the rotation mixes."""
     start_next(OVERLAPS)
     token, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     keys += layer * cache_layer
@@ -221,7 +210,7 @@ def _rotate_kernel(
     c = tl.load(cos + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + position * HALF + dims, mask=real, other=0.0).to(tl.float32)
     place = tl.load(places + token)
-    table = tables + tl.load(lines + row).to(tl.int64) * max_pages
+    table = tables + tl.load(table_rows + row).to(tl.int64) * max_pages
     slot = slot_of(table, length + place, place >= 0, max_pages) * cache_slot
     wait_for_previous(OVERLAPS)
 
@@ -249,7 +238,7 @@ def _rotate_kernel(
         )
         x, y = rms_normed(x, low, inverse), rms_normed(y, high, inverse)
     x32, y32 = x.to(tl.float32), y.to(tl.float32)
-    # Each product is rounded before they are added.
+    # Each product is rounded before the sum.
     turned_x = ((x32 * c).to(first.dtype).to(tl.float32) - (y32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
     turned_y = ((y32 * c).to(first.dtype).to(tl.float32) + (x32 * s).to(first.dtype).to(tl.float32)).to(first.dtype)
 
@@ -266,7 +255,7 @@ def _rotate_kernel(
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, rounded before the up and after it."""
+    """silu(gate) * up, rounded before and after the product."""
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

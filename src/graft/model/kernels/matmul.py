@@ -1,11 +1,11 @@
 """Exact matrix products of few tokens and large weights, as a Triton kernel. Importing this module needs Triton.
 
-A token's result does not depend on the other tokens of the product: every sum is one chain of matrix instructions, from
-the first input to the last. The tile size changes no bit, so tiles are chosen for speed, by the number of tokens too.
-PyTorch's products split their sums by the number of tokens, so there the last bits depend on it.
+A token's result does not depend on the other tokens: every sum is one chain of matrix instructions, from the first
+input to the last. The tile size changes no bit, so tiles are chosen for speed, also by the number of tokens. PyTorch's
+products split their sums by the number of tokens, so their last bits depend on it.
 
-The product of gates and ups ends with their activation: a program computes both of the same neurons, and rounds them
-as if they were stored between.
+The product with gates and ups includes the activation: a program computes the gates and the ups of the same neurons,
+and rounds them as if they were stored in between.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from graft.model.kernels import overlap
 from graft.model.kernels.layer import gated
 from graft.model.kernels.overlap import after_previous, start_next
 
-FEW = 2048  # tokens, up to which the kernel is about as fast as PyTorch's
-_LARGE = 2**22  # numbers of a weight, from which on it is
-_PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # where there is no GPU to ask
-# Outputs and tokens of tiles, with the inputs of a block, which one instruction after the other adds, and the warps.
+FEW = 2048  # up to so many tokens the kernel is about as fast as PyTorch's
+_LARGE = 2**22  # for weights with at least so many numbers
+_PROCESSORS, _SHARED_MEMORY = 132, 227 * 1024  # an H200's, used without a GPU
+# (outputs, tokens) of a tile: (inputs of a block, warps). Instructions add a block's inputs one after the other.
 _TILES = {
     (64, 16): (256, 4),
     (128, 16): (128, 4),
@@ -46,14 +46,14 @@ _FLOAT32_TILES = {(64, tokens): (32, 4) for tokens in (16, 32, 64, 128)}
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of the product that one program computes. No choice of it changes a bit."""
+    """The part of a product that one program computes. The choice changes no bit of the result."""
 
-    outputs: int  # of a product of gates and ups, half of them gates and half the ups of the same neurons
+    outputs: int  # with gates and ups: half are gates, half the ups of the same neurons
     tokens: int
     inputs: int  # of a block
     warps: int
-    stages: int  # blocks that are under way
-    num_whole: int  # rows of such tiles; those behind them have half the outputs
+    stages: int  # blocks that are loaded at once
+    num_whole: int  # rows of such tiles; the rows after them have half the outputs
 
 
 def can_multiply(shape: Sequence[int]) -> bool:
@@ -62,12 +62,12 @@ def can_multiply(shape: Sequence[int]) -> bool:
 
 
 def can_gate(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether the kernel can multiply by gates and ups [2 * neurons, inputs], and apply their activation."""
+    """Whether the kernel can multiply by gates and ups [2 * neurons, inputs] and apply the activation."""
     return can_multiply(shape) and shape[0] % _least_outputs(dtype, True) == 0
 
 
 def _least_outputs(dtype: torch.dtype, is_gated: bool) -> int:
-    """Outputs of a tile at least. Matrix instructions, which float32 does without, have 64 gates or 64 ups."""
+    """The fewest outputs of a tile. Matrix instructions, which float32 does not use, take 64 gates or 64 ups."""
     return 128 if is_gated and dtype is not torch.float32 else 64
 
 
@@ -88,7 +88,7 @@ def tile_for(
 def _rated_tiles(
     num_tokens: int, shape: tuple[int, int], dtype: torch.dtype, processors: int, shared_memory: int, least: int
 ) -> Iterator[tuple[float, Tile]]:
-    """All possible tiles, of so many outputs at least, each with its estimated time."""
+    """All possible tiles with at least `least` outputs, each with its estimated time."""
     num_outputs, num_inputs = shape
     for (outputs, tokens), (inputs, warps) in (_FLOAT32_TILES if dtype is torch.float32 else _TILES).items():
         if outputs < least or num_outputs % outputs or tokens > max(triton.next_power_of_2(num_tokens), 16):
@@ -98,13 +98,13 @@ def _rated_tiles(
         rounds, left = divmod(columns * rows, processors)
         time, num_whole = rounds * _time_of(outputs, tokens, missing), rows
         if num_tokens >= 128 and rounds and 0 < left <= processors // 2 and outputs > least:
-            # The last round would have few tiles: it is shorter with twice as many halves. (Not where reading the
-            # weights is what takes the time.)
+            # The last round would have few tiles, and is faster with twice as many half tiles. (With few tokens,
+            # reading the weights dominates, and halves do not help.)
             num_whole = rounds * processors // columns
             time += _time_of(outputs // 2, tokens, missing)
         elif left:
             time += _time_of(outputs, tokens, missing)
-        # One program on a processor has much under way; of two, one works while the other begins or ends.
+        # A single program on a processor loads many blocks at once. Of two, one works while the other starts or ends.
         memory = shared_memory if columns * rows <= processors or outputs > 128 else shared_memory // 2
         size = (outputs + tokens) * dtype.itemsize
         while inputs > 64 and (num_inputs % inputs or memory < 3 * size * inputs):
@@ -114,7 +114,7 @@ def _rated_tiles(
 
 
 def _time_of(outputs: int, tokens: int, missing: int) -> float:
-    """Nanoseconds of a block of 64 inputs, as measured on an H200. Loads past the last token are slow."""
+    """Nanoseconds of a block of 64 inputs, measured on an H200. Loads past the last token are slow."""
     return 80 + 0.12 * (outputs + tokens) + 0.015 * outputs * tokens + 2.5 * missing
 
 
@@ -122,10 +122,10 @@ class Products:
     """Matrix products of one device, by the kernel or by PyTorch."""
 
     def __init__(self, device: torch.device, always: bool = False) -> None:
-        """always: use the kernel wherever it can run; else only where it is about as fast as PyTorch."""
+        """always: use the kernel whenever it can run; else only if it is about as fast as PyTorch."""
         self._always = always
         self._processors, self._shared_memory = _PROCESSORS, _SHARED_MEMORY
-        self._by_descriptor = True  # blocks are loaded as such, by devices that can
+        self._by_descriptor = True  # load blocks by tensor descriptors, which newer devices support
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self._by_descriptor = properties.major >= 9
@@ -133,7 +133,7 @@ class Products:
             self._shared_memory = getattr(properties, "shared_memory_per_block_optin", 2**16)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] by weight [outputs, inputs], and the bias [outputs] added."""
+        """x [T, inputs] by weight [outputs, inputs], plus bias [outputs]."""
         if can_multiply(weight.shape) and self._is_ours(x, weight):
             return self.multiply(x, weight, bias)
         return linear(x, weight, bias)
@@ -145,14 +145,9 @@ class Products:
         return layer_kernels.silu_mul(self(x, gate_up))
 
     def multiply(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        tile: Tile | None = None,
-        is_gated: bool = False,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None, is_gated: bool = False
     ) -> Tensor:
-        """The product by the kernel. tile: None takes the fastest. is_gated: as `activate` gives it, without a bias."""
+        """The product by the kernel. tile: None: the fastest. is_gated: the result of `activate`; without a bias."""
         assert x.is_contiguous() and weight.is_contiguous() and not (is_gated and bias is not None)
         num_tokens, (num_outputs, num_inputs) = len(x), weight.shape
         shape = (num_outputs, num_inputs)
@@ -220,8 +215,8 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One tile. The last tile of a row ends with the last token, since loads past it are slow; tokens that it shares
-    with the tile before get the same bits twice."""
+    """Compute one tile. A row's last tile ends with the last token, since loads past it are slow. Tokens that it shares
+    with the previous tile get the same bits twice."""
     start_next(OVERLAPS)
     token = tl.maximum(tl.minimum(tl.program_id(0) * BLOCK_T, num_tokens - BLOCK_T), 0)
     row = tl.program_id(1)
@@ -251,9 +246,8 @@ def _tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Computes a tile. Weights are the rows of the matrix instructions, which have at least 64 rows and any number of
-    columns from 8 on. Only instructions of one kind give the same bits, so no tile has fewer outputs, nor fewer gates.
-    """
+    """Compute a tile. Weights are the rows of the matrix instructions, which have at least 64 rows and at least 8
+    columns. Only instructions of one kind give the same bits, so no tile has fewer than 64 outputs, or gates."""
     num_tokens, num_outputs, num_inputs = sizes
     HAS_BIAS: tl.constexpr = flags[0]
     IS_GATED: tl.constexpr = flags[1]
@@ -265,7 +259,7 @@ def _tile(
     for place in range(0, num_inputs, BLOCK_K):
         w = _block(weight, output, place, num_outputs, num_inputs, BLOCK_N, BLOCK_K, BY_DESCRIPTOR)
         first = token
-        if OVERLAPS:  # the first weights are loaded before
+        if OVERLAPS:  # the first weights are loaded before the wait
             first = after_previous(token, place)
         tokens = _block(x, first, place, num_tokens, num_inputs, BLOCK_T, BLOCK_K, BY_DESCRIPTOR)
         acc = tl.dot(w, tokens.T, acc, input_precision=PRECISION)
@@ -296,7 +290,7 @@ def _block(
     COLUMNS: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
 ) -> tl.tensor:
-    """A block of a matrix; rows past the last are 0."""
+    """Load a block of a matrix; rows past the last are 0."""
     if BY_DESCRIPTOR:
         block = matrix.load([row, column])
     else:

@@ -1,18 +1,18 @@
-"""Launches that overlap: kernels start while those before them still run. Importing this module needs Triton.
+"""Overlapping launches: kernels start while earlier ones still run. Importing this module needs Triton.
 
-A small kernel takes longer to start and to end than to work. On GPUs from Hopper on, a kernel may be launched before
-the one in front of it has ended (programmatic dependent launch). Such a kernel
+A small kernel takes longer to start and end than to work. On GPUs from Hopper on, a kernel can be launched before the
+previous one has ended (programmatic dependent launch). Such a kernel
 
-- says at once that the next one may start (`start_next`), on the processors that are left over;
+- lets the next kernel start at once (`start_next`), on processors that are free;
 - first does what depends on no other kernel: it finds its part of the work and loads its first weights;
-- waits in all its programs, whatever they do, before it reads what others wrote and before it writes anything
+- waits, in all its programs, before it reads what other kernels wrote and before it writes anything
   (`wait_for_previous`).
 
-As each waits for the one in front of it, which has waited too, all that was launched earlier has ended behind the wait.
-Before it, none of that need have ended, back to the last kernel that was launched in the usual way: that one starts
-when all before it have ended, and those behind it start when it has.
+Each kernel waits for the previous one, which has waited too. So after the wait, all earlier kernels have ended. Before
+the wait, kernels back to the last usual launch may still run. A usual launch starts when all earlier kernels have
+ended, and later ones start when it has ended.
 
-Results have the same bits with and without. It pays where layers are small (docs/benchmarks.md).
+Results have the same bits with and without overlap. It is faster if layers are small (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ import torch
 import triton
 import triton.language as tl
 
-is_on = True  # where it can be; benchmarks switch it off, to compare
+is_on = True  # benchmarks switch it off to compare
 _LEAST_CAPABILITY = 9
-_LEAST_CUDA = (12, 4)  # from which on graphs keep such launches
-USUAL: dict[str, Any] = {"OVERLAPS": False}  # options of a launch that starts when all before it have ended
+_LEAST_CUDA = (12, 4)  # graphs preserve such launches from this version on
+USUAL: dict[str, Any] = {"OVERLAPS": False}  # options of a launch that starts when all earlier kernels have ended
 
 _is_worth_it: ContextVar[bool] = ContextVar("graft_overlapping_launches", default=False)
 
 
 @contextmanager
 def launches(are_worth_it: bool) -> Iterator[None]:
-    """Within it launches overlap where they can, if that is worth it. Kernels look at layout and plan before they wait:
-    these must have been written before, and the first launch within must be a usual one, which settles them."""
+    """Context in which launches overlap if possible and worth it.
+
+    Kernels read layout and plan before they wait. So these must be written before, and the first launch inside must be
+    a usual one, which waits for those writes.
+    """
     token = _is_worth_it.set(are_worth_it)
     try:
         yield
@@ -47,7 +50,7 @@ def launches(are_worth_it: bool) -> Iterator[None]:
 
 
 def options(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may overlap with the one before it, for a kernel with the flag OVERLAPS."""
+    """Options of a launch that may overlap with the previous one, for a kernel with the flag OVERLAPS."""
     return {"OVERLAPS": True, "launch_pdl": True} if is_on and _is_worth_it.get() and _is_possible(device) else USUAL
 
 
@@ -55,7 +58,7 @@ def options(device: torch.device) -> dict[str, Any]:
 def _is_possible(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter's
+    if not isinstance(wait_for_previous, triton.JITFunction):  # Triton's interpreter is in use
         return False
     cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
     return (
@@ -67,24 +70,24 @@ def _is_possible(device: torch.device) -> bool:
 
 @triton.jit
 def start_next(OVERLAPS: tl.constexpr) -> None:
-    """Lets the next kernel start as soon as all programs of this one have."""
+    """Let the next kernel start as soon as all programs of this one have started."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
-    """Waits until all kernels before this one have ended; once is enough, and more does no harm."""
+    """Wait until all earlier kernels have ended. Repeated waits do no harm."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def after_previous(index: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """The index, once all kernels before this one have ended: for loads within a loop whose `place` is 0 at first.
+    """Return the index after all earlier kernels have ended: for loads in a loop whose first `place` is 0.
 
-    Only what takes its address from the result comes behind the wait, and other loads of a pipelined loop do not. So it
-    is pure to the compiler; a kernel that waits like this must write nothing that does not depend on such loads.
+    Only loads whose address depends on the result come after the wait; other loads of a pipelined loop need not. So the
+    compiler may treat it as pure. A kernel that waits like this may write nothing that does not depend on such loads.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p griddepcontrol.wait; mov.u32 $0, $1; }",

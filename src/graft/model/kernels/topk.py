@@ -1,7 +1,7 @@
 """Top-k and sampling over logits as Triton kernels. Importing this module needs Triton.
 
-A row of logits is split into chunks that are searched in parallel, and their results are compared afterwards. Of equal
-logits the first token wins, so a row's choice does not depend on the rows beside it.
+A row of logits is split into chunks, which are searched in parallel and compared afterwards. Of equal logits the first
+token wins, so a row's choice does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 1024  # what one warp ranks without waiting for others
-_FEW = tl.constexpr(16)  # numbers that are taken one by one, which is slower than sorting for more
+_CHUNK = 1024  # logits that one warp ranks without synchronization
+_FEW = tl.constexpr(16)  # up to so many are taken one by one; sorting is faster for more
 
 # The constants of `hashing.mix64`.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -37,12 +37,8 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     )
     num_found = triton.next_power_of_2(num_chunks * k)
     _rank_kernel[(num_rows,)](
-        found,
-        values,
-        *sums,
-        tokens,
-        best,
-        total,
+        *(found, values, *sums),
+        *(tokens, best, total),
         num_chunks,
         K=k,
         KEPT=kept,
@@ -54,10 +50,9 @@ def highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Sampled tokens [T] int64 after each token of a step; temperature 0 takes the highest logit.
+    """Sample a token after each token of a step: [T] int64. Temperature 0 takes the highest logit.
 
-    logits [T, V]; seeds, positions of the tokens to choose, and temperatures, all [T]. The noise is that of
-    `sampler.gumbel_noise`.
+    logits [T, V]; seeds, positions (of the sampled tokens) and temperatures [T]. The noise is `sampler.gumbel_noise`.
     """
     num_tokens, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -78,15 +73,10 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor)
 
 @triton.jit
 def _store_highest(
-    x: tl.tensor,
-    ids: tl.tensor,
-    tokens: tl.tensor,
-    values: tl.tensor,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
+    x: tl.tensor, ids: tl.tensor, tokens: tl.tensor, values: tl.tensor, K: tl.constexpr, KEPT: tl.constexpr
 ) -> None:
-    """Stores the K highest logits with their ids, best first. KEPT: K, rounded up to a power of two."""
-    # As integers in the order of the logits, which a warp compares at once. -0.0 becomes 0.0, which it equals.
+    """Store the K highest logits and their ids, best first. KEPT: K rounded up to a power of two."""
+    # Integers in the order of the logits, which a warp compares quickly. -0.0 becomes 0.0: they are equal.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if K <= _FEW:
@@ -97,7 +87,7 @@ def _store_highest(
             tl.store(values + rank, _logit_of(value))
             ordered = tl.where(ids == token, -0x80000000, ordered)  # below all logits
     else:
-        # Logit and id as one number: of equal logits the first id is the greater.
+        # Logit and id as one number: of equal logits, the first id gives the greater number.
         keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         sorted_keys, rank = tl.topk(keys, KEPT), tl.arange(0, KEPT)
         tl.store(tokens + rank, 0x7FFFFFFF - (sorted_keys & 0xFFFFFFFF).to(tl.int32), mask=rank < K)
@@ -196,7 +186,7 @@ def _draw_kernel(
         key = _mixed(tl.load(seeds + row).to(tl.uint64)) + tl.load(positions + row).to(tl.uint64)
         bits = _mixed(_mixed(key) + tokens.to(tl.uint64) * _GOLDEN)
         uniform = ((bits >> 11).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
-        warm = tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as PyTorch does, which draws where this cannot
+        warm = tl.div_rn(x, tl.maximum(temperature, 1e-6))  # rounded as in PyTorch, which draws the other rows
         score = warm.to(tl.float64) - tl.log(-tl.log(uniform))
         score = tl.where(inside, score, float("-inf"))
     value = tl.max(score, axis=0)

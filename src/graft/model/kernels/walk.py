@@ -1,4 +1,4 @@
-"""The walk down verified trees as a Triton kernel, for drafters that go on by themselves. Importing it needs Triton."""
+"""The acceptance walk as a Triton kernel, for drafters that continue without the host. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -10,41 +10,31 @@ from torch import Tensor
 def follow(
     tokens: Tensor,  # [T] int32 of a step
     parents: Tensor,  # [T] int32 places in the row; -1 for padding
-    chosen: Tensor,  # [T] int64 the token that is chosen after each
+    chosen: Tensor,  # [T] int64 the token chosen after each
     starts: Tensor,  # [R or more] int32 each row's first token in the step
-    sizes: Tensor,  # [R or more] int32 each row's tokens in the step
-    entries: Tensor,  # [R] int32 entries before the root's
-    counts: Tensor,  # [R] int32, written: the tokens that a round brings, and their entries; 0 for a row of no tokens
-    lengths: Tensor,  # [R] int32, written: entries with these
-    roots: Tensor,  # [R] int32, written: the last token of the round; stays as it is for a row of none
-    following: Tensor,  # [R, W] int32, written: the tokens
-    nodes: Tensor,  # [R, W] int32, written: the token of the step after which each was chosen
+    sizes: Tensor,  # [R or more] int32 each row's number of tokens in the step
+    entries: Tensor,  # [R] int32 the drafter's entries before the root's
+    counts: Tensor,  # [R] int32, written: new tokens of the round, and so new entries; 0 for a row without tokens
+    lengths: Tensor,  # [R] int32, written: entries including the new ones
+    roots: Tensor,  # [R] int32, written: the last token of the round; unchanged for a row without tokens
+    following: Tensor,  # [R, W] int32, written: the new tokens
+    nodes: Tensor,  # [R, W] int32, written: the step's token after which each was chosen
     most: int,
 ) -> None:
-    """Walks down each tree while it holds the chosen token, as `acceptance.walk` does; at most W tokens.
+    """Walk down each tree while it contains the chosen token, as `acceptance.walk` does; at most W tokens.
 
-    most: an upper bound of the first R rows' tokens.
+    most: an upper bound of a row's tokens.
     """
     num_rows, room = following.shape
     _follow_kernel[(num_rows,)](
-        tokens,
-        parents,
-        chosen,
-        starts,
-        sizes,
-        entries,
-        counts,
-        lengths,
-        roots,
-        following,
-        nodes,
+        *(tokens, parents, chosen, starts, sizes, entries, counts, lengths, roots, following, nodes),
         room,
         BLOCK=triton.next_power_of_2(most),
         num_warps=1,
     )
 
 
-@triton.jit(do_not_specialize=["room"])  # which changes from round to round
+@triton.jit(do_not_specialize=["room"])  # it changes from round to round
 def _follow_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -60,7 +50,7 @@ def _follow_kernel(
     room: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Walk down the tree of one row."""
     row = tl.program_id(0)
     start, size = tl.load(starts + row), tl.load(sizes + row)
     place = tl.arange(0, BLOCK)
@@ -75,7 +65,7 @@ def _follow_kernel(
         tl.store(following + row * room + count, new, mask=count < room)
         tl.store(nodes + row * room + count, start + at, mask=count < room)
         count += 1
-        at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal ones the first
+        at = tl.min(tl.where((parent == at) & (token == new), place, BLOCK), axis=0)  # of equal children, the first
     count = tl.minimum(count, room)
     tl.store(counts + row, count)
     tl.store(roots + row, new)

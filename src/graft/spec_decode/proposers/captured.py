@@ -29,7 +29,7 @@ from graft.model.captures import (
     Run,
     context_for,
     first_line,
-    is_shortage,
+    is_out_of_memory,
     on_device,
 )
 from graft.model.kernels import walk as walk_kernels
@@ -98,7 +98,7 @@ class CapturedState:
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         own = self.rows[source]
-        self.drafter.copy_line(self.pool, own.row.line, row.line)
+        self.drafter.copy_line(self.pool, own.row.block_table_row, row.block_table_row)
         self.rows[target] = replace(own, row=row, following=list(own.following))
         self.num_prefetched = self.num_drafted_ahead = 0
 
@@ -168,12 +168,12 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             buffers = self._buffers_of(cache.pool)
             for row in cache.rows:  # who had the line before is nothing to a text without a prompt to read
                 for kept in buffers.by_line:
-                    kept[row.line].zero_()
+                    kept[row.block_table_row].zero_()
             if captures.num_captured == 0:
                 try:
                     self._try(state)
                 except Exception as error:  # whatever a compiler or a driver may raise
-                    if is_shortage(error):
+                    if is_out_of_memory(error):
                         raise
                     captures.failure = first_line(error)
                     captures.forget()
@@ -355,7 +355,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         """Sends the rows to the device, and runs the head on the entries whose true features have come in."""
         buffers, rows = self._claim(state), state.rows
         following = [row.following for row in rows]
-        sources = [range(row.row.line * PENDING, row.row.line * PENDING + len(row.following)) for row in rows]
+        sources = [
+            range(row.row.block_table_row * PENDING, row.row.block_table_row * PENDING + len(row.following))
+            for row in rows
+        ]
         size = self._load(buffers.round, rows, following, sources, ENTRIES)
         if size == 0:
             return
@@ -397,7 +400,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         buffers, rows = self._claim(state), state.rows
         hidden = self._hidden_of(buffers, verified)
         targets = [
-            row.row.line * PENDING + len(row.following) + place
+            row.row.block_table_row * PENDING + len(row.following) + place
             for row, count in zip(rows, counts, strict=True)
             for place in range(count)
         ]
@@ -559,7 +562,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             starts=by_row.begins,
             counts=by_row.counts,
             lengths=by_row.starts,
-            lines=by_row.lines,
+            table_rows=by_row.lines,
             tables=buffers.tables,
             max_context=context,
             only_chains=True,
@@ -627,7 +630,9 @@ def why_not(head: DraftHead) -> str | None:
 
 
 def _by_row(rows: Sequence[CapturedRow], begins: Numeric) -> ByRow:
-    return ByRow([row.row.line for row in rows], [row.root for row in rows], [row.length for row in rows], begins)
+    return ByRow(
+        [row.row.block_table_row for row in rows], [row.root for row in rows], [row.length for row in rows], begins
+    )
 
 
 def _sources(

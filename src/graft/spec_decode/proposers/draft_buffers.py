@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graft.model import PagePool
-from graft.model.captures import Event, on_host, whole
+from graft.model.captures import Event, pinned_zeros, round_up
 from graft.model.kv_cache import KVStore
 from graft.model.llama import Rotary
 
@@ -52,11 +52,11 @@ class Numbers:
     """Static int32 inputs of CUDA graphs, taken from the host to the device in one transfer."""
 
     def __init__(self, max_rows: int, max_entries: int, device: torch.device) -> None:
-        self._num_by_row = whole(max_rows + 1)
-        size = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(max_entries)
+        self._num_by_row = round_up(max_rows + 1)
+        size = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * round_up(max_entries)
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
         # Several, so that the host need not wait for the transfer before.
-        self._here = [(on_host((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
+        self._here = [(pinned_zeros((size,), torch.int32, device), Event(device)) for _ in range(_TRANSFERS)]
         self._turns = itertools.cycle(self._here)
 
     def by_row(self, rows: int | None = None) -> ByRow:
@@ -73,7 +73,7 @@ class Numbers:
         here, loaded = next(self._turns)
         loaded.wait()
         array = here.numpy()
-        end = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(size)
+        end = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * round_up(size)
         array[:end] = 0
         entries = self._entries_of(array, size)
         entries[0][len(by_entry.rows) :] = len(by_row.lines)
@@ -88,7 +88,9 @@ class Numbers:
 
     def _entries_of(self, numbers: Any, size: int) -> Any:
         start = len(ByRow._fields) * self._num_by_row
-        return numbers[start : start + len(ByEntry._fields) * whole(size)].reshape(len(ByEntry._fields), whole(size))
+        return numbers[start : start + len(ByEntry._fields) * round_up(size)].reshape(
+            len(ByEntry._fields), round_up(size)
+        )
 
 
 class DraftBuffers:
@@ -98,14 +100,14 @@ class DraftBuffers:
         self, weight: Tensor, pool: PagePool, store: KVStore, rotary: Rotary, number: int, max_ahead: int, passes: int
     ) -> None:
         """weight: that of `DraftHead.fc`. number: its own, in the keys of its graphs. passes: of a round at most."""
-        device, num_lines = pool.device, pool.num_lines
-        max_rows = padded(num_lines, ROWS)
+        device, num_table_rows = pool.device, pool.num_table_rows
+        max_rows = padded(num_table_rows, ROWS)
         self.number, self.num_resized = number, pool.num_resized
         self.tables = pool.tables
         self.keys, self.values = store.stored  # [layers, slots, kv_heads, head_dim]
         self.rotary = rotary
         # By line of the block tables: features of entries that wait.
-        self.features = weight.new_zeros(num_lines, PENDING, weight.shape[1])
+        self.features = weight.new_zeros(num_table_rows, PENDING, weight.shape[1])
         max_entries = padded(max_rows * PENDING, ENTRIES)
         self.max_rows, self.max_entries = max_rows, max_entries
         self.round = Numbers(max_rows, max_entries, device)
@@ -133,7 +135,7 @@ class DraftBuffers:
 
 def padded(count: int, sizes: Sequence[int]) -> int:
     """The least of `sizes` that is no less; a multiple of the last if none is."""
-    return next((size for size in sizes if size >= count), whole(count, sizes[-1]))
+    return next((size for size in sizes if size >= count), round_up(count, sizes[-1]))
 
 
 def ragged(counts: Numeric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -117,7 +117,7 @@ class OtherTokenizerDrafter(SmallModelDrafter):
     def _pages_beside(self, pool: PagePool) -> PagePool:
         """As many as the target has: a text has about as many tokens in either vocabulary."""
         there, size = (pool.num_pages, {}) if pool.is_fixed else (None, {"first_pages": pool.num_pages + 1})
-        return PagePool(self.device, self._max_positions, there, pool.num_lines - 1, **size)
+        return PagePool(self.device, self._max_positions, there, pool.num_table_rows - 1, **size)
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
         runner = self._runner(cache)

@@ -39,7 +39,7 @@ class ModelRow:
 
     @classmethod
     def of(cls, row: Row, length: int, waiting: Sequence[int] = ()) -> Self:
-        return cls(Row(row.line, row.pages, length), row, list(waiting))
+        return cls(Row(row.block_table_row, row.pages, length), row, list(waiting))
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Places of the drafted nodes below the root that spell these tokens, as far as there are such."""
@@ -231,7 +231,7 @@ class SmallModelDrafter(LevelByLevel):
             rest = torch.ones(own.shape), torch.zeros_like(own), torch.zeros_like(own)
             tree = DraftTree(own.shape[1] - 1, own, parents[group], *rest)
             cache = runner.cache_of([state.rows[number].own for number in group])
-            verified = runner.verify(cache, tree, num_run=first)
+            verified = runner.verify(cache, tree, num_already_run=first)
             found.append(self._likeliest(verified.logits, verified.index[:, first:], topk))
         for row, *run in zip(state.rows, tokens.tolist(), parents.tolist(), strict=True):
             row.tokens, row.parents = run

@@ -1,12 +1,12 @@
-/* Candidates: how nodes are added, found again, merged and counted. */
+/* Candidates: adding, finding, merging and counting nodes. */
 
 /* P(accepted | parent accepted), [agreements][num_sources][num_buckets] */
 typedef struct {
     const float *values;
     int64_t num_sources, num_buckets;
-} Chances;
+} AcceptanceProbs;
 
-/* One row of the candidates: where its columns begin. */
+/* One row of the candidates: pointers to its columns. */
 typedef struct {
     int64_t *fields[AGREEMENT + 1];
     float *paths;
@@ -26,23 +26,24 @@ static int64_t step_key(int64_t token, int64_t factor) {
 
 static int64_t sum_keys(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
-static int chance_of(const Chances *chances, int64_t agreement, int64_t source, int64_t score_bucket, float *chance) {
-    if (source < 0 || source >= chances->num_sources || score_bucket < 0 || score_bucket >= chances->num_buckets)
+static int find_prob(
+    const AcceptanceProbs *probs, int64_t agreement, int64_t source, int64_t score_bucket, float *prob) {
+    if (source < 0 || source >= probs->num_sources || score_bucket < 0 || score_bucket >= probs->num_buckets)
         return OUT_OF_RANGE;
-    *chance = chances->values[(agreement * chances->num_sources + source) * chances->num_buckets + score_bucket];
+    *prob = probs->values[(agreement * probs->num_sources + source) * probs->num_buckets + score_bucket];
     return OK;
 }
 
-static float path_of(float above, float chance) {
-    float path = above * (chance < SURE ? chance : SURE);
+static float path_of(float above, float prob) {
+    float path = above * (prob < SURE ? prob : SURE);
     return path < LEAST ? 0.0f : path;
 }
 
-/* Buckets of probabilities, two a halving: bucket b is from 2^(-b/2) down to the start of the next. */
+/* Buckets of probabilities, two per halving: bucket b starts at 2^(-b/2) and goes down to the start of the next one. */
 enum { NUM_BUCKETS = 16 };
 
 static int64_t bucket_of(double probability) {
-#define HALF 0.70710678118654752440 /* of a halving */
+#define HALF 0.70710678118654752440 /* half a halving: 2^(-1/2) */
     static const double STARTS[NUM_BUCKETS] = {1.0,      HALF,      1.0 / 2,  HALF / 2,  1.0 / 4,  HALF / 4,
                                                1.0 / 8,  HALF / 8,  1.0 / 16, HALF / 16, 1.0 / 32, HALF / 32,
                                                1.0 / 64, HALF / 64, 1.0 / 128, HALF / 128};
@@ -51,7 +52,7 @@ static int64_t bucket_of(double probability) {
     return NUM_BUCKETS - 1;
 }
 
-/* Top-k: indices of the `count` highest values, best first, of equal values the first. */
+/* Top-k: indices of the `count` highest values, best first; among equals, the first index wins. */
 static void highest(const float *values, int64_t num_values, int64_t count, int64_t *places) {
     int64_t found = 0;
     for (int64_t i = 0; i < num_values && count > 0; i++) {
@@ -64,7 +65,7 @@ static void highest(const float *values, int64_t num_values, int64_t count, int6
 }
 
 static int add_node(
-    Pool *pool, const Row *row, int64_t node, int64_t token, int64_t parent, float chance, int64_t source,
+    Pool *pool, const Row *row, int64_t node, int64_t token, int64_t parent, float prob, int64_t source,
     int64_t score_bucket, int64_t needs) {
     int64_t *const *fields = row->fields;
     if (node >= pool->capacity || parent < 0 || parent >= node) return OUT_OF_RANGE;
@@ -80,12 +81,12 @@ static int add_node(
     fields[SOURCE][node] = source;
     fields[SCORE_BUCKET][node] = score_bucket;
     fields[AGREEMENT][node] = ALONE;
-    row->paths[node] = path_of(row->paths[parent], chance);
+    row->paths[node] = path_of(row->paths[parent], prob);
     if (depth > pool->deepest) pool->deepest = depth;
     return OK;
 }
 
-/* Starts with the roots alone. roots, before, earlier: [num_rows] the last token and the two before. */
+/* Resets the pool to the roots. roots, before, earlier: [num_rows] each text's last token, and the two before it. */
 int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const int64_t *earlier) {
     if (pool->capacity < 1) return OUT_OF_RANGE;
     for (int64_t r = 0; r < pool->num_rows; r++) {
@@ -102,16 +103,16 @@ int graft_begin(Pool *pool, const int64_t *roots, const int64_t *before, const i
     return OK;
 }
 
-/* Adds nodes. All columns are [num_rows][count]; a node's parent may be a new one before it. */
+/* Adds nodes. All columns are [num_rows][count]. A node's parent may be an earlier new node. */
 int graft_add(
-    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *chances,
+    Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probs,
     const int64_t *sources, const int64_t *score_bucket, int64_t needs) {
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
         for (int64_t i = 0; i < count; i++) {
             int64_t at = r * count + i;
             int failed = add_node(
-                pool, &row, pool->width + i, tokens[at], parents[at], chances[at], sources[at], score_bucket[at],
+                pool, &row, pool->width + i, tokens[at], parents[at], probs[at], sources[at], score_bucket[at],
                 needs);
             if (failed) return failed;
         }
@@ -120,21 +121,21 @@ int graft_add(
     return OK;
 }
 
-/* Adds nodes made in Python. columns: [4][num_rows][count] of tokens, parents, sources and score buckets; the first
-   counts[row] of each row are nodes, the others padding. */
+/* Adds nodes made in Python. columns: [4][num_rows][count]: tokens, parents, sources and score buckets. The first
+   counts[row] entries of a row are nodes, the others padding. */
 int graft_add_rows(
-    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const Chances *chances) {
+    Pool *pool, int64_t count, const int64_t *columns, const int64_t *counts, const AcceptanceProbs *probs) {
     int64_t size = pool->num_rows * count;
     for (int64_t r = 0; r < pool->num_rows; r++) {
         Row row = row_of(pool, r);
         for (int64_t i = 0; i < count; i++) {
             const int64_t *at = columns + r * count + i;
             int64_t source = at[2 * size], score_bucket = at[3 * size];
-            float chance = 0.0f;
-            int failed = i < counts[r] ? chance_of(chances, ALONE, source, score_bucket, &chance) : OK;
+            float prob = 0.0f;
+            int failed = i < counts[r] ? find_prob(probs, ALONE, source, score_bucket, &prob) : OK;
             if (!failed)
                 failed = add_node(
-                    pool, &row, pool->width + i, at[0], at[size], chance, source, score_bucket, INHERITED);
+                    pool, &row, pool->width + i, at[0], at[size], prob, source, score_bucket, INHERITED);
             if (failed) return failed;
         }
     }
@@ -146,7 +147,7 @@ typedef struct {
     int64_t count;
     const int64_t *tokens, *parents;
     const float *probabilities;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
     int64_t source, needs, first;
     const uint8_t *going;
     int64_t num_beams;
@@ -155,7 +156,7 @@ typedef struct {
 
 static void add_level(Part *part) {
     const DraftedLevel *level = part->arguments;
-    const Chances *chances = level->chances;
+    const AcceptanceProbs *probs = level->probs;
     Pool *pool = &part->pool;
     for (int64_t r = part->start; r < part->stop; r++) {
         Row row = row_of(pool, r);
@@ -163,14 +164,14 @@ static void add_level(Part *part) {
         for (int64_t i = 0; i < level->count; i++) {
             int64_t at = r * level->count + i, node = pool->width + i;
             int64_t parent = level->parents[at] > 0 ? level->parents[at] + level->first : 0;
-            float chance = level->probabilities[at];
-            int going = level->going[r] && chance > 0.0f;
-            int64_t score_bucket = chances->values == NULL ? 0 : bucket_of(chance);
-            if (chances->values != NULL)
-                part->failed = chance_of(chances, ALONE, level->source, score_bucket, &chance);
+            float prob = level->probabilities[at];
+            int going = level->going[r] && prob > 0.0f;
+            int64_t score_bucket = probs->values == NULL ? 0 : bucket_of(prob);
+            if (probs->values != NULL)
+                part->failed = find_prob(probs, ALONE, level->source, score_bucket, &prob);
             if (!part->failed)
                 part->failed = add_node(
-                    pool, &row, node, level->tokens[at], parent, going ? chance : 0.0f, level->source,
+                    pool, &row, node, level->tokens[at], parent, going ? prob : 0.0f, level->source,
                     score_bucket, level->needs);
             if (part->failed) return;
             if (i < level->num_beams) sum += row.paths[node];
@@ -179,14 +180,15 @@ static void add_level(Part *part) {
     }
 }
 
-/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]; parents are numbers in the drafted tree,
-   whose nodes but the root are `first` further on among the candidates. Without values in `chances` the drafter's q is
-   the acceptance probability; q of 0 adds padding. reached: by row, P(the target accepts one of the first num_beams), at most 1. */
+/* Adds a drafted level. tokens, parents, probabilities: [num_rows][count]. Parents are numbers in the drafted tree; add
+   `first` for the candidate's number (the root is 0 in both). Without values in `probs`, the drafter's q is the
+   acceptance probability; a q of 0 adds padding. reached: written, by row: P(the target accepts one of the first
+   num_beams nodes), at most 1. */
 int graft_add_level(
     Pool *pool, int64_t count, const int64_t *tokens, const int64_t *parents, const float *probabilities,
-    const Chances *chances, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
+    const AcceptanceProbs *probs, int64_t source, int64_t needs, int64_t first, const uint8_t *going, int64_t num_beams,
     double *reached) {
-    DraftedLevel level = {count, tokens, parents, probabilities, chances, source, needs, first, going, num_beams,
+    DraftedLevel level = {count, tokens, parents, probabilities, probs, source, needs, first, going, num_beams,
                           reached};
     int failed = share_work(pool, add_level, &level, NULL);
     if (!failed) pool->width += count;
@@ -195,12 +197,12 @@ int graft_add_level(
 
 typedef struct {
     int64_t drafted;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
 } Merging;
 
 static void merge(Part *part) {
     const Pool *pool = &part->pool;
-    const Chances *chances = ((const Merging *)part->arguments)->chances;
+    const AcceptanceProbs *probs = ((const Merging *)part->arguments)->probs;
     int64_t width = pool->width, num_slots = 16, drafted = ((const Merging *)part->arguments)->drafted;
     int bits = 4;
     for (; num_slots < 2 * width; num_slots *= 2) bits++;
@@ -211,11 +213,11 @@ static void merge(Part *part) {
     }
     int64_t *slots = memory;                 /* hash table: the likeliest node of each path so far, or -1 */
     int64_t *kept = slots + num_slots;       /* node -> the likeliest copy of its path */
-    int64_t *first_source = kept + width;    /* at a node that is kept: the lowest source of all its copies */
+    int64_t *first_source = kept + width;    /* of a kept node: the lowest source of its copies */
     int64_t *last_source = first_source + width;
     int64_t *needs = last_source + width;
-    int64_t *spoke = needs + width;          /* whether the drafter proposed a child */
-    int64_t *order = spoke + width;          /* nodes sorted by depth */
+    int64_t *has_drafted_child = needs + width;          /* whether the drafter proposed a child */
+    int64_t *order = has_drafted_child + width;          /* nodes sorted by depth */
     int64_t *starts = order + width;         /* where each depth starts in `order` */
     for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);
@@ -233,7 +235,7 @@ static void merge(Part *part) {
             kept[i] = slots[kept[i]];
             first_source[i] = last_source[i] = sources[i];
             needs[i] = row.fields[NEED][i];
-            spoke[i] = 0;
+            has_drafted_child[i] = 0;
         }
         for (int64_t i = 0; i < width; i++) {
             int64_t k = kept[i];
@@ -242,42 +244,42 @@ static void merge(Part *part) {
             needs[k] = least(needs[k], row.fields[NEED][i]);
             first_source[k] = least(first_source[k], sources[i]);
             last_source[k] = -least(-last_source[k], -sources[i]);
-            if (sources[i] == drafted) spoke[parents[i]] = 1;
+            if (sources[i] == drafted) has_drafted_child[parents[i]] = 1;
         }
         for (int64_t i = 0; i < width; i++) {
             row.fields[NEED][i] = kept[i] == i ? needs[i] : 0;
             if (kept[i] != i) paths[i] = 0.0f;
             agreement[i] = ALONE;
         }
-        if (chances->values == NULL) continue;
-        /* The kept copy of a parent may come after its child: probabilities are computed again depth by depth. */
+        if (probs->values == NULL) continue;
+        /* The kept copy of a parent may come after its child, so probabilities are recomputed depth by depth. */
         memset(starts, 0, (size_t)(pool->deepest + 2) * sizeof(int64_t));
         for (int64_t i = 0; i < width; i++) starts[depths[i] + 1]++;
         for (int64_t d = 0; d <= pool->deepest; d++) starts[d + 1] += starts[d];
         for (int64_t i = 0; i < width; i++) order[starts[depths[i]]++] = i;
         for (int64_t o = 0; o < width && !part->failed; o++) {
             int64_t i = order[o];
-            float chance;
+            float prob;
             if (kept[i] == i && first_source[i] != last_source[i])
                 agreement[i] = AGREED;
-            else if (spoke[parents[i]] && sources[i] != drafted)
+            else if (has_drafted_child[parents[i]] && sources[i] != drafted)
                 agreement[i] = OPPOSED;
             if (i == 0 || !(paths[i] > 0)) continue;
-            part->failed = chance_of(chances, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &chance);
-            if (!part->failed) paths[i] = path_of(paths[parents[i]], chance);
+            part->failed = find_prob(probs, agreement[i], sources[i], row.fields[SCORE_BUCKET][i], &prob);
+            if (!part->failed) paths[i] = path_of(paths[parents[i]], prob);
         }
     }
     free(memory);
 }
 
-/* Merges equal paths into the likeliest copy; the others become padding. Without values in `chances`, probabilities are
-   not computed again by agreement. */
-int graft_merge(Pool *pool, int64_t drafted, const Chances *chances) {
-    Merging merging = {drafted, chances};
+/* Merges equal paths into the likeliest copy; the other copies become padding. With values in `probs`, probabilities
+   are recomputed by agreement between sources. */
+int graft_merge(Pool *pool, int64_t drafted, const AcceptanceProbs *probs) {
+    Merging merging = {drafted, probs};
     return share_work(pool, merge, &merging, NULL);
 }
 
-/* Whether any candidate was drafted so far. */
+/* Whether any candidate so far was drafted. */
 static int is_drafted(const Pool *pool) {
     for (int64_t r = 0; r < pool->num_rows; r++) {
         const int64_t *needs = row_of(pool, r).fields[NEED];
@@ -287,7 +289,8 @@ static int is_drafted(const Pool *pool) {
     return 0;
 }
 
-/* The nodes of a row to look up continuations for, at most max(count, 1), and their number: see `Candidates.places`. */
+/* Finds the nodes of a row to look up continuations for, at most max(count, 1). Returns their number. See
+   `Candidates.places`. */
 static int64_t places_of(
     const Pool *pool, const Row *row, int drafted, int64_t count, int64_t max_depth, int64_t *nodes) {
     int64_t num_found = 0;
@@ -304,9 +307,9 @@ static int64_t places_of(
     return num_found;
 }
 
-/* found: for each row the number of places, and of each its node, its depth and the tokens of its path. It needs room
-   for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, with the lesser of max_depth and the deepest node's depth.
-   */
+/* found: written, for each row the number of places, then for each place its node, its depth and the tokens of its
+   path. It needs room for num_rows * (1 + max(count, 1) * (2 + depth)) numbers, where depth is the lesser of max_depth
+   and the pool's greatest depth. */
 int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *found) {
     int64_t *nodes = malloc((size_t)(count + 1) * sizeof(int64_t));
     if (nodes == NULL) return NO_MEMORY;
@@ -328,16 +331,16 @@ int graft_places(const Pool *pool, int64_t count, int64_t max_depth, int64_t *fo
     return OK;
 }
 
-/* Adds to the counts, by agreement, source and score bucket, the nodes whose parent's path was emitted with a token
-   behind it (tried), and those that are this token (fitted). emitted: the rows' new tokens, one row after the other.
-   Counts above `memory` are scaled down to it, so that old ones fade. */
+/* Counts nodes by agreement, source and score bucket. tried: nodes whose parent's path was emitted with another token
+   after it. fitted: those of them that are this token. emitted: the rows' new tokens, one row after the other. Counts
+   above `memory` are scaled down to it, so that old observations fade. */
 int graft_count(
     const Pool *pool, const int64_t *emitted, const int64_t *lengths, float *tried, float *fitted,
     int64_t num_agreements, int64_t num_sources, int64_t num_buckets, float memory) {
     enum { FOLLOWED = 1, FITTED = 2 };
-    uint8_t *came = malloc((size_t)pool->width); /* by node: FOLLOWED, FITTED */
+    uint8_t *outcome = malloc((size_t)pool->width); /* by node: FOLLOWED, FITTED */
     int64_t *keys = malloc((size_t)(pool->num_factors + 1) * sizeof(int64_t)); /* of the emitted path, by depth */
-    int failed = came == NULL || keys == NULL ? NO_MEMORY : OK;
+    int failed = outcome == NULL || keys == NULL ? NO_MEMORY : OK;
     for (int64_t r = 0; r < pool->num_rows && !failed; emitted += lengths[r++]) {
         Row row = row_of(pool, r);
         if (lengths[r] >= pool->num_factors) failed = OUT_OF_RANGE;
@@ -347,12 +350,12 @@ int graft_count(
         for (int64_t i = 0; i < pool->width && !failed; i++) {
             int64_t depth = row.fields[DEPTH][i];
             int is_true = depth <= lengths[r] && row.fields[KEY][i] == keys[depth];
-            came[i] = (uint8_t)(is_true ? (depth < lengths[r] ? FOLLOWED : 0) | (depth > 0 ? FITTED : 0) : 0);
+            outcome[i] = (uint8_t)(is_true ? (depth < lengths[r] ? FOLLOWED : 0) | (depth > 0 ? FITTED : 0) : 0);
         }
         for (int64_t i = 1; i < pool->width && !failed; i++) {
             int64_t source = row.fields[SOURCE][i], score_bucket = row.fields[SCORE_BUCKET][i];
             int64_t agreement = row.fields[AGREEMENT][i];
-            if (!(came[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
+            if (!(outcome[row.fields[PARENT][i]] & FOLLOWED) || source <= ROOT || !(row.paths[i] > 0)) continue;
             if (agreement >= num_agreements || source >= num_sources || score_bucket < 0 ||
                 score_bucket >= num_buckets) {
                 failed = OUT_OF_RANGE;
@@ -360,7 +363,7 @@ int graft_count(
             }
             int64_t cell = (agreement * num_sources + source) * num_buckets + score_bucket;
             tried[cell] += 1.0f;
-            if (came[i] & FITTED) fitted[cell] += 1.0f;
+            if (outcome[i] & FITTED) fitted[cell] += 1.0f;
         }
     }
     for (int64_t cell = 0; cell < num_agreements * num_sources * num_buckets && !failed; cell++) {
@@ -369,7 +372,7 @@ int graft_count(
         tried[cell] *= fade;
         fitted[cell] *= fade;
     }
-    free(came);
+    free(outcome);
     free(keys);
     return failed;
 }

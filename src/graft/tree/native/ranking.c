@@ -1,12 +1,12 @@
 /* Ranking: the likeliest nodes of all rows, and the trees that they make. */
 
-/* The likeliest nodes of all rows together: of each row at most caps[row], the root not counted, and of all `total`. */
+/* The likeliest nodes of all rows: at most caps[row] of a row, roots not counted, and at most `total` together. */
 typedef struct {
     int64_t total, stride;
-    int64_t most_needs;  /* nodes that need more draft passes are left out; -1: none is */
+    int64_t most_needs;  /* nodes that need more draft passes are left out; -1: no limit */
     const int64_t *caps; /* [num_rows] at most stride */
-    int64_t *nodes;      /* [num_rows][stride] each row's own likeliest first */
-    int64_t *counts;     /* [num_rows] how many of them there are */
+    int64_t *nodes;      /* [num_rows][stride] each row's nodes, the likeliest first */
+    int64_t *counts;     /* [num_rows] how many nodes each row has there */
 } Ranking;
 
 static void rank_rows(Part *part) {
@@ -35,7 +35,7 @@ static void rank_rows(Part *part) {
     free(had);
 }
 
-/* A heap of rows by the path probability of each one's next node; of equal ones the first row. */
+/* A heap of rows, ordered by the path probability of each row's next node; among equals, the first row wins. */
 typedef struct {
     const Pool *pool;
     const Ranking *ranking;
@@ -62,8 +62,8 @@ static void sink(Heap *heap, int64_t place) {
     rows[place] = moved;
 }
 
-/* What of a node's path probability comes true: truths, NULL for all of it, are by its power of two (see
-   `PathCalibration`). */
+/* A node's calibrated path probability: the path probability times a factor for its power of two, from `truths` (see
+   `PathCalibration`). NULL: no calibration. */
 static double expected(float path, const double *truths) {
     uint32_t bits;
     if (truths == NULL) return path;
@@ -72,8 +72,8 @@ static double expected(float path, const double *truths) {
     return path * truths[power < 0 ? 0 : least(power, NUM_TRUTHS - 1)];
 }
 
-/* Puts the rows' likeliest in one order: rows[i] is the row of the i-th node, gains[i] the expected accepted of the
-   first i + 1. The j-th node of a row in that order is its own j-th. memory: 2 * num_rows. */
+/* Merges the rows' likeliest nodes into one order: rows[i] is the row of the i-th node, gains[i] the expected number of
+   accepted tokens of the first i + 1 nodes. A row's nodes keep their order. memory: 2 * num_rows. */
 static int64_t rank_all(
     const Pool *pool, const Ranking *ranking, const double *truths, int64_t *rows, double *gains, int64_t *memory) {
     Heap heap = {pool, ranking, memory, memory + pool->num_rows, 0};
@@ -96,8 +96,8 @@ static int64_t rank_all(
     return num_ranked;
 }
 
-/* Ranks the likeliest nodes of all rows together: see `Ranking` and `rank_all`. rows, gains: room for `total`;
-   num_ranked: how many there are. */
+/* Ranks the likeliest nodes of all rows together: see `Ranking` and `rank_all`. rows, gains: room for `total` entries.
+   num_ranked: written, the number of entries. */
 int graft_rank(
     Pool *pool, int64_t total, int64_t stride, const int64_t *caps, const double *truths, int64_t *nodes,
     int64_t *rows, double *gains, int64_t *num_ranked) {
@@ -112,10 +112,10 @@ int graft_rank(
     return failed;
 }
 
-/* The tree of the roots and the first `count` of what was ranked, each row's likeliest first, and how wide it is.
-   nodes, rows: as graft_rank gave them. numbers: room for [4][num_rows][width] of tokens, parents, sources and score
-   buckets; shares: for [2][num_rows][width] of P(accepted | parent accepted) and path probabilities. No row is wider
-   than `room`. */
+/* The trees of the roots and the first `count` ranked nodes, each row's likeliest first, and their width.
+   nodes, rows: from graft_rank. numbers: written, [4][num_rows][width]: tokens, parents, sources and score buckets.
+   shares: written, [2][num_rows][width]: P(accepted | parent accepted) and path probabilities. room: the largest width
+   that the outputs hold. */
 int graft_tree(
     const Pool *pool, int64_t count, int64_t stride, const int64_t *nodes, const int64_t *rows, int64_t room,
     int64_t *numbers, float *shares, int64_t *width) {
@@ -136,7 +136,7 @@ int graft_tree(
         Row row = row_of(pool, r);
         int64_t chosen = r * stride - 1; /* the row's i-th node is nodes[chosen + i], from 1 on */
         place[0] = 0;
-        for (int64_t i = 1; i < counts[r]; i++) place[nodes[chosen + i]] = i; /* parents are likelier: they are there */
+        for (int64_t i = 1; i < counts[r]; i++) place[nodes[chosen + i]] = i; /* parents are likelier: all are chosen */
         for (int64_t i = 0; i < *width; i++) {
             int64_t at = r * *width + i, node = i == 0 || i >= counts[r] ? 0 : nodes[chosen + i];
             int64_t parent = row.fields[PARENT][node];
@@ -154,9 +154,9 @@ int graft_tree(
     return OK;
 }
 
-/* What the likeliest nodes of all rows together would have been worth, had there been 0, 1, 2 ... max_passes draft
-   passes: expected accepted tokens of the first counts[i] less costs[i], for the i that is worth most, and at least 0.
-   counts: rising. values: [max_passes + 1] */
+/* The value of the likeliest nodes of all rows with only 0, 1, 2 ... max_passes draft passes: the maximum over i of the
+   expected accepted tokens of the first counts[i] nodes minus costs[i], and at least 0.
+   counts: rising. values: written, [max_passes + 1] */
 int graft_values_by_need(
     Pool *pool, int64_t max_passes, int64_t num_counts, const int64_t *counts, const double *costs, int64_t stride,
     const int64_t *caps, const double *truths, double *values) {

@@ -1,22 +1,22 @@
-/* Suffix lookup: what followed earlier occurrences of the end of a text. */
+/* Suffix lookup: continuations of earlier occurrences of a text's end. */
 
-enum { MAX_OCCURRENCES = 12 }; /* of a pair of tokens, the most recent, that are compared */
+enum { MAX_OCCURRENCES = 12 }; /* the most recent occurrences of a pair of tokens that are compared */
 
-/* A pair of tokens, and the position behind its last occurrence; 0 marks an empty slot. */
+/* A pair of tokens, and the position after its last occurrence; 0 marks an empty slot. */
 typedef struct {
     int32_t before, token;
     int64_t last;
 } Pair;
 
-/* An index of texts by pairs of tokens. Positions count from the first token ever added; occurrences of a pair are a
-   linked list from the last back to the first. All zeros is an empty index. */
+/* An index of texts by pairs of tokens. Positions count from the first token ever added. Occurrences of a pair are a
+   linked list from the last to the first. All zeros is an empty index. */
 typedef struct {
     int64_t num_tokens, num_texts;
-    int64_t dropped;    /* tokens of texts that were dropped */
+    int64_t dropped;    /* number of tokens dropped so far */
     int32_t *tokens;    /* [num_tokens] texts one after the other */
-    int64_t *previous;  /* [num_tokens] of the pair that ends there: the position behind the one before, or 0 */
+    int64_t *previous;  /* [num_tokens] the position after the previous occurrence of the pair that ends here, or 0 */
     int64_t *starts;    /* [num_texts] positions where texts start */
-    Pair *pairs;        /* [num_slots] hash table; some pairs may be of dropped texts */
+    Pair *pairs;        /* [num_slots] hash table; may have pairs of dropped texts */
     int64_t token_room, text_room, num_slots, num_pairs;
 } SuffixIndex;
 
@@ -29,12 +29,12 @@ int graft_index_free(SuffixIndex *index) {
     return OK;
 }
 
-/* Room for at least `count` values, from what there is. */
+/* The new size of an array that has to hold `count` values. */
 static int64_t grown(int64_t room, int64_t count) {
     return count <= room ? room : count > 2 * room ? count : 2 * room;
 }
 
-/* The slot of a pair of tokens, empty if there is none. */
+/* The slot of a pair of tokens; an empty one if the pair is unknown. */
 static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t token) {
     uint64_t key = ((uint64_t)(uint32_t)before << 32 | (uint32_t)token) * UINT64_C(0x9E3779B97F4A7C15);
     uint64_t slot = (key >> 32) & (uint64_t)(num_slots - 1);
@@ -43,7 +43,7 @@ static Pair *pair_at(Pair *pairs, int64_t num_slots, int32_t before, int32_t tok
     return pairs + slot;
 }
 
-/* Makes room for one more pair; where the table has to grow, pairs of dropped texts are left out. */
+/* Makes room for one more pair. When the table grows, pairs of dropped texts are removed. */
 static int make_room_for_pair(SuffixIndex *index) {
     int64_t num_pairs = 0, num_slots = 16;
     if (2 * (index->num_pairs + 1) <= index->num_slots) return OK;
@@ -62,7 +62,7 @@ static int make_room_for_pair(SuffixIndex *index) {
     return OK;
 }
 
-/* Drops the oldest texts, but never the last, until there are at most `max_tokens`. */
+/* Drops the oldest texts, but never the last one, until at most `max_tokens` are left. */
 static void drop_oldest(SuffixIndex *index, int64_t max_tokens) {
     int64_t num_texts = 0, count = 0;
     while (index->num_tokens - count > max_tokens && num_texts < index->num_texts - 1)
@@ -117,8 +117,8 @@ static int extend(SuffixIndex *index, int64_t count, const int32_t *tokens) {
     return OK;
 }
 
-/* Extends the last text of index i by counts[i] tokens; `tokens` are those of all, one index after the other.
-   max_tokens: above it the oldest texts are dropped; -1 for no limit. */
+/* Extends the last text of index i by counts[i] tokens. tokens: those of all indices, one after the other. max_tokens:
+   above it, the oldest texts are dropped; -1: no limit. */
 int graft_index_extend(
     SuffixIndex *const *indices, int64_t num_indices, const int64_t *counts, const int32_t *tokens,
     int64_t max_tokens) {
@@ -130,14 +130,14 @@ int graft_index_extend(
     return OK;
 }
 
-/* Occurrences of a pair of tokens that something follows, the oldest first. */
+/* Occurrences of a pair of tokens that are not at the end of a text, the oldest first. */
 typedef struct {
     const int32_t *tokens; /* texts one after the other */
     int64_t num_spans;
     int64_t spans[MAX_OCCURRENCES][3]; /* start of its text, end of the occurrence, end of its text */
 } Occurrences;
 
-/* least_start: only occurrences whose next token is there in the first text, or further on. */
+/* least_start: occurrences whose next token has a lower place than this in the index are left out. */
 static void find_occurrences(
     const SuffixIndex *index, int32_t before, int32_t token, int64_t least_start, Occurrences *found) {
     int64_t places[MAX_OCCURRENCES], num_places = 0;
@@ -164,13 +164,13 @@ static void find_occurrences(
     }
 }
 
-/* A tree to attach below a candidate node: its nodes are numbered from 1, and 0 is that node. */
+/* A tree to attach below a candidate node. Its nodes are numbered from 1; 0 is the candidate node. */
 typedef struct {
     int64_t *tokens, *parents, *sources, *score_bucket;
     int64_t count;
 } Subtree;
 
-/* Score buckets of a match: lower bounds of its length and of the share of its occurrences, in rising order. */
+/* Score buckets of a match: rising lower bounds of the match length, and of the share of occurrences that agree. */
 typedef struct {
     int64_t max_match, num_matches, num_shares;
     const int64_t *matches;
@@ -184,7 +184,7 @@ static int64_t score_bucket_of(const Scale *scale, int64_t match, double share) 
     return (m - 1) * scale->num_shares + s - 1;
 }
 
-/* The subtree's node for a token below a parent; a new one if it is not among the first num_known. */
+/* The subtree's node for a token below a parent. A new node is made if it is not among the first num_known. */
 static int64_t subtree_node(
     Subtree *subtree, int64_t num_known, int64_t parent, int64_t token, int64_t source, int64_t score_bucket) {
     for (int64_t i = parent; i < num_known; i++) /* a child comes after its parent */
@@ -196,7 +196,7 @@ static int64_t subtree_node(
     return ++subtree->count;
 }
 
-/* A node of the subtree to continue, and the occurrences (members start to start + count) that lead to it. */
+/* A subtree node to continue, and the occurrences that lead to it: `count` members from `start` on. */
 typedef struct {
     int64_t node, depth, start, count;
 } Branch;
@@ -223,7 +223,7 @@ static int grow_subtree(
     Subtree *subtree, const Occurrences *found, int64_t source, const int32_t *suffix, int64_t suffix_length,
     int64_t length, int64_t num_nodes, const Scale *scale) {
     int64_t most = found->num_spans, longest = 0, num_chains = 0, left = num_nodes, num_branches = 1;
-    int64_t num_known = subtree->count; /* nodes of other sources: its own are distinct anyway */
+    int64_t num_known = subtree->count; /* nodes of the other source; this source's own nodes are distinct anyway */
     if (most == 0 || num_nodes < 1) return OK;
     /* Occurrences of each branch. */
     int64_t *members = malloc((size_t)((num_nodes + 1) * most + 3 * most) * sizeof(int64_t));
@@ -238,7 +238,7 @@ static int grow_subtree(
         group_of[s] = match_of(found, found->spans[s], suffix, suffix_length, scale->max_match);
         if (group_of[s] > longest) longest = group_of[s];
     }
-    /* Matches at most half as long as the longest are left out: they would only take up its nodes. */
+    /* Matches at most half as long as the longest are left out: they would only take nodes from it. */
     for (int64_t s = 0; s < most; s++)
         if (2 * group_of[s] > longest) members[num_chains++] = s;
     branches[0] = (Branch){0, 0, 0, num_chains};
@@ -246,7 +246,7 @@ static int grow_subtree(
     for (int64_t b = 0; b < num_branches && left > 0; b++) {
         Branch branch = branches[b];
         int64_t num_groups = 0;
-        for (int64_t m = 0; m < branch.count; m++) { /* grouped by next token, in the order of first appearance */
+        for (int64_t m = 0; m < branch.count; m++) { /* group by next token, in the order of first appearance */
             const int64_t *span = found->spans[members[branch.start + m]];
             int64_t at = span[1] + branch.depth, group = 0;
             group_of[m] = -1;
@@ -264,7 +264,7 @@ static int grow_subtree(
             int64_t largest = 0;
             for (int64_t other = 1; other < num_groups; other++)
                 if (sizes[other] > sizes[largest]) largest = other;
-            /* A token further down matters only if those before it were accepted: by then the match is longer. */
+            /* A deeper token only matters if those above it are accepted, and then the match is longer. */
             int64_t score_bucket =
                 score_bucket_of(scale, longest + branch.depth, (double)sizes[largest] / (double)branch.count);
             int64_t depth = branch.depth + 1;
@@ -281,14 +281,14 @@ static int grow_subtree(
     return OK;
 }
 
-/* Attaches at a candidate node, `place`, what followed the occurrences of the suffix that ends there: in the row's own
-   text (found[0], source `first`) and in others (found[1], source first + 1); a token of both has the former's source
-   and score bucket. Nodes are numbered from `node` on; none is added if there is no room for all of them.
-   subtree: scratch memory for 2 * num_nodes of each column. */
+/* Attaches to the candidate node `place` the continuations of the suffix that ends there: from the row's own text
+   (found[0], source `first`) and from others (found[1], source first + 1). A token of both gets the former's source and
+   score bucket. Nodes are numbered from `node` on. If they do not all fit, none is added.
+   subtree: scratch memory for 2 * num_nodes entries in each column. */
 static int attach_copies(
     Pool *pool, const Row *row, int64_t place, int64_t node, const Occurrences *found, const int32_t *suffix,
     int64_t suffix_length, int64_t length, int64_t num_nodes, const Scale *scale, int64_t first,
-    const Chances *chances, Subtree *subtree) {
+    const AcceptanceProbs *probs, Subtree *subtree) {
     int failed = OK;
     subtree->count = 0;
     for (int64_t t = 0; t < 2 && !failed; t++)
@@ -296,11 +296,11 @@ static int attach_copies(
     if (node + subtree->count > pool->capacity) return failed;
     for (int64_t i = 0; i < subtree->count && !failed; i++) {
         int64_t parent = subtree->parents[i] ? node + subtree->parents[i] - 1 : place;
-        float chance;
-        failed = chance_of(chances, ALONE, subtree->sources[i], subtree->score_bucket[i], &chance);
+        float prob;
+        failed = find_prob(probs, ALONE, subtree->sources[i], subtree->score_bucket[i], &prob);
         if (!failed)
             failed = add_node(
-                pool, row, node + i, subtree->tokens[i], parent, chance, subtree->sources[i], subtree->score_bucket[i],
+                pool, row, node + i, subtree->tokens[i], parent, prob, subtree->sources[i], subtree->score_bucket[i],
                 INHERITED);
     }
     return failed;
@@ -310,7 +310,7 @@ typedef struct {
     const SuffixIndex *const *own, *const *past, *const *beside;
     const int64_t *beside_ends, *num_prompt;
     int64_t first;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
     int64_t num_places, max_depth, length, num_nodes;
     const Scale *scale;
     int drafted;
@@ -322,7 +322,7 @@ static void copy_rows(Part *part) {
     Pool *pool = &part->pool;
     int64_t room = 2 * given->num_nodes, end = given->scale->max_match, max_depth = given->max_depth;
     int64_t *memory = malloc((size_t)(given->num_places + 1 + 4 * room) * sizeof(int64_t));
-    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, and a node's path */
+    int32_t *text = malloc((size_t)(end + pool->deepest + 1) * sizeof(int32_t)); /* a text's end, then a node's path */
     int64_t *places = memory;
     Subtree subtree = {0};
     if (memory == NULL || text == NULL)
@@ -355,7 +355,7 @@ static void copy_rows(Part *part) {
             }
             part->failed = attach_copies(
                 pool, &row, places[i], pool->width + num_added, found, text, size,
-                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->chances,
+                least(given->length, max_depth - depth), given->num_nodes, given->scale, given->first, given->probs,
                 &subtree);
             num_added += subtree.count;
         }
@@ -366,18 +366,18 @@ static void copy_rows(Part *part) {
     free(text);
 }
 
-/* Attaches continuations from each row's own text, own[row], whose last token is the root, and from finished texts,
-   past[row], or from another answer to the same prompt where that has a longer match, at up to num_places nodes of every
-   row. beside: the indices of those answers, row after row, those of a row up to beside_ends[row]; of them what follows
-   the first num_prompt[row] tokens counts. width: the most nodes that a row gets; they are candidates only if
-   there was room for as many, so the caller makes room and calls again. */
+/* Attaches continuations to up to num_places nodes of every row. They come from the row's own text, own[row], whose
+   last token is the root, and from finished texts, past[row], or from another answer to the same prompt if its match
+   is longer. beside: the indices of those answers, row after row; a row's end at beside_ends[row]. Only what follows
+   their first num_prompt[row] tokens counts. width: written, the most nodes that a row gets. If the pool has no room
+   for so many, its width stays, and the caller makes room and calls again. */
 int graft_attach_copies(
     Pool *pool, const SuffixIndex *const *own, const SuffixIndex *const *past, const SuffixIndex *const *beside,
-    const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const Chances *chances, int64_t num_places,
-    int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
+    const int64_t *beside_ends, const int64_t *num_prompt, int64_t first, const AcceptanceProbs *probs,
+    int64_t num_places, int64_t max_depth, int64_t length, int64_t num_nodes, const Scale *scale, int64_t *width) {
     int64_t *counts = malloc((size_t)pool->num_rows * sizeof(int64_t));
     if (counts == NULL) return NO_MEMORY;
-    Copying given = {own, past, beside, beside_ends, num_prompt, first, chances, num_places, max_depth, length,
+    Copying given = {own, past, beside, beside_ends, num_prompt, first, probs, num_places, max_depth, length,
                      num_nodes, scale, is_drafted(pool), counts};
     *width = 0;
     int failed = share_work(pool, copy_rows, &given, width);

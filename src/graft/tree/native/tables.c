@@ -1,20 +1,20 @@
-/* Successor tables: what the target held likeliest after an n-gram. */
+/* Successor tables: the target's likeliest tokens after an n-gram. */
 
-/* The target's top-k successors by n-gram, a row each: Python's `SuccessorTable`. */
+/* The memory of Python's `SuccessorTable`: one row of top-k successors for each n-gram. */
 typedef struct {
     int32_t *entries; /* [num_rows][num_successors]: a token times NUM_BUCKETS plus its score bucket, or -1 */
-    int64_t *tags;    /* [num_rows] the whole hash of the row's n-gram; NULL if not hashed: then a row is a token */
+    int64_t *tags;    /* [num_rows] the full hash of the row's n-gram; NULL: not hashed, the row number is the token */
     int64_t num_rows, num_successors, order;
-    int64_t row_bits;       /* high bits of a hash that are the row's number */
+    int64_t row_bits;       /* the high bits of a hash that give the row number */
     const int64_t *factors; /* [4] hash factors of the last token, the one before, the one before that and the salt */
-    int64_t isolated;       /* whether entries under a text's own salt are looked up before those of all, under 0 */
+    int64_t isolated;       /* whether to look up a text's own salt first, then the common salt 0 */
 } Table;
 
 static int64_t row_of_key(const Table *table, uint64_t key) {
     return table->row_bits ? (int64_t)(key >> (64 - table->row_bits)) : 0;
 }
 
-/* The row of an n-gram, or -1 if the token is out of range; tag: its hash, 0 in a table that is not hashed. */
+/* The row of an n-gram, or -1 if the token is out of range. tag: written, its hash; 0 in a table without hashes. */
 static int64_t table_row(
     const Table *table, int64_t token, int64_t before, int64_t earlier, int64_t salt, int64_t *tag) {
     *tag = 0;
@@ -27,7 +27,7 @@ static int64_t table_row(
     return row_of_key(table, key);
 }
 
-/* The node at i of a row's tree, or the root where that is padding, and the two tokens before the node's. */
+/* The node at i of a row's tree, or the root if that is padding, and the two tokens before the node's token. */
 static int context_of(
     int64_t i, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources, int64_t before,
     int64_t earlier, int64_t *node, int64_t *last, int64_t *second) {
@@ -52,7 +52,7 @@ static int write_entries(
     return OK;
 }
 
-/* exp(x) for x <= 0 as a whole number, in parts of 2^30. */
+/* exp(x) for x <= 0 as an integer, in units of 2^-30. */
 static int64_t exp_of(float x) {
     /* The Taylor series of 2^-f for f from 0 to 1: the sum of c_i (-f)^i. */
     static const int64_t COEFFICIENTS[] = {
@@ -66,7 +66,7 @@ static int64_t exp_of(float x) {
 
 enum { MAX_SUCCESSORS = 64 };
 
-/* Entries of the top-k tokens after a node: each with the score bucket of its softmax share among them. */
+/* Table entries of the top-k tokens after a node, with the score buckets of their softmax over the top k. */
 static void entries_of(int64_t num_successors, const int32_t *tokens, const float *logits, int32_t *entries) {
     int64_t weights[MAX_SUCCESSORS], total = 0;
     for (int64_t s = 0; s < num_successors; s++) total += weights[s] = exp_of(logits[s] - logits[0]);
@@ -74,9 +74,9 @@ static void entries_of(int64_t num_successors, const int32_t *tokens, const floa
         entries[s] = (int32_t)(tokens[s] * NUM_BUCKETS + bucket_of((double)weights[s] / (double)total));
 }
 
-/* Learns the target's top-k successors of every node of verified trees [num_rows][width]: tokens and logits, best
-   first, [num_rows][row_stride] of [width][num_successors] each. before, earlier, salts: [num_rows], of the roots.
-   Where an n-gram occurs several times the last write stays: that of the likeliest node or, in a chunk of text, of the
+/* Stores the target's top-k successors of every node of verified trees [num_rows][width]. successors, logits: best
+   first, [num_rows][row_stride], each row [width][num_successors]. before, earlier, salts: [num_rows], of the roots.
+   If an n-gram occurs several times, the last write stays: that of the likeliest node or, in a prompt chunk, of the
    last occurrence. */
 int graft_learn(
     const Table *tables, int64_t num_tables, int64_t num_rows, int64_t width, int64_t num_successors,
@@ -104,8 +104,8 @@ int graft_learn(
     return OK;
 }
 
-/* Writes saved rows [count][num_successors] to a table, each where its tag belongs; or, if tags is NULL, where its
-   token does: then they are of a table of order 1 that was not hashed. */
+/* Writes saved rows [count][num_successors] to a table, each to the row of its tag. If tags is NULL, the rows come from
+   a table of order 1 without hashes, and each goes to the row of its token. */
 int graft_restore(
     const Table *table, int64_t count, int64_t num_successors, const int64_t *tokens, const int64_t *tags,
     const int32_t *entries) {
@@ -131,7 +131,8 @@ static const int32_t *known_after(const Table *table, const Row *row, int64_t no
     return entries[0] >= 0 ? entries : NULL;
 }
 
-/* The successors of a node's longest n-gram that a table has, or NULL; number: that table's, or the last one's. */
+/* The successors of the longest known n-gram that ends at a node, or NULL. number: written, the number of its table, or
+   of the last table. */
 static const int32_t *longest_known(
     const Table *tables, int64_t num_tables, const Row *row, int64_t node, int64_t salt, int64_t *number) {
     for (*number = 0; *number < num_tables; ++*number) {
@@ -146,7 +147,7 @@ static const int32_t *longest_known(
 typedef struct {
     const Table *tables;
     int64_t num_tables;
-    const Chances *chances;
+    const AcceptanceProbs *probs;
     int64_t first, num_waves, beam, max_depth;
 } Following;
 
@@ -155,7 +156,7 @@ static void follow(Part *part) {
     Pool *pool = &part->pool;
     int64_t width, num_successors = given->tables[0].num_successors;
     int64_t *best = malloc((size_t)(given->beam + 1) * sizeof(int64_t));
-    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* paths of nodes that may be looked up */
+    float *open = malloc((size_t)pool->capacity * sizeof(float)); /* path probabilities of nodes not yet looked up */
     if (best == NULL || open == NULL) part->failed = NO_MEMORY;
     for (int64_t r = part->start; r < part->stop && !part->failed; r++) {
         Row row = row_of(pool, r);
@@ -170,19 +171,19 @@ static void follow(Part *part) {
                 int64_t number;
                 const int32_t *entries =
                     longest_known(given->tables, given->num_tables, &row, best[b], pool->salts[r], &number);
-                if (!(open[best[b]] > 0)) entries = NULL; /* fewer than the beam were open */
+                if (!(open[best[b]] > 0)) entries = NULL; /* fewer nodes than the beam were open */
                 for (int64_t s = 0; s < num_successors && !part->failed; s++, width++) {
                     int32_t entry = entries != NULL ? entries[s] : -1;
                     int64_t token = 0, score_bucket = NUM_BUCKETS - 1, source = number + given->first;
-                    float chance = 0.0f;
+                    float prob = 0.0f;
                     if (entry >= 0) {
                         token = entry / NUM_BUCKETS;
                         score_bucket = entry % NUM_BUCKETS;
-                        part->failed = chance_of(given->chances, ALONE, source, score_bucket, &chance);
+                        part->failed = find_prob(given->probs, ALONE, source, score_bucket, &prob);
                     }
                     if (!part->failed)
                         part->failed =
-                            add_node(pool, &row, width, token, best[b], chance, source, score_bucket, INHERITED);
+                            add_node(pool, &row, width, token, best[b], prob, source, score_bucket, INHERITED);
                 }
                 open[best[b]] = 0.0f;
             }
@@ -193,11 +194,11 @@ static void follow(Part *part) {
     free(open);
 }
 
-/* Adds, wave by wave, successors of the `beam` likeliest nodes not yet looked up, by the longest n-gram in a table. */
+/* Adds, wave by wave, the successors of the `beam` likeliest nodes not yet looked up, by the longest known n-gram. */
 int graft_follow(
-    Pool *pool, const Table *tables, int64_t num_tables, const Chances *chances, int64_t first, int64_t num_waves,
+    Pool *pool, const Table *tables, int64_t num_tables, const AcceptanceProbs *probs, int64_t first, int64_t num_waves,
     int64_t beam, int64_t max_depth) {
-    Following given = {tables, num_tables, chances, first, num_waves, beam, max_depth};
+    Following given = {tables, num_tables, probs, first, num_waves, beam, max_depth};
     int64_t num_added = 0;
     int failed = share_work(pool, follow, &given, &num_added);
     if (!failed) pool->width += num_added;

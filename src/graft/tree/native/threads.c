@@ -1,66 +1,65 @@
-/* Threads that share the rows of a call. */
+/* Worker threads that share the rows of a call. */
 
-enum { MOST_THREADS = 8, ROWS_A_THREAD = 4 };
+enum { MOST_THREADS = 8, ROWS_PER_THREAD = 4 };
 
-/* Some of the rows, for one thread: it works on a pool of its own, with the same memory. */
+/* A range of rows for one thread. It has its own copy of the Pool structure, over the same memory. */
 typedef struct {
     Pool pool;
     int64_t start, stop; /* rows */
     const void *arguments;
-    int64_t most; /* the most nodes that one of its rows got, where they differ */
+    int64_t most; /* the most nodes that one of its rows got */
     int failed;
 } Part;
 
 typedef void Work(Part *part);
 
-/* Threads wait for work for ever; they are started when they are first needed, and again in a forked process, which
-   has none. One caller at a time: they hold Python's lock. Whoever is free takes the next part, the caller too, so that
-   it does not wait for a thread that is slow to wake.
+/* Threads are started at first use and never end. A forked process has none and starts its own. There is one caller at
+   a time, since callers hold the GIL. Every free thread takes the next part. So does the caller, which therefore does
+   not wait for a thread that is slow to wake.
 
-   A round's calls come one soon after the other, and to wake a thread may take longer than a part of the work. So where
-   there are cores to spare, a thread that has nothing to do looks out for work for a while before it sleeps, and the
-   caller for the end of the others' parts. */
-enum { CORES_TO_SPARE = 2 * MOST_THREADS, LOOKS = 64 };
-static const int64_t LOOKING_OUT = 200000; /* nanoseconds */
+   A round's calls follow each other closely, and waking a thread may take longer than a part of the work. So if there
+   are cores to spare, an idle thread spins for a while before it sleeps, and so does the caller at the end. */
+enum { CORES_TO_SPARE = 2 * MOST_THREADS, SPINS_PER_CHECK = 64 };
+static const int64_t SPIN_NANOSECONDS = 200000; /* nanoseconds */
 
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t begun, done;
     pid_t process;
     int64_t limit, num_started;
-    int64_t num_parts, next; /* of the work under way: how many there are, and the first that nobody has taken */
-    int64_t num_left;        /* those not done yet */
-    int64_t round;           /* grows with every work */
-    int looks_out;
+    int64_t num_parts, next; /* parts of the current work, and the first one not taken yet */
+    int64_t num_left;        /* parts not done yet */
+    int64_t round;           /* grows with every call */
+    int spins;
     Work *work;
     Part *parts;
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER, .begun = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER,
           .limit = 1};
 
-/* How many cores there are for threads, the caller's included. */
+/* Sets the number of cores to use, the caller's included. */
 int graft_use_threads(int64_t count) {
     team.limit = count < 1 ? 1 : count < MOST_THREADS ? count : MOST_THREADS;
-    __atomic_store_n(&team.looks_out, count >= CORES_TO_SPARE, __ATOMIC_RELAXED);
+    __atomic_store_n(&team.spins, count >= CORES_TO_SPARE, __ATOMIC_RELAXED);
     return OK;
 }
 
-/* Looks at a number for a while, until it is `value` or, if not `until`, until it is no longer. */
-static void look_out(const int64_t *number, int64_t value, int until) {
+/* Spins for a while until the number is `value` or, if `until` is 0, until it is not. */
+static void spin(const int64_t *number, int64_t value, int until) {
     struct timespec start, now;
-    if (!__atomic_load_n(&team.looks_out, __ATOMIC_RELAXED)) return;
+    if (!__atomic_load_n(&team.spins, __ATOMIC_RELAXED)) return;
     clock_gettime(CLOCK_MONOTONIC, &start);
     do {
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < SPINS_PER_CHECK; i++) {
             if ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) == until) return;
 #if defined(__x86_64__) || defined(__i386__)
             __builtin_ia32_pause();
 #endif
         }
         clock_gettime(CLOCK_MONOTONIC, &now);
-    } while ((now.tv_sec - start.tv_sec) * INT64_C(1000000000) + now.tv_nsec - start.tv_nsec < LOOKING_OUT);
+    } while ((now.tv_sec - start.tv_sec) * INT64_C(1000000000) + now.tv_nsec - start.tv_nsec < SPIN_NANOSECONDS);
 }
 
-/* Does the next part. The lock is held before and after. */
+/* Does the next part. The caller holds the lock, before and after. */
 static void do_part(void) {
     Work *work = team.work;
     Part *part = team.parts + team.next++;
@@ -77,7 +76,7 @@ static void *wait_for_work(void *nothing) {
         while (team.next == team.num_parts) {
             int64_t round = team.round;
             pthread_mutex_unlock(&team.lock);
-            look_out(&team.round, round, 0);
+            spin(&team.round, round, 0);
             pthread_mutex_lock(&team.lock);
             if (team.round == round) pthread_cond_wait(&team.begun, &team.lock);
         }
@@ -86,7 +85,7 @@ static void *wait_for_work(void *nothing) {
     return NULL;
 }
 
-/* Starts threads until there are `count`, the caller's included, and returns how many there are. */
+/* Starts threads until there are `count`, the caller's included. Returns how many there are. */
 static int64_t start_threads(int64_t count) {
     sigset_t all, before;
     if (team.process != getpid()) {
@@ -98,7 +97,7 @@ static int64_t start_threads(int64_t count) {
         team.num_started = team.num_parts = team.next = team.round = 0;
     }
     if (team.num_started + 1 >= count) return count;
-    sigfillset(&all); /* signals are for the threads that Python knows */
+    sigfillset(&all); /* signals must go to Python's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team.num_started + 1 < count) {
         pthread_t thread;
@@ -110,11 +109,11 @@ static int64_t start_threads(int64_t count) {
     return team.num_started + 1;
 }
 
-/* Does the work for all rows, in parts. The pool's deepest node is then that of all parts, and `most`, unless NULL, the
-   most of all. Of several failures the first row's counts. */
+/* Does the work for all rows, in parts. Afterwards the pool's `deepest`, and `most` unless NULL, are the maxima over
+   all parts. Of several failures, the one with the lowest rows is returned. */
 static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *most) {
     Part parts[MOST_THREADS];
-    int64_t count = least(team.limit, pool->num_rows / (team.looks_out ? 1 : ROWS_A_THREAD));
+    int64_t count = least(team.limit, pool->num_rows / (team.spins ? 1 : ROWS_PER_THREAD));
     count = count < 2 ? 1 : start_threads(count);
     for (int64_t p = 0; p < count; p++)
         parts[p] = (Part){*pool, pool->num_rows * p / count, pool->num_rows * (p + 1) / count, arguments, 0, OK};
@@ -129,7 +128,7 @@ static int share_work(Pool *pool, Work *work, const void *arguments, int64_t *mo
         pthread_cond_broadcast(&team.begun);
         while (team.next < team.num_parts) do_part();
         pthread_mutex_unlock(&team.lock);
-        look_out(&team.num_left, 0, 1);
+        spin(&team.num_left, 0, 1);
         pthread_mutex_lock(&team.lock);
         while (team.num_left > 0) pthread_cond_wait(&team.done, &team.lock);
         team.num_parts = team.next = 0;

@@ -1,32 +1,32 @@
-/* Verified trees: the walk down to what was accepted, flat steps, best-first trees, and what other engines want. */
+/* Trees: the acceptance walk, flat steps, best-first trees, and forms for other engines. */
 
-/* The walk down trees [num_rows][width] by the token chosen after each node, to the first token that is no child.
-   nodes, came: [num_rows][width], the accepted nodes and the new tokens; counts[row] tokens, and one node less. Of
-   equal children the first is taken. */
+/* Walks down trees [num_rows][width] along the tokens chosen after each node, until a chosen token is not a child.
+   nodes, new_tokens: written, [num_rows][width]: the accepted nodes and the new tokens. A row has counts[row] tokens,
+   and one node less. Of equal children the first is taken. */
 int graft_walk(
     int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
-    const int64_t *chosen, int64_t *nodes, int64_t *came, int64_t *counts) {
+    const int64_t *chosen, int64_t *nodes, int64_t *new_tokens, int64_t *counts) {
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t first = r * width, count = 0, node = 0;
-        came[first] = chosen[first];
+        new_tokens[first] = chosen[first];
         for (int64_t i = 1; i < width; i++) { /* a child comes after its parent */
             int64_t at = first + i;
-            if (parents[at] != node || tokens[at] != came[first + count] || sources[at] <= ROOT) continue;
+            if (parents[at] != node || tokens[at] != new_tokens[first + count] || sources[at] <= ROOT) continue;
             node = i;
             nodes[first + count++] = node;
-            came[first + count] = chosen[at];
+            new_tokens[first + count] = chosen[at];
         }
         counts[r] = count + 1;
     }
     return OK;
 }
 
-/* Trees [num_rows][width] one behind the other, as a flat step has them: a row's padding comes last and is left out.
-   columns: [6][room] of tokens, parents (places in the row's own tree), places, depths, rows and numbers in strips;
-   starts, counts: [num_rows] each row's first token in the step and its number of tokens; index: [num_rows][width] the
-   token of each node, the root's for padding. total: tokens of the step.
-   A strip is a run of nodes down one path: a node's first child goes on with the node's own, any other begins one. A
-   node's number in its strip counts from 1, and is negative for the last, which has no child. */
+/* Lays out trees [num_rows][width] one after the other, as a flat step has them, without each row's trailing padding.
+   columns: written, [6][room]: tokens, parents (places in the row's own tree), places, depths, rows, numbers in strips.
+   starts, counts: written, [num_rows]: each row's first token in the step and its number of tokens. index: written,
+   [num_rows][width]: the step's token of each node; padding gets the root's. total: written, tokens of the step.
+   A strip is a run of nodes down one path: a node's first child continues the node's strip, and other children begin
+   new ones. Numbers in a strip count from 1. The number of the strip's last node, which has no child, is negative. */
 int graft_flatten_trees(
     int64_t num_rows, int64_t width, const int64_t *tokens, const int64_t *parents, const int64_t *sources,
     int64_t room, int32_t *columns, int32_t *starts, int32_t *counts, int64_t *index, int64_t *total) {
@@ -60,10 +60,10 @@ int graft_flatten_trees(
     return OK;
 }
 
-/* A node that has not been taken yet: the child at `at` in a row's table, of the node `parent`. */
+/* A node that has not been taken yet: the child of node `parent` at index `at` of the row's table. */
 typedef struct {
     float path;          /* probability of the path down to it */
-    int64_t order;       /* of equals the one that was found first goes first */
+    int64_t order;       /* among equals, the first one found wins */
     int64_t at, parent;
 } Open;
 
@@ -89,18 +89,18 @@ static Open pop_open(Open *heap, int64_t *count) {
     return first;
 }
 
-/* The trees of the likeliest paths, at most num_nodes nodes each, by tables [num_rows][num_entries][num_children] of
-   tokens, of their probabilities after the node before, in falling order, and of the entry that has a token's own
-   children, -1 for none. The root's children are in entry 0. Nodes come out level by level, a level [num_rows][width]
-   behind the one before, likeliest first and then padding, whose probability is 0; parents are numbered so, from 1 on,
-   and the root is 0. widths: [num_levels] the most nodes that a row has at each depth; room: of the other outputs. */
+/* Makes the trees of the likeliest paths, with at most num_nodes nodes each. The tables are [num_rows][num_entries]
+   [num_children]: tokens, their probabilities given the parent in falling order, and the entry with the token's own
+   children (-1: none). The root's children are in entry 0. Outputs are level by level, each level [num_rows][width]:
+   likeliest nodes first, then padding with probability 0. Parents are numbered in this order from 1; the root is 0.
+   widths: written, [num_levels]: the most nodes of a row at each depth. room: size of the other outputs. */
 int graft_best_first(
     int64_t num_rows, int64_t num_entries, int64_t num_children, const int32_t *tokens, const float *probabilities,
     const int32_t *entries, int64_t num_levels, int64_t num_nodes, int64_t room, int64_t *widths, int64_t *out_tokens,
     int64_t *out_parents, float *out_probabilities, float *out_paths) {
     size_t total = (size_t)(num_rows * num_nodes);
     Open *heap = malloc((size_t)(2 * num_nodes + 2) * sizeof(Open));
-    Open *nodes = malloc(total * sizeof(Open)); /* those taken; `order` is then the place in the level */
+    Open *nodes = malloc(total * sizeof(Open)); /* nodes taken; `order` is now the place in the level */
     int64_t *depths = malloc((total + (size_t)(num_rows * (num_levels + 1))) * sizeof(int64_t));
     int failed = heap != NULL && nodes != NULL && depths != NULL ? OK : NO_MEMORY;
     int64_t *counts = NULL, *taken = NULL, size = num_entries * num_children;
@@ -143,7 +143,7 @@ int graft_best_first(
     int64_t needed = 0;
     for (int64_t k = 0; k < num_levels && !failed; k++) needed += num_rows * widths[k];
     if (!failed && needed > room) failed = OUT_OF_RANGE;
-    if (!failed && needed > 0) { /* outputs without room may be NULL, which memset must not be given */
+    if (!failed && needed > 0) { /* outputs without room may be NULL, which memset does not allow */
         memset(out_tokens, 0, (size_t)needed * sizeof(int64_t));
         memset(out_parents, 0, (size_t)needed * sizeof(int64_t));
         memset(out_probabilities, 0, (size_t)needed * sizeof(float));
@@ -167,7 +167,7 @@ int graft_best_first(
     return failed;
 }
 
-/* Numbers of nodes by source in trees [num_rows][width]. counts: [num_rows][num_sources] */
+/* Counts nodes by source in trees [num_rows][width]. counts: written, [num_rows][num_sources] */
 int graft_count_sources(
     int64_t num_rows, int64_t width, const int64_t *sources, int64_t num_sources, int64_t *counts) {
     for (int64_t r = 0; r < num_rows; r++, sources += width, counts += num_sources) {
@@ -181,13 +181,12 @@ int graft_count_sources(
     return OK;
 }
 
-/* Drafted nodes of engines that number them flat, as levels: the first has `topk` nodes, every further one topk * topk,
-   of which its best `width` are kept, the likeliest first, of equals the first.
+/* Splits the drafted nodes of engines that number them flat into levels. The first level has `topk` nodes, every
+   further one topk * topk. The best `width` of a level are kept, the likeliest first; among equals, the first.
 
-   tokens, scores: [num_rows][total], scores being q multiplied along the path. beams: [num_rows][num_beams], whose
-   entry f / topk is the parent of a node f beyond the first level. Results: level after level, each [num_rows][kept];
-   parents are numbers among the kept nodes of a row from 1, 0 is the root; a node whose parent was left out has
-   probability 0. */
+   tokens, scores: [num_rows][total]; a score is the product of q along the path. beams: [num_rows][num_beams]; entry
+   f / topk is the parent of a node f beyond the first level. Outputs: level after level, each [num_rows][kept]. Parents
+   are numbers among the row's kept nodes, from 1; the root is 0. A node whose parent was not kept has probability 0. */
 int graft_flat_levels(
     int64_t num_rows, int64_t total, int64_t topk, int64_t width, const int64_t *tokens, const float *scores,
     const int64_t *beams, int64_t num_beams, int64_t *out_tokens, int64_t *out_parents, float *out_probabilities,
@@ -231,10 +230,10 @@ int graft_flat_levels(
     return failed;
 }
 
-/* What the kernels of other engines want of trees [num_rows][width], a root being its own parent and padding's source
-   being -1, in num_places >= width places of each row, padding last. numbers: [4][num_rows][num_places] tokens (padding:
-   0); depths; first children and next siblings, -1 where there is none. mask: [num_rows][num_places][num_places] which
-   places a place sees, itself and its ancestors (padding: itself alone). */
+/* Trees [num_rows][width] in the form of other engines' kernels, with num_places >= width places per row, padding last.
+   A root is its own parent, and padding has source -1. numbers: written, [4][num_rows][num_places]: tokens (padding:
+   0), depths, first children, next siblings (-1: none). mask: written, [num_rows][num_places][num_places]: which places
+   a place sees: itself and its ancestors (padding: only itself). */
 int graft_tree_links(
     int64_t num_rows, int64_t width, int64_t num_places, const int64_t *tokens, const int64_t *parents,
     const int64_t *sources, int64_t *numbers, uint8_t *mask) {

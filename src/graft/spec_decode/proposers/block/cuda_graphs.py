@@ -14,10 +14,10 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
-from graft.model.captures import on_host
+from graft.model.captures import pinned_zeros
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kv_cache import PAGE, KVStore
-from graft.model.layout import Layout, two_way_columns
+from graft.model.layout import Layout, bidirectional_columns
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings, table_of
 from graft.spec_decode.proposers.block.fused_head import FastBlock
@@ -50,7 +50,7 @@ class BlockBuffers(DraftBuffers):
         self._starts = rows * self.width
         self._counts = torch.full_like(rows, self.width)
         self._places = torch.arange(self.width, dtype=torch.int32, device=pool.device).repeat(self.max_rows)
-        self._two_ways = two_way_columns(self.width, self.max_rows, fast.tile, pool.device)
+        self._two_ways = bidirectional_columns(self.width, self.max_rows, fast.tile, pool.device)
         self._fits_tile = self.width <= fast.tile
         self._sent: dict[Shape, tuple[Tensor, Tensor]] = {}
 
@@ -65,7 +65,7 @@ class BlockBuffers(DraftBuffers):
             starts=self._starts[:rows],
             counts=self._counts[:rows],
             lengths=by_row.lengths[:rows],
-            lines=by_row.lines[:rows],
+            table_rows=by_row.lines[:rows],
             tables=self.tables,
             max_context=context,
             only_chains=True,
@@ -81,7 +81,7 @@ class BlockBuffers(DraftBuffers):
         if shape not in self._sent:
             sizes, device = (3, shape.rows, *size), self._places.device
             there = torch.zeros(sizes, dtype=torch.int32, device=device)
-            self._sent[shape] = there, on_host(sizes, torch.int32, device)
+            self._sent[shape] = there, pinned_zeros(sizes, torch.int32, device)
         return self._sent[shape]
 
 

@@ -16,7 +16,7 @@ from graft.model.kernels import attention as attention_kernels
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels.matmul import Products
 from graft.model.layout import Layout
-from graft.model.llama import Layer, LayerStack, Rotary, fused_layer, together
+from graft.model.llama import Layer, LayerStack, Rotary, fuse_parameters, fused_layer
 from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block import kernels as block_kernels
 from graft.spec_decode.proposers.block.head import BlockHead
@@ -39,7 +39,7 @@ class FastBlock:
         # product.
         attentions = [layer.self_attn for layer in layers]
         projections = [p.weight for own in attentions for p in (own.q_proj, own.k_proj, own.v_proj)]
-        self._qkv = together(projections).unflatten(0, (len(layers), -1))
+        self._qkv = fuse_parameters(projections).unflatten(0, (len(layers), -1))
         self._num_queries = config.num_attention_heads * config.head_dim
         self._multiply = Products(self._embedding.device)
         own_layers = [_layer(layer, self._qkv[n], config.windows[n]) for n, layer in enumerate(layers)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graft.model import PagePool
 from graft.model.attention import KernelStep
-from graft.model.captures import on_host
+from graft.model.captures import pinned_zeros
 from graft.model.kv_cache import PAGE, KVStore
 from graft.model.layout import Layout
 from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
@@ -44,7 +44,9 @@ class Eagle3Buffers(DraftBuffers):
         max_rows = self.max_rows
         sizes = [(rows, num_beams(rows, settings.topk)) for rows in (*ROWS, max_rows) if rows <= max_rows]
         most = max(rows * beams for rows, beams in sizes)
-        self.root = weight.new_zeros(pool.num_lines, weight.shape[0])  # by line, the head's output at the last entry
+        self.root = weight.new_zeros(
+            pool.num_table_rows, weight.shape[0]
+        )  # by line, the head's output at the last entry
         self.hidden = weight.new_zeros(most, weight.shape[0])  # the head's outputs at the beams
         self.beams = eagle3_kernels.Beams.make(most, 1, num_passes, device)
         # By beams of a row: the row of each beam, each row's first beam, and how many it has.
@@ -58,7 +60,7 @@ class Eagle3Buffers(DraftBuffers):
         }
         num_numbers = num_passes * 3 * max(rows * beams * beams for rows, beams in sizes)
         self._levels = torch.zeros(num_numbers, dtype=torch.int64, device=device)  # see `eagle3_kernels.spread`
-        self._sent = on_host((num_numbers,), torch.int64, device)
+        self._sent = pinned_zeros((num_numbers,), torch.int64, device)
         self._shaped: dict[Shape, Levels] = {}
 
     @property
@@ -188,7 +190,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
             starts=starts[: shape.rows],
             counts=counts[: shape.rows],
             lengths=by_row.lengths[: shape.rows],
-            lines=by_row.lines[: shape.rows],
+            table_rows=by_row.lines[: shape.rows],
             tables=buffers.tables,
             max_context=context,
         )

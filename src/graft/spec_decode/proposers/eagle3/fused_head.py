@@ -13,7 +13,7 @@ from graft.model.attention import KernelStep
 from graft.model.kernels import layer as layer_kernels
 from graft.model.kernels import topk as topk_kernels
 from graft.model.kernels.matmul import Products
-from graft.model.llama import Rotary, attend_in_store, together
+from graft.model.llama import Rotary, attend_in_store, fuse_parameters
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 
@@ -31,9 +31,9 @@ class FastHead:
         self._embedding = embedding.detach()
         self._norms = (layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach())
         self._mlp_norm, self._norm = layer.post_attention_layernorm.weight.detach(), head.norm.weight.detach()
-        self._qkv = together([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        self._qkv = fuse_parameters([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         self._o = attention.o_proj.weight.detach()
-        self._gate_up = together([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+        self._gate_up = fuse_parameters([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         self._down, self._lm_head = layer.mlp.down_proj.weight.detach(), head.lm_head.weight.detach()
         self._multiply = Products(self._o.device)
 

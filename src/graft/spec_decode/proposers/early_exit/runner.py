@@ -77,15 +77,15 @@ class FirstLayersRunner(TargetRunner):
         super().__init__(model, pool=pool, store=store)
         self._split = SplitModel(model, num_layers)
 
-    def _run(self, step: FlatStep, num_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
-        is_run = step.leave_out(num_run) if num_run else None
+    def _run(self, step: FlatStep, num_already_run: int) -> tuple[VerifyOutput | None, list[VerifyOutput]]:
+        is_run = step.skip_already_run(num_already_run) if num_already_run else None
         with self.forward_of(step, is_run) as arguments:
             logits, hidden = self._split.run_first(**arguments)
         counts = step.by_row[1, : len(step.rows)].tolist()
-        new = hidden[0].split([count - num_run for count in counts])
+        new = hidden[0].split([count - num_already_run for count in counts])
         for row, start, count, own in zip(step.rows, step.by_row[0].tolist(), counts, new, strict=False):
             part = slice(start, start + count)
-            before = [row.begun.hidden[:num_run]] if row.begun is not None and num_run else []
+            before = [row.begun.hidden[:num_already_run]] if row.begun is not None and num_already_run else []
             tokens, parents = step.tokens[part].tolist(), step.parents[part].tolist()
             row.begun = FirstLayersStep(self._split, row.length, tokens, parents, torch.cat([*before, own]))
         return outputs_of(step, logits[0].float(), hidden[0])

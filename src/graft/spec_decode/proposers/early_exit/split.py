@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from graft.errors import GraftError
 from graft.model.decoder_layers import find_layers, layers_of
-from graft.model.loan import evaluating
+from graft.model.overrides import evaluating
 from graft.settings import require
 
 _TOLERANCE = 0.02  # of the logits' spread: another computation's are further apart, another rounding's are not

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from graft.model import KVCache
 from graft.model.attention import Visibility
-from graft.model.loan import tree_attention
+from graft.model.overrides import use_tree_attention
 
 Heads = tuple[int, int]  # how many, and the size of each
 
@@ -43,7 +43,7 @@ class MtpHead(nn.Module):
         """Outputs [1, T, H], the next step's `hidden`, of tokens [1, T] behind hidden states [1, T, H] at positions
         [1, T], which are those of the hidden states."""
         cache.read_until(seen.end)
-        with tree_attention(self.block, seen):
+        with use_tree_attention(self.block, seen):
             output = self.block.get_decoder()(
                 inputs_embeds=self.fuse(tokens, hidden),
                 position_ids=positions,
