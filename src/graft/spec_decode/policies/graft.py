@@ -62,7 +62,7 @@ class Graft(Policy):
                 self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        self._num_others = batch.num_other_tokens
+        self._num_others = batch.num_prefill_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
         caps, limits = self._caps(batch), (batch.max_depth, self._num_others)
         if not self.grafter.may_begin(caps, *limits):
