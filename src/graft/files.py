@@ -1,4 +1,4 @@
-"""Small things about files that several rooms need."""
+"""Files: helpers that several packages need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
+    """The SHA-256 checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
