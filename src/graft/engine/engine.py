@@ -297,7 +297,10 @@ class Engine:
         """
         batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
         speculates = any(sequence.speculates for sequence in batch.sequences)
-        draft_result = self._propose(batch, speculates, clock)
+        if speculates:
+            draft_result = self.policy.grow(batch, batch.roots(), clock)
+        else:
+            draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
         tree = self._allowed_tree(batch, draft_result.tree)
         with clock("verify") as verify_time:
             verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
@@ -316,12 +319,6 @@ class Engine:
                 self.policy.learn(batch, tree, verified, accepted, verify_time())
             self._learn_prompts(chunks, read)
         self._extend(batch, tree, verified, accepted, draft_result)
-
-    def _propose(self, batch: Batch, speculates: bool, clock: Clock) -> DraftResult:
-        """The policy's trees, or roots alone if no sequence speculates."""
-        if speculates:
-            return self.policy.grow(batch, batch.roots(), clock)
-        return DraftResult.without_drafts(DraftTree.roots(batch.roots()))
 
     def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
         """The nodes that grammars allow, and no more than fit a step."""

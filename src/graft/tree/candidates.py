@@ -189,19 +189,11 @@ class Candidates:
 
         needs: draft passes that they depend on; None: as many as their parents.
         """
-        self.reserve(tokens.shape[1])
-        tokens, parents, sources, score_bucket = (plain(column) for column in (tokens, parents, sources, score_bucket))
-        probabilities = plain(probabilities, torch.float32)
-        self._native.graft_add(
-            self.ref,
-            tokens.shape[1],
-            tokens.data_ptr(),
-            parents.data_ptr(),
-            probabilities.data_ptr(),
-            sources.data_ptr(),
-            score_bucket.data_ptr(),
-            _INHERITED if needs is None else needs,
-        )
+        count, probabilities = tokens.shape[1], plain(probabilities, torch.float32)
+        self.reserve(count)
+        columns = [plain(tokens), plain(parents), probabilities, plain(sources), plain(score_bucket)]
+        pointers = [column.data_ptr() for column in columns]
+        self._native.graft_add(self.ref, count, *pointers, _INHERITED if needs is None else needs)
 
     def add_level(
         self,
@@ -221,23 +213,11 @@ class Candidates:
         """
         count = level.tokens.shape[1]
         self.reserve(count)
-        tokens, parents = plain(level.tokens), plain(level.parents)
-        probabilities = plain(level.probabilities, torch.float32)
-        reached = (ctypes.c_double * len(going))()
-        self._native.graft_add_level(
-            self.ref,
-            count,
-            tokens.data_ptr(),
-            parents.data_ptr(),
-            probabilities.data_ptr(),
-            self._weigh_by(acceptance_probs),
-            source,
-            needs,
-            first,
-            bytes(going),
-            num_beams,
-            reached,
-        )
+        columns = [plain(level.tokens), plain(level.parents), plain(level.probabilities, torch.float32)]
+        pointers = [column.data_ptr() for column in columns]
+        probs, reached = self._weigh_by(acceptance_probs), (ctypes.c_double * len(going))()
+        numbers = (source, needs, first, bytes(going), num_beams)
+        self._native.graft_add_level(self.ref, count, *pointers, probs, *numbers, reached)
         return reached[:]
 
     def add_rows(self, rows: Sequence[Columns], acceptance_probs: Tensor) -> None:
@@ -274,21 +254,11 @@ class Candidates:
         own, past: by row, the addresses of the indices of its own text and of finished texts.
         """
         count, width = ctypes.c_int64(), self.width
+        indices = [address_of(part) for part in (own, past, *beside)]
+        limits = (num_places, max_depth, length, num_nodes)
         while True:
-            self._native.graft_attach_copies(
-                self.ref,
-                address_of(own),
-                address_of(past),
-                *(address_of(part) for part in beside),
-                first,
-                self._weigh_by(acceptance_probs),
-                num_places,
-                max_depth,
-                length,
-                num_nodes,
-                byref(scale),
-                byref(count),
-            )
+            probs = self._weigh_by(acceptance_probs)
+            self._native.graft_attach_copies(self.ref, *indices, first, probs, *limits, byref(scale), byref(count))
             if self.width == width + count.value:
                 break
             self.reserve(count.value)  # the room did not suffice, so nothing was added
@@ -345,17 +315,9 @@ class Candidates:
         """
         values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
         numbers, prices = array("q", counts), array("d", costs)
-        self._native.graft_values_by_need(
-            self.ref,
-            max_passes,
-            len(counts),
-            address_of(numbers),
-            address_of(prices),
-            max(caps),
-            address_of(limits),
-            path_ratios and address_of(path_ratios),
-            values,
-        )
+        options = (len(counts), address_of(numbers), address_of(prices), max(caps), address_of(limits))
+        ratios = path_ratios and address_of(path_ratios)
+        self._native.graft_values_by_need(self.ref, max_passes, *options, ratios, values)
         return values[:]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
