@@ -212,7 +212,7 @@ def decide(budget: Any, num_rows: int, plain: bool) -> None:
     """Every round does the same, so that what it takes can be compared: decisions are made, but not followed."""
     size = next(size for limit, size in SIZES.items() if num_rows <= limit)
     num_passes = next(count for limit, count in PASSES.items() if num_rows <= limit)
-    best, more, may_look = budget.best, budget.num_passes, budget.may_look
+    best, more, may_propose = budget.best, budget.num_passes, budget.may_propose
 
     def chosen(plans: Any) -> Any:
         best(plans)
@@ -223,10 +223,10 @@ def decide(budget: Any, num_rows: int, plain: bool) -> None:
         return max(num_passes - num_done, 0)
 
     def looks(num_rows: int) -> bool:
-        may_look(num_rows)
+        may_propose(num_rows)
         return not plain
 
-    budget.best, budget.num_passes, budget.may_look = chosen, further, looks
+    budget.best, budget.num_passes, budget.may_propose = chosen, further, looks
 
 
 def measure(num_rows: int, given: argparse.Namespace, tokenizer: Any, device: Device, player: Player) -> None:

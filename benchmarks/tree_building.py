@@ -214,7 +214,7 @@ def main() -> None:
         watch.watch(retriever, "propose", f"- {', '.join(retriever.names)}")
     watch.watch(policy.grafter, "best_of", "- merge and best")
     watch.watch(policy.budget, "best", "- number of nodes")
-    watch.watch(policy.grafter, "_judge_passes", "- worth of passes")
+    watch.watch(policy.grafter, "_learn_pass_gains", "- worth of passes")
     watch.watch(policy, "learn", "learn")
     watch.watch(graft.model.verified, "likeliest", LIKELIEST)
     watch.watch(policy, "learn_top_k", "- tables")

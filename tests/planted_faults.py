@@ -18,6 +18,7 @@ class Fault:
 
 
 _ACCEPTANCE = "src/graft/spec_decode/acceptance.py"
+_ALLOCATOR = "src/graft/engine/page_allocator.py"
 _ATTENTION = "src/graft/model/kernels/attention.py"
 _BUDGET = "src/graft/spec_decode/budget.py"
 _CALIBRATION = "src/graft/spec_decode/calibration.py"
@@ -39,7 +40,7 @@ _MEANING = "test_captured.py::test_each_setting_has_the_meaning_that_transformer
 _NUMPY = "test_sampling.py::test_greedy_choices_with_bias_and_penalties_are_those_of_a_page_of_numpy"
 _PROCESSORS = "test_sampling.py::test_truncation_and_penalties_mean_what_they_mean_in_transformers"
 _TRUNCATION = "test_sampling.py::test_each_way_to_truncate_leaves_alone_what_it_leaves_in_transformers"
-_CONSTRAINED = "test_scheduler.py::test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar"
+_CONSTRAINED = "test_scheduler.py::test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar"
 _CALLS = "test_server_tools.py::test_calls_are_read_however_the_text_is_cut"
 
 FAULTS = (
@@ -126,15 +127,15 @@ FAULTS = (
     ),
     # The scheduler
     Fault(
-        "scheduler: a request that was put back waits behind all others",
+        "scheduler: a request that was preempted waits behind all others",
         _SCHEDULER,
-        '        log.info("the cache is full: a request waits, and is read again")\n'
+        '        log.info("the KV cache is full: a request is preempted")\n'
         "        with self._changed:\n"
         "            self._waiting.appendleft(job)\n",
-        '        log.info("the cache is full: a request waits, and is read again")\n'
+        '        log.info("the KV cache is full: a request is preempted")\n'
         "        with self._changed:\n"
         "            self._waiting.append(job)\n",
-        ("test_scheduler.py::test_a_request_that_was_put_back_goes_on_before_those_that_wait",),
+        ("test_scheduler.py::test_a_request_that_was_preempted_goes_on_before_those_that_wait",),
     ),
     # The text and its stop strings
     Fault(
@@ -376,7 +377,7 @@ FAULTS = (
     ),
     Fault(
         "prefix cache: pages are kept for everybody",
-        _SCHEDULER,
+        _ALLOCATOR,
         "self.engine.keep_pages(batch, row, job.salt)",
         "self.engine.keep_pages(batch, row)",
         ("test_scheduler.py::test_kept_pages_are_never_read_under_another_salt",),
@@ -433,32 +434,32 @@ FAULTS = (
         ("test_scheduler.py::test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same",),
     ),
     Fault(
-        "scheduler: a request that was put back forgets what it has drawn",
+        "scheduler: a request that was preempted forgets what it has drawn",
         _SCHEDULER,
         "                job.choosers = choosers\n",
         "",
-        ("test_scheduler.py::test_a_request_that_was_put_back_and_read_again_has_the_same_text",),
+        ("test_scheduler.py::test_a_request_that_was_preempted_and_read_again_has_the_same_text",),
     ),
     Fault(
         "scheduler: a listener hears of tokens behind a stop string",
-        _SCHEDULER,
+        "src/graft/engine/jobs.py",
         "ids=sequence.ids[start + told : start + count],",
         "ids=sequence.ids[start + told :],",
         ("test_scheduler.py::test_a_listener_hears_of_no_token_behind_a_stop_string",),
     ),
     Fault(
         "scheduler: an update brings log-probabilities that were told before",
-        _SCHEDULER,
+        "src/graft/engine/jobs.py",
         "logprobs=sequence.logprobs[told:count],",
         "logprobs=sequence.logprobs[:count],",
         ("test_scheduler.py::test_a_listener_hears_of_no_token_behind_a_stop_string",),
     ),
     Fault(
         "scheduler: more rows are decoded together than allowed",
-        _SCHEDULER,
+        _ALLOCATOR,
         "return num_rows + len(answers) <= self.settings.max_rows and",
         "return num_rows <= self.settings.max_rows and",
-        ("test_scheduler.py::test_a_request_that_was_put_back_goes_on_before_those_that_wait",),
+        ("test_scheduler.py::test_a_request_that_was_preempted_goes_on_before_those_that_wait",),
     ),
     # The end of an answer, and log-probabilities
     Fault(
@@ -572,21 +573,21 @@ FAULTS = (
     Fault(
         "calibration: what came is divided the wrong way round",
         _CALIBRATION,
-        "(self._came / self._hoped)",
-        "(self._hoped / self._came)",
+        "(self._accepted / self._expected)",
+        "(self._expected / self._accepted)",
         ("test_learning.py::test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less",),
     ),
     Fault(
         "calibration: paths are counted with those twice as likely",
         _CALIBRATION,
-        "powers = np.clip(-np.frexp(tree)[1], 0, _NUM_TRUTHS - 1)",
-        "powers = np.clip(-np.frexp(tree)[1] - 1, 0, _NUM_TRUTHS - 1)",
+        "powers = np.clip(-np.frexp(tree)[1], 0, _NUM_POWERS - 1)",
+        "powers = np.clip(-np.frexp(tree)[1] - 1, 0, _NUM_POWERS - 1)",
         ("test_learning.py::test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less",),
     ),
     Fault(
         "calibration: it goes on with the probabilities of its first round",
         _CALIBRATION,
-        "candidates.count(emitted, self._tried, self._fitted, _MEMORY)\n        self._chances = None\n",
+        "candidates.count(emitted, self._tried, self._fitted, _MEMORY)\n        self._probs = None\n",
         "candidates.count(emitted, self._tried, self._fitted, _MEMORY)\n",
         ("test_learning.py::test_calibration_follows_a_source_that_gets_better",),
     ),
@@ -850,7 +851,7 @@ FAULTS = (
     Fault(
         "budget: nodes fill the room that other tokens of the step need",
         _BUDGET,
-        "return max(self.step.sizes[-1] - num_rows - num_others, 0)",
+        "return max(self.step.sizes[-1] - num_rows - num_prefill_tokens, 0)",
         "return max(self.step.sizes[-1] - num_rows, 0)",
         ("test_budget.py::test_nodes_and_all_other_tokens_fit_the_largest_step",),
     ),

@@ -87,14 +87,14 @@ def alone(model, prompt, **options):
 def unsettled(schedule, monkeypatch, drafter=None, policy="graft", **settings):
     """A scheduler that puts the youngest back every few rounds, as if the cache were full, and who that was."""
     scheduler = schedule(policy, drafter, max_rows=8, max_batched_tokens=64, **settings)
-    make_room, backs, numbers = scheduler._make_room, [], iter(range(10**9))
+    make_room, backs, numbers = scheduler._extend_rows, [], iter(range(10**9))
 
-    def and_put_back():
+    def and_preempt():
         youngest = max(scheduler._running, key=lambda job: job.number, default=None)
         if next(numbers) % 7 == 6 and len(scheduler._running) > 1 and scheduler._batch is not None:
             backs.append(youngest)
-            scheduler._put_back(youngest)
+            scheduler._preempt(youngest)
         make_room()
 
-    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
     return scheduler, backs

@@ -10,8 +10,8 @@ import torch
 
 from graft import Engine
 from graft.model import TargetRunner
-from graft.spec_decode.budget import Budget, PassGains, Plan
-from graft.spec_decode.cost_model import ByRows, StepCost, UnitCost, usual_shape
+from graft.spec_decode.budget import Budget, PassGains, TreeSize
+from graft.spec_decode.cost_model import SecondsByRows, StepCost, UnitCost, usual_shape
 from graft.spec_decode.policies import make_policy
 from tiny import tiny_model
 
@@ -77,11 +77,11 @@ class Simulation:
 
     def round(self):
         budget, num_rows, plan, chosen = self.budget, self.num_rows, None, []
-        looks = budget.may_look(num_rows)
+        looks = budget.may_propose(num_rows)
         if looks:
             paths = self.candidates()[: budget.max_nodes(num_rows)]
             gains = torch.tensor(paths).double().cumsum(0).tolist()
-            plan = budget.best(budget.plans(gains, num_rows))
+            plan = budget.best(budget.tree_sizes(gains, num_rows))
             chosen = paths[: plan.num_nodes]
         noise = math.exp(self.rng.gauss(0, 0.03)) * (2.5 if self.rng.random() < 0.005 else 1)
         size = num_rows + len(chosen)
@@ -179,7 +179,7 @@ def test_rows_with_better_candidates_get_more_nodes():
     budget = Budget(StepCost(GRID, usual_shape("cuda")), 0, 0.0)
     budget.step.observe(64, 1.0)
     gains = torch.tensor([0.9] * 60 + [0.01] * 300).cumsum(0).tolist()
-    assert budget.best(budget.plans(gains, 64)).num_nodes == 64, "as many as are good, to the next size of step"
+    assert budget.best(budget.tree_sizes(gains, 64)).num_nodes == 64, "as many as are good, to the next size of step"
 
 
 def test_places_that_are_padded_anyway_cost_nothing():
@@ -187,16 +187,16 @@ def test_places_that_are_padded_anyway_cost_nothing():
     budget = Budget(StepCost(GRID, lambda size: size**2), 0, 0.0)
     budget.step.observe(20, 1.0)
     gains = torch.tensor([0.01] * 100).cumsum(0).tolist()
-    assert budget.best(budget.plans(gains, 20, num_others=40)).num_nodes == 4
-    assert budget.best(budget.plans(gains, 16, num_others=0)).num_nodes == 0
-    assert budget.max_nodes(20, num_others=40) == 512 - 60
+    assert budget.best(budget.tree_sizes(gains, 20, num_prefill_tokens=40)).num_nodes == 4
+    assert budget.best(budget.tree_sizes(gains, 16, num_prefill_tokens=0)).num_nodes == 0
+    assert budget.max_nodes(20, num_prefill_tokens=40) == 512 - 60
 
 
 def test_what_nodes_cost_is_in_the_tokens_that_their_time_usually_brings():
     budget = Budget(StepCost(GRID, lambda size: float(size)), 0, 0.0)
     budget.restart(is_calibrated=True)
     budget.step.observe(16, 1.0)
-    counts, costs = budget.prices(16)
+    counts, costs = budget.node_costs(16)
     assert counts[:3] == [8, 16, 32] and max(counts) == 48, "a step of 64 is four times the largest that was timed"
     assert costs[:3] == pytest.approx([8.0, 16.0, 32.0], rel=0.01), "a plain step of 16 tokens brings 16"
 
@@ -219,7 +219,7 @@ def test_a_size_that_was_not_tried_is_as_far_off_as_its_neighbours():
         for size, factor in ((1, 1.0), (16, 2.0)):
             step.observe(size, factor * size)
     assert step.seconds(1) == pytest.approx(1.0, rel=0.05) and step.seconds(16) == pytest.approx(32.0, rel=0.05)
-    undoubted = [seconds / size for seconds, size in zip(step._undoubted, GRID, strict=True)]
+    undoubted = [seconds / size for seconds, size in zip(step._unbiased, GRID, strict=True)]
     assert undoubted[:5] == sorted(undoubted[:5]) and undoubted[5:] == pytest.approx([undoubted[4]] * 10)
 
 
@@ -275,11 +275,11 @@ def test_retrieval_of_which_nothing_is_known_is_doubted_until_some_of_it_came_tr
     known.restart(is_calibrated=True)
     for budget in (cold, known, drafting):
         budget.step.observe(1, 1.0)
-    hopes = [budget.plans([1.0], 1)[1].gain for budget in (cold, known, drafting)]
+    hopes = [budget.tree_sizes([1.0], 1)[1].gain for budget in (cold, known, drafting)]
     assert hopes == pytest.approx([0.5, 1.0, 1.0])
     for _ in range(10):  # what it hoped for has come each time
-        cold.observe(1, 2, Plan(1, 1, cold.plans([1.0], 1)[1].gain, 1.05), 0)
-    assert cold.plans([1.0], 1)[1].gain > 0.85
+        cold.observe(1, 2, TreeSize(1, 1, cold.tree_sizes([1.0], 1)[1].gain, 1.05), 0)
+    assert cold.tree_sizes([1.0], 1)[1].gain > 0.85
 
 
 def test_a_hiccup_counts_for_little():
@@ -294,7 +294,7 @@ def test_a_step_of_a_guessed_size_is_not_far_larger_than_any_that_was_timed():
     budget = Budget(StepCost((), usual_shape("cuda")), 0, 0.0)
     budget.step.observe(2, 1.0)
     gains = [0.5 * n for n in range(1, 300)]
-    assert max(plan.num_nodes for plan in budget.plans(gains, 2)) == 2, "twice"
+    assert max(plan.num_nodes for plan in budget.tree_sizes(gains, 2)) == 2, "twice"
 
 
 def test_nodes_and_all_other_tokens_fit_the_largest_step():
@@ -330,7 +330,7 @@ def test_a_machine_is_measured_once():
     policy.measure()
     measured = policy.costs()
     policy.measure()
-    assert torch.equal(policy.costs()["step_seconds"], measured["step_seconds"]) and policy.budget.may_look(1)
+    assert torch.equal(policy.costs()["step_seconds"], measured["step_seconds"]) and policy.budget.may_propose(1)
 
 
 def test_without_measuring_the_machine_the_first_round_is_plain_and_the_text_the_same():
@@ -345,7 +345,7 @@ def test_without_measuring_the_machine_the_first_round_is_plain_and_the_text_the
 
 
 def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
-    seconds = ByRows()
+    seconds = SecondsByRows()
     assert seconds.at(5) == 0.0 and not seconds.is_known
     for num_rows in (1, 64, 16, 4) * 20:
         seconds.observe(num_rows, 2.0 + 0.5 * num_rows)
@@ -356,7 +356,7 @@ def test_seconds_by_rows_are_means_of_rounds_with_about_as_many_rows():
 
 
 def test_the_first_round_with_so_many_rows_tells_and_may_be_a_hiccup():
-    seconds = ByRows()
+    seconds = SecondsByRows()
     seconds.observe(8, 100.0, most=4.0)
     assert seconds.at(8) == 4.0
     seconds.observe(64, 1.0)
@@ -402,7 +402,7 @@ def test_passes_given_up_are_tried_again_in_time():
     assert passes.of_further(0, 1.0)[-1] < 0.01
     rounds = 0
     while passes.of_further(0, 1.0)[-1] < 0.5:
-        passes.doubt()
+        passes.observe_none()
         rounds += 1
         assert rounds < 2000
     assert rounds > 100, "but not at once"
@@ -428,10 +428,10 @@ def test_a_pass_is_made_if_what_it_brings_all_rows_is_worth_its_time(seconds, pa
 
 def test_with_a_fixed_budget_rows_decide_separately_and_the_step_is_the_unit():
     budget = Budget(UnitCost(), 1, 0.5, fixed=20)
-    assert budget.may_look(3) and budget.max_nodes(3) == 60 and budget.pass_seconds(3) == 0.5
+    assert budget.may_propose(3) and budget.max_nodes(3) == 60 and budget.pass_seconds(3) == 0.5
     assert budget.num_passes(3, 0, reach=3.0) and not budget.num_passes(3, 0, reach=1.5)
-    assert budget.prices(3) == ([60], [0.0])
-    (plan,) = budget.plans([0.5, 0.9], 3)
+    assert budget.node_costs(3) == ([60], [0.0])
+    (plan,) = budget.tree_sizes([0.5, 0.9], 3)
     assert (plan.num_nodes, plan.gain, plan.seconds) == (2, 0.9, 1.0)
 
 
@@ -446,7 +446,7 @@ def test_a_first_pass_is_judged_by_what_it_costs_when_it_is_made_ahead():
         budget.ahead.observe(1, 0.9)
     assert budget.num_passes(1, 0, reach=1.0) == 0
     for _ in range(300):
-        budget.doubt_passes(1)
+        budget.observe_no_pass(1)
     assert budget.num_passes(1, 0, reach=1.0) == 1, "it is tried again"
 
 
@@ -469,7 +469,7 @@ def test_what_other_numbers_of_rows_have_cost_is_doubted_too():
     budget.ahead.observe(8, 0.9)
     assert budget.num_passes(1, 0, reach=1.0) == 0
     for _ in range(300):
-        budget.doubt_passes(1)
+        budget.observe_no_pass(1)
     assert budget.num_passes(1, 0, reach=1.0) == 1 and budget.ahead.at(8) == 0.9
     budget.ahead.observe(1, 0.4)
     assert budget.ahead.at(1) == pytest.approx(0.4), "the first observation is all that is known"

@@ -18,7 +18,7 @@ from graft.model.cuda_graphs import CapturedTarget
 from graft.model.sampler import Sampler
 from graft.request.stats import Clock
 from graft.spec_decode.budget import Budget
-from graft.spec_decode.cost_model import ByRows, time_pass
+from graft.spec_decode.cost_model import SecondsByRows, time_pass
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured
@@ -381,7 +381,7 @@ def test_levels_that_are_begun_are_taken_without_asking(engines, model):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=22).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
-    quick = ByRows()
+    quick = SecondsByRows()
     quick.observe(1, 1e-6)
     steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
     policy.restore_costs(steps | {"pass_by_rows": quick.state()})
@@ -396,7 +396,7 @@ def test_nothing_is_made_ahead_where_no_pass_pays(engines, model):
     expected = Engine(model, policy="off").generate(PROMPT, max_new_tokens=22).ids
     drafter = drafter_of(SmallDrafter, model)
     policy = make_policy("graft", TargetRunner(model), drafter)
-    quick, slow = ByRows(), ByRows()
+    quick, slow = SecondsByRows(), SecondsByRows()
     quick.observe(1, 1e-6)
     slow.observe(1, 1e6)
     steps = {"step_sizes": torch.tensor([1, 4, 8]), "step_seconds": torch.tensor([1.0, 1.01, 1.02]).double()}
@@ -414,7 +414,7 @@ def test_after_a_warm_up_no_round_of_short_texts_captures_anything(plain, monkey
     drafter = drafter_of(CapturedEagle3Drafter, model)
     engine = Engine(model, policy=policy_name, drafter=drafter)
     # Whether drafting pays on this machine, and now, is another matter.
-    monkeypatch.setattr(Budget, "may_look", lambda *given: True)
+    monkeypatch.setattr(Budget, "may_propose", lambda *given: True)
     monkeypatch.setattr(Grafter, "goes_on", lambda grafter, number, reach, going: going)
     reports = []
     engine.target.progress = reports.append

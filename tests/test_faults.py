@@ -1,6 +1,6 @@
 """Fault injection while requests are decoded together: all others get the text they get alone, and the server goes on.
 
-A scenario in which requests join, are read, decoded, put back, end and are cancelled is run once to list
+A scenario in which requests join, are read, decoded, preempted, end and are cancelled is run once to list
 every point at which something could fail: each call of a function of Graft, each allocation, each call of a grammar's
 matcher, each call of a listener. Then it is run again for each of them, and fails there. Nobody names these points, so
 code that is new has its own.
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graft
 from graft import Engine
 from graft.engine import engine as engines
+from graft.engine import page_allocator
 from graft.engine import scheduler as scheduling
 from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
@@ -35,13 +36,14 @@ from heads import SMALL_TREE, make_head
 from tiny import BYTE_VOCAB, byte_tokenizer, tiny_model
 
 SOURCE = str(Path(graft.__file__).parent)
-GUARD = str(Path(scheduling.__file__))  # what must not fail is what looks after the rest
+# What looks after the rest must not fail.
+GUARD = (str(Path(scheduling.__file__)), str(Path(page_allocator.__file__)))
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
 LONG = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. "
 
 
-_ASKING = ("_tell", "check", "_is_room_for")  # a listener that asks for more: what it does is its own affair
-_FORWARDS = ("_round", "_read")  # where nearly all is arithmetic
+_ASKING = ("_tell", "check", "has_room_for")  # a listener that asks for more: what it does is its own affair
+_FORWARDS = ("_round", "_prefill")  # where nearly all is arithmetic
 
 
 class FaultError(RuntimeError):
@@ -56,11 +58,11 @@ class Driven(Scheduler):
     def _wait_for_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def _make_room(self):
+    def _extend_rows(self):
         self.num_steps += 1
         if self.num_steps % 6 == 5 and len(self._running) > 1:
-            self._put_back(max(self._running, key=lambda job: job.number))
-        super()._make_room()
+            self._preempt(max(self._running, key=lambda job: job.number))
+        super()._extend_rows()
 
 
 class Asked:
@@ -151,7 +153,7 @@ class World:
                 asked.check(expected[asked.name])
         for _ in range(2):  # and again, over what the first has left
             assert not scheduler._closing and scheduler.num_running == scheduler.num_waiting == 0
-            assert scheduler._batch is None and not scheduler._newcomers
+            assert scheduler._batch is None and not scheduler._prefills
             pool = scheduler.pool
             assert pool.num_free == pool.num_pages, "pages are not given back"
             assert len(pool._free_table_rows) == pool.num_table_rows - 1, "rows of the block tables are not given back"
@@ -259,38 +261,38 @@ def _place(frame):
 
 def _phase(frame):
     """What the scheduler is about."""
-    while frame is not None and frame.f_code.co_filename != GUARD:
+    while frame is not None and frame.f_code.co_filename not in GUARD:
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None else ""
 
 
 def _is_ours(file):
-    return file.startswith(SOURCE) and file != GUARD
+    return file.startswith(SOURCE) and file not in GUARD
 
 
 def _those_who_may_fail(frame):
     """Requests whose own step it is, and nobody else's: of a round that is all who are in it."""
     while frame is not None:
         place, own = _place(frame), frame.f_locals
-        if place == "/engine.py:Engine._learn_prompts" and "part" in own:  # a prompt is taken in
+        if place == "/engine/engine.py:Engine._learn_prompts" and "part" in own:  # a prompt is taken in
             return {job for job in own_jobs(frame) if own["part"].batch.sequences[own["part"].row] in job.sequences}
-        if place == "/engine.py:Engine._catch_up" and "sequence" in own:
+        if place == "/engine/engine.py:Engine._catch_up" and "sequence" in own:
             return {job for job in own_jobs(frame) if own["sequence"] in job.sequences}
-        if place == "/engine.py:Engine.run_round" and "sequence" in own and "accepted" in own:
+        if place == "/engine/engine.py:Engine._extend" and "sequence" in own:
             sequence = own["sequence"]  # it takes in its tokens
             return {job for job in own_jobs(frame) if sequence in job.sequences}
-        if place == "/core/scheduler.py:Scheduler._keep_pages":
+        if place == "/engine/page_allocator.py:PageAllocator.keep":
             return set()
-        if place in ("/core/scheduler.py:Scheduler._tell", "/core/scheduler.py:Scheduler._put_back"):
+        if place in ("/engine/scheduler.py:Scheduler._tell", "/engine/scheduler.py:Scheduler._preempt"):
             return {own["job"]}
-        if place == "/core/scheduler.py:Scheduler._tell_of":
+        if place == "/engine/scheduler.py:Scheduler._report":
             return {own["job"]}
-        if place in ("/core/scheduler.py:Scheduler._open", "/core/scheduler.py:Scheduler._join_if_read"):
-            return {own["newcomer"].job}
-        if place == "/core/scheduler.py:Scheduler._make_room" and "job" in own:
+        if place in ("/engine/scheduler.py:Scheduler._open", "/engine/scheduler.py:Scheduler._join_if_prefilled"):
+            return {own["prefill"].job}
+        if place == "/engine/scheduler.py:Scheduler._extend_rows" and "job" in own:
             return {own["job"]}
-        if place == "/core/scheduler.py:Scheduler._read" or (
-            place == "/core/scheduler.py:Scheduler._round" and "seconds" not in own
+        if place == "/engine/scheduler.py:Scheduler._prefill" or (
+            place == "/engine/scheduler.py:Scheduler._round" and "seconds" not in own
         ):
             return set(own_jobs(frame))
         frame = frame.f_back
@@ -299,11 +301,11 @@ def _those_who_may_fail(frame):
 
 def own_jobs(frame):
     """Of all who are in the step."""
-    while frame.f_code.co_name not in ("_round", "_read"):
+    while frame.f_code.co_name not in ("_round", "_prefill"):
         frame = frame.f_back
-    scheduler, reading = frame.f_locals["self"], frame.f_locals["reading"]
-    batches = [part.batch for part in reading]
-    readers = {newcomer.job for newcomer in scheduler._newcomers if newcomer.batch in batches}
+    scheduler, chunks = frame.f_locals["self"], frame.f_locals["chunks"]
+    batches = [part.batch for part in chunks]
+    readers = {prefill.job for prefill in scheduler._prefills if prefill.batch in batches}
     decoded = set(scheduler._jobs.values()) if frame.f_code.co_name == "_round" else set()
     return decoded | readers
 

@@ -21,14 +21,14 @@ from graft.tree.tree import DraftTree, TreeLinks
 from tree_strategies import path_of, trees
 
 VOCAB = 50
-DOOR = ("grafter", "acceptance", "candidates", "calibration", "budget", "tree", "proposers")
+DOOR = ("grafter", "acceptance", "calibration", "budget", "proposers")
 
 
 def test_the_door_needs_neither_transformers_nor_our_engine_and_our_plugin_no_sglang():
     program = f"""
 import sys
 sys.modules["transformers"] = sys.modules["sglang"] = None
-import {", ".join(f"graft.spec_decode.{name}" for name in DOOR)}
+import {", ".join(f"graft.spec_decode.{name}" for name in DOOR)}, graft.tree.candidates, graft.tree.tree
 import graft.model.sampler, graft.model.verified
 assert not [name for name in sys.modules if name in ("graft.engine", "graft.request.batch", "graft.model.runner")]
 import graft.integrations.sglang.plugin, graft.integrations.sglang.rounds

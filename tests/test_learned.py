@@ -76,7 +76,7 @@ def test_a_damaged_file_is_passed_over_with_a_line_and_written_anew(home, model,
     first = answered(model)
     (path,) = files(home)
     path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
-    with pytest.warns(UserWarning, match="what was learned before is passed over") as seen:
+    with pytest.warns(UserWarning, match="earlier learned state is ignored") as seen:
         again = answered(model)
     assert again.ids == first.ids and "\n" not in str(seen[0].message)
     assert answered(model).stats.rounds < first.stats.rounds

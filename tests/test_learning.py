@@ -55,7 +55,7 @@ def proposed(retriever, candidates, *histories, max_depth=8, first=1):
     """What a retriever adds: by row, {token path: (source, score bucket)}; the likeliest of equal ones."""
     before = candidates.width
     priors = [torch.ones(1)] * (first - 1) + list(retriever.prior)
-    retriever.propose(candidates, histories, first, Calibration(priors).chances, max_depth)
+    retriever.propose(candidates, histories, first, Calibration(priors).acceptance_probs, max_depth)
     nodes = candidates.nodes
     rows = []
     for row in range(len(histories)):
@@ -605,29 +605,29 @@ def test_a_proposal_is_not_judged_where_nobody_knows_what_would_have_come():
 def test_paths_that_are_said_to_be_likelier_than_they_are_count_for_less():
     """Two rows: nodes of 0.6 come true, of those of 0.1 every second one that should, of those of 0.001 none ever."""
     calibration = PathCalibration()
-    assert set(calibration.truths) == {1.0}
+    assert set(calibration.ratios) == {1.0}
     paths = torch.tensor([[1.0, 0.6, 0.1, 0.001, 0.001], [1.0, 0.6, 0.1, 0.1, 0.0]])
     for number in range(4000):
         first = [1] if number % 5 < 3 else []
         second = [1] if number % 5 < 3 else ([2] if number % 20 < 10 and number % 5 == 3 else [])
         calibration.observe(paths, [first, second if number % 2 else first])
-    truths = calibration.truths
-    assert truths[0] == pytest.approx(1.0, abs=0.1)
-    assert truths[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is an eighth to a sixteenth"
-    assert truths[9] < 0.6 and truths[5] == 1.0, "little is known of what is seldom, and nothing of what never was"
+    ratios = calibration.ratios
+    assert ratios[0] == pytest.approx(1.0, abs=0.1)
+    assert ratios[3] == pytest.approx(0.05 / 0.3, abs=0.1), "0.1 is an eighth to a sixteenth"
+    assert ratios[9] < 0.6 and ratios[5] == 1.0, "little is known of what is seldom, and nothing of what never was"
     other = PathCalibration()
     other.restore(calibration.state())
-    assert other.truths == truths
+    assert other.ratios == ratios
     other.restore({})
-    assert set(other.truths) == {1.0}
+    assert set(other.ratios) == {1.0}
 
 
 def test_a_round_that_accepted_nothing_or_verified_nothing_can_be_counted():
     calibration = PathCalibration()
     calibration.observe(torch.ones(3, 1), [[], [], []])
-    assert set(calibration.truths) == {1.0}, "roots are no proposals"
+    assert set(calibration.ratios) == {1.0}, "roots are no proposals"
     calibration.observe(torch.tensor([[1.0, 0.25]]), [[]])
-    assert calibration.truths[1] < 1.0 or calibration.truths[2] < 1.0
+    assert calibration.ratios[1] < 1.0 or calibration.ratios[2] < 1.0
 
 
 def test_calibration_is_restored_from_its_state_and_from_nothing():

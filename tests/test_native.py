@@ -364,7 +364,7 @@ def test_copies_are_hung(finished, texts, seed, depth, num_nodes, num_drafted, h
             both = Both(seed + number, len(texts))
             for _ in range(number):
                 both.add_something()
-            chances = Calibration([*both.chances[0, :2], *SuffixLookup.prior]).chances
+            chances = Calibration([*both.chances[0, :2], *SuffixLookup.prior]).acceptance_probs
             known = [history.ids for history in histories]
             beside = [
                 [

@@ -314,9 +314,9 @@ def end_of(news):
             return last
 
 
-def test_a_request_that_is_just_being_put_back_does_not_outlive_the_server(schedule, monkeypatch):
+def test_a_request_that_is_just_being_preempted_does_not_outlive_the_server(schedule, monkeypatch):
     scheduler = schedule(new_engine(policy="off"))
-    put_back, leave, closing = Scheduler._put_back, Scheduler._leave, []
+    preempt, leave, closing = Scheduler._preempt, Scheduler._remove, []
 
     def leave_and_close(self, jobs):
         leave(self, jobs)
@@ -328,13 +328,13 @@ def test_a_request_that_is_just_being_put_back_does_not_outlive_the_server(sched
             with scheduler._changed:
                 pass
 
-    def round_and_put_back(self, reading):
-        self.engine.run_round(self._batch, self._clock, reading)
+    def round_and_preempt(self, chunks):
+        self.engine.run_round(self._batch, self._clock, chunks)
         if not closing:
-            monkeypatch.setattr(Scheduler, "_leave", leave_and_close)
-            put_back(self, next(iter(self._running)))
+            monkeypatch.setattr(Scheduler, "_remove", leave_and_close)
+            preempt(self, next(iter(self._running)))
 
-    monkeypatch.setattr(Scheduler, "_round", round_and_put_back)
+    monkeypatch.setattr(Scheduler, "_round", round_and_preempt)
     _, news = ask(scheduler, "abc", max_new_tokens=3000)
     failure = end_of(news)
     closing[0].join(timeout=60)

@@ -240,7 +240,7 @@ def test_damaged_profile_is_an_error_when_named_and_one_warning_when_found(damag
     before = engine.policy.state()
     with pytest.raises(GraftError, match="profile"):
         equip(engine, path)
-    with pytest.warns(UserWarning, match="passed over") as caught:
+    with pytest.warns(UserWarning, match="ignored") as caught:
         equip(engine, "auto")
     assert len(caught) == 1
     assert same(engine.policy.state(), before)

@@ -490,10 +490,10 @@ def test_a_listener_hears_of_no_token_behind_a_stop_string(model, schedule):
 
 
 def tight(schedule, model, monkeypatch, drafter=None, policy="graft", num_pages=10):
-    """A scheduler whose pages do not suffice for those who ask, and how often one of them was put back."""
+    """A scheduler whose pages do not suffice for those who ask, and how often one of them was preempted."""
     scheduler = schedule(policy, drafter, max_cache_tokens=num_pages * PAGE, max_rows=8, max_batched_tokens=64)
-    put_back, backs = scheduler._put_back, []
-    monkeypatch.setattr(scheduler, "_put_back", lambda job: (backs.append(job), put_back(job)))
+    preempt, backs = scheduler._preempt, []
+    monkeypatch.setattr(scheduler, "_preempt", lambda job: (backs.append(job), preempt(job)))
     return scheduler, backs
 
 
@@ -518,7 +518,7 @@ VARIOUS = [
         ),
     ],
 )
-def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, schedule, monkeypatch, kind, options):
+def test_a_request_that_was_preempted_and_read_again_has_the_same_text(model, schedule, monkeypatch, kind, options):
     drafter = Eagle3Drafter(make_head(model), TreeSettings(depth=3, topk=3)) if kind == "head" else None
     policy = RandomTrees(10, BYTE_VOCAB) if kind == "random trees" else "graft"
     kept = 0 if kind == "random trees" else None
@@ -536,17 +536,17 @@ def test_a_request_that_was_put_back_and_read_again_has_the_same_text(model, sch
     assert asked[2].job in backs and asked[0].job not in backs, "the youngest go"
 
 
-def test_a_request_that_was_put_back_goes_on_before_those_that_wait(schedule, monkeypatch):
+def test_a_request_that_was_preempted_goes_on_before_those_that_wait(schedule, monkeypatch):
     scheduler = schedule("off", max_rows=2, max_batched_tokens=64)
-    make_room, backs, heard = scheduler._make_room, [], []
+    make_room, backs, heard = scheduler._extend_rows, [], []
 
-    def and_put_back():
+    def and_preempt():
         if not backs and asked["second"].job in scheduler._jobs.values():
             backs.append(asked["second"].job)
-            scheduler._put_back(backs[0])
+            scheduler._preempt(backs[0])
         make_room()
 
-    monkeypatch.setattr(scheduler, "_make_room", and_put_back)
+    monkeypatch.setattr(scheduler, "_extend_rows", and_preempt)
     with scheduler._changed:  # all of them before the first is taken in
         asked = {
             name: Asked(scheduler, name, max_new_tokens=count, ignore_eos=True)
@@ -561,7 +561,7 @@ def test_a_request_that_was_put_back_goes_on_before_those_that_wait(schedule, mo
     assert backs and others == sorted(others, key=["second", "third", "fourth"].index), "each in its turn"
 
 
-def test_a_constrained_request_that_was_put_back_goes_on_in_its_grammar(schedule, monkeypatch):
+def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedule, monkeypatch):
     schema = '{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 10, "maxItems": 20}'
     scheduler, backs = unsettled(schedule, monkeypatch)
     grammars = Grammars(scheduler.engine.tokenizer, BYTE_VOCAB, [2])
@@ -589,7 +589,7 @@ def test_when_the_cache_is_full_the_youngest_wait_and_all_texts_are_the_same(mod
     assert backs and asked[0].job not in backs
 
 
-def test_a_request_with_stop_strings_that_was_put_back_ends_where_it_would_have(model, schedule, monkeypatch):
+def test_a_request_with_stop_strings_that_was_preempted_ends_where_it_would_have(model, schedule, monkeypatch):
     scheduler, backs = unsettled(schedule, monkeypatch)
     whole = alone(model, "young", max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=4)[0]
     options = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 4, "stop": [whole[40:44]]}
@@ -601,7 +601,7 @@ def test_a_request_with_stop_strings_that_was_put_back_ends_where_it_would_have(
 
 def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, monkeypatch):
     scheduler, _ = tight(schedule, model, monkeypatch)
-    room = 10 * PAGE - scheduler._ahead
+    room = 10 * PAGE - scheduler.pages.slots_ahead
     options = {"max_new_tokens": room - 400, "ignore_eos": True}
     large = [Asked(scheduler, "x" * 400, **options) for _ in range(2)]
     small = Asked(scheduler, "small", max_new_tokens=20)
@@ -614,8 +614,8 @@ def test_a_request_that_needs_the_whole_cache_is_decoded_alone(model, schedule, 
 def test_pages_for_later_are_given_back_before_anybody_goes(model, schedule, monkeypatch):
     """One takes 6 of 15 pages at once and soon needs 4 of them; two others begin with 3 each and come to need 5."""
     scheduler, backs = tight(schedule, model, monkeypatch, num_pages=15)
-    trim, trimmed = scheduler._trim, []
-    monkeypatch.setattr(scheduler, "_trim", lambda: trimmed.append(trim()) or trimmed[-1])
+    trim, trimmed = scheduler.pages.trim, []
+    monkeypatch.setattr(scheduler.pages, "trim", lambda batches: trimmed.append(trim(batches)) or trimmed[-1])
     # All decoded plainly, a token a round, so that nobody is far ahead.
     gate = Gate(scheduler.engine.target)
     whole = Asked(scheduler, "abc", speculates=False, max_new_tokens=200, ignore_eos=True)

@@ -32,7 +32,7 @@ __all__ = [
     "load",
 ]
 
-# torch and transformers take seconds to import: they wait until something needs them.
+# Lazy imports: torch and transformers take seconds to import.
 _HOMES = {
     "Choice": "graft.engine",
     "Engine": "graft.engine",

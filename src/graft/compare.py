@@ -1,6 +1,6 @@
-"""Compares an engine's answers token by token with plain decoding and with transformers' `generate`.
+"""Comparison of an engine's answers, token by token, with plain decoding and with transformers' `generate`.
 
-At a first difference the scores of both tokens are computed, to tell an exact tie from an error.
+At the first difference the scores of both tokens are computed, to tell an exact tie from an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Candidate:
 
     decoder: str
     token: int | None  # None: its answer had ended
-    logit: float | None  # in a plain forward over the text before
-    # What a decoder takes the maximum of: the logit after penalties, temperature and truncation, and with the noise of
+    logit: float | None  # by a plain forward over the text before
+    # The number whose maximum a decoder takes: the logit after penalties, temperature and truncation, plus the noise of
     # a draw. None: the settings exclude the token.
     score: float | None
 
@@ -52,7 +52,7 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Equal scores: neither the model nor the settings say which of the two comes first."""
+        """Whether the scores are equal, so that either token is right."""
         return self.expected.score is not None and self.expected.score == self.found.score
 
 
@@ -70,12 +70,12 @@ class Comparison:
 
 
 def plain_twin(engine: Engine) -> Engine:
-    """An engine that decodes plainly with the same model object."""
+    """An engine for plain decoding with the same model object."""
     return Engine(engine.target.model, engine.tokenizer, policy="off")
 
 
 def compare(engine: Engine, plain: Engine, prompt: Prompt, settings: SamplingSettings) -> Comparison:
-    """Answers a prompt with both engines, and with transformers where it decodes by the same rule."""
+    """Answer a prompt with both engines, and with transformers where it decodes by the same rule."""
     ids = engine.encode(prompt)
     settings = settings.fitted(len(ids), engine.target.max_positions)
     expected = Answer("plain", plain.generate(ids, **vars(settings)).ids)
@@ -98,7 +98,7 @@ def find_difference(
 ) -> Difference | None:
     """The first difference between two answers to a prompt, with the logits and scores of both tokens there.
 
-    rule: what turns logits into scores.
+    rule: turns logits into scores.
     """
     position = first_difference(expected.ids, found.ids)
     if position is None:
@@ -119,7 +119,7 @@ def find_difference(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first position at which two answers differ; one may have ended there."""
+    """The first position at which two answers differ, or at which one of them has ended."""
     pairs = enumerate(zip_longest(expected, found))
     return next((place for place, (one, other) in pairs if one != other), None)
 
@@ -133,8 +133,8 @@ def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 
 def comparable_to_transformers(engine: Engine, settings: SamplingSettings) -> bool:
-    """Whether the tokens must equal transformers': in fp32, as lower precisions round differently.
+    """Whether the tokens must equal transformers': only in fp32, because lower precisions round differently.
 
-    Stop texts are left out: transformers ends an answer behind the token that completes one.
+    Not with stop strings: transformers ends an answer after the token that completes one.
     """
     return not settings.stop and engine.target.model.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Prompts from JSON-lines files, and their wrapping as chat messages."""
+"""Prompts: read from JSON-lines files, and wrapped as chat messages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from graft.settings import require
 class Prompt:
     """A row of a data file."""
 
-    id: str  # the row's own, else its line number
+    id: str  # the row's own, or its line number
     text: str
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file, all if None; later lines are not read.
+    """The first `limit` prompts of a file, or all; later lines are not read.
 
-    A row has `prompt`, or `turns`, of which the first is taken: later ones follow up on an answer.
+    A row has `prompt` or `turns`. The first turn is taken: later ones follow up on an answer.
     """
     require(limit is None or limit >= 1, f"limit must be at least 1, not {limit}")
     try:
@@ -37,9 +37,9 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def user_message(text: str, tokenizer: Any, system: str | None = None) -> str | list[dict[str, str]]:
-    """`text` as a user's chat message, or as it is for a model without a chat template."""
+    """`text` as a user's chat message, or unchanged for a model without a chat template."""
     if not tokenizer.chat_template:
-        require(system is None, "this model has no chat template, so a system message has no place")
+        require(system is None, "this model has no chat template, so it takes no system message")
         return text
     instructions = [{"role": "system", "content": system}] if system is not None else []
     return [*instructions, {"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""Names of devices, under which measured times are kept, and their free memory."""
+"""Devices: their names, which are the keys of measured times, and their free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graft import machine
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the CPU's with the threads in use: what a measured time holds for."""
+    """The name of a GPU, or of the CPU with the number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -29,7 +29,7 @@ def cpu_name() -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on the device; None where that is not known."""
+    """Free bytes on the device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return machine.free_memory()

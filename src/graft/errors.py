@@ -1,11 +1,11 @@
-"""Errors a user can act on.
+"""Errors that a user can act on.
 
-Anything that is the caller's to fix is a `GraftError`; everything else is a bug and keeps its traceback.
+An error that the caller can fix is a `GraftError`; any other error is a bug and keeps its traceback.
 """
 
 
 class GraftError(ValueError):
-    """Its message is one line: what is wrong, and what to do about it."""
+    """An error that the caller can fix. Its message is one line: what is wrong, and what to do about it."""
 
 
 class ModelError(GraftError):

@@ -15,7 +15,7 @@ _ENDING = ".partial"
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
+    """The SHA-256 checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,6 +1,7 @@
 """A counter-based mixing function on int64 tensors, the same on every device.
 
-It keys the sampling noise (`model.sampler`) and names paths (`candidates`) and n-grams (`successor_table`).
+It makes the sampling noise (`model/sampler.py`), the keys of paths (`tree/candidates.py`) and those of n-grams
+(`spec_decode/proposers/successor_table.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Scrambles every bit of int64 `x`; int64 arithmetic wraps, as the mixing needs."""
+    """Mix the bits of int64 `x`; int64 arithmetic wraps, as SplitMix64 needs."""
     x = x + GOLDEN
     x = (x ^ _shift_right(x, 30)) * _FIRST
     x = (x ^ _shift_right(x, 27)) * _SECOND
@@ -22,5 +23,5 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: int64's own is arithmetic and would drag the sign bit along."""
+    """Logical shift: int64's own is arithmetic, so it would copy the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

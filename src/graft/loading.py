@@ -1,4 +1,4 @@
-"""`load`: makes an engine from a model's name, with its drafter, profile and datastore."""
+"""`load`: an engine from a model's name, with its drafter, profile and datastore."""
 
 from __future__ import annotations
 
@@ -48,33 +48,31 @@ def load(
 
     device: auto (a GPU if there is one), cpu, cuda, cuda:1 ...; dtype: auto (fp32 on a CPU, bf16 on a GPU),
     fp32, bf16, fp16, or as torch spells them. A model in memory keeps its own.
-    draft: an EAGLE-3 or block head's folder or hub id, or a packaged head's name; or a small model, by name, as a GGUF
-    file or in memory; or mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the
-    model's own first layers, of which early-exit chooses how many. auto takes the one that `graft tune` measured as the
-    fastest for this model on this machine, or none; if it was never asked, the packaged head of a packaged model. None
-    drafts with nothing.
-    draft_tokenizer: of a small model in memory; without one its vocabulary has to be the target's.
+    draft: an EAGLE-3 or block head, by folder or hub id, or a packaged head's name; a small model, by name, as a GGUF
+    file or in memory; mtp, the multi-token-prediction head in the model's own checkpoint; or early-exit:LAYER, the
+    model's own first layers (early-exit alone chooses how many). auto: the fastest one that `graft tune` measured for
+    this model on this machine, which may be none; without measurements, the packaged head of a packaged model. None: no
+    drafter.
+    draft_tokenizer: of a small model in memory; without one, its vocabulary must be the target's.
     policy: see `graft.spec_decode.policies`.
-    budget: nodes a round verifies; None leaves it to the policy, which for graft is what pays on this machine.
-    profile: what `graft tune` saved: a file; auto takes the one of this model, head and machine, or the packaged
-    head's; None starts with nothing learned.
+    budget: nodes that a round verifies; None: the policy decides, and graft takes what pays on this machine.
+    profile: a file that `graft tune` saved; auto: the one of this model, head and machine, or the packaged head's;
+    None: start with nothing learned.
     datastore: an index made by `graft index build`, to retrieve from as well; policy graft only.
-    isolated: texts do not learn from each other, nor from a profile's texts; only from themselves, and from texts of
-    the same `Sequence.owner`, where a server names one.
+    isolated: a text learns only from itself and from texts of the same `Sequence.owner`, which a server sets; not from
+    other texts or a profile's texts.
     exact: on a GPU, the same bits for a token in any batch, or a GraftError that says why not; large batches are
     slower. See docs/exactness.md.
-    prefix_cache: a prompt that begins like an earlier text of this engine is read from where it differs. None: where
-    the model is loaded here, by its name; the weights of one in memory may change, and what was read with them.
-    keep_learned: what policy graft learns is kept in GRAFT_HOME for later processes, in a file of this user's
-    own; not with another profile than auto, nor where texts are isolated. None: unless GRAFT_KEEP_LEARNED=0.
+    prefix_cache: a prompt that begins like an earlier text of this engine is prefilled only from where it differs.
+    None: only for models loaded here by name, because the weights of a model in memory may change.
+    keep_learned: store what policy graft learns in GRAFT_HOME for later processes, in a file of this user's own; only
+    with profile auto, and not with isolated texts. None: yes, unless GRAFT_KEEP_LEARNED=0.
     """
     model = str(model) if isinstance(model, Path) else model
     draft = str(draft) if isinstance(draft, Path) else draft
     _check_names(model, draft, policy, datastore, profile)
-    PolicySettings(budget)  # which checks it
-    require(
-        not (keep_learned and isolated), "isolated texts leave nothing that later ones may learn: drop keep_learned"
-    )
+    PolicySettings(budget)  # checks the budget
+    require(not (keep_learned and isolated), "isolated texts cannot keep what is learned: drop keep_learned")
     name = None
     if isinstance(model, str):
         from graft.hub.load import load_model
@@ -110,7 +108,7 @@ def load(
 
 
 def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: Any) -> None:
-    """What is wrong with a name is said before anybody waits for the model."""
+    """Check all names before the model is loaded, so that an error comes at once."""
     where = "a packaged name, a folder or a hub id"
     for what, given in (("model", model), ("draft", draft)):
         good = isinstance(given, str | nn.Module) or (what == "draft" and given is None)
@@ -128,16 +126,16 @@ def _check_names(model: Any, draft: Any, policy: Any, datastore: Any, profile: A
 
 
 def _best_or(usual: str | None, model: PreTrainedModel) -> str | None:
-    """The drafter that `graft tune` found to be the fastest for this model here; the usual one if it was not asked."""
+    """The fastest drafter that `graft tune` measured for this model here; the usual one without measurements."""
     best = best_draft(About.of_model(model))
-    if best is None or not is_possible(best, model):  # a model in memory may be without its files
+    if best is None or not is_possible(best, model):  # a model in memory may have no files
         return usual
     return None if best == NONE else best
 
 
 def tree_settings(policy: str, device: torch.device) -> TreeSettings:
     """The size of the draft tree for a policy on that device."""
-    # A CPU verifies few nodes: narrow, shallow drafts miss little there and cost a third.
+    # A CPU verifies few nodes, so narrow and shallow drafts miss little and cost a third.
     narrow = policy == DEFAULT_POLICY and device.type == "cpu"
     return TreeSettings(depth=5, topk=4) if narrow else TreeSettings()
 
@@ -154,7 +152,7 @@ def pick_device(name: str | torch.device) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """By our name or torch's; or as it is."""
+    """A dtype by our name or torch's."""
     if isinstance(name, str) and name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     spelt = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()} | _DTYPES

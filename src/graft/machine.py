@@ -1,6 +1,6 @@
-"""Memory and cores that this process may use: the machine's, or less where a control group (cgroup) of Linux says so.
+"""Memory and cores that this process may use: the machine's, or fewer if a Linux control group (cgroup) limits them.
 
-A container has a control group of its own. Its limits are in files, of version 1 or 2 of the kernel's interface.
+A container has a control group of its own. The kernel shows its limits in files, in version 1 or 2 of its interface.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # below which the kernel's files are
+ROOT = Path("/")  # of the kernel's files
 
 
 def total_memory() -> int:
-    """Bytes of memory that this process may use at most, others included."""
+    """Bytes of memory that this process and others may use in all."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _memory_limits())])
 
 
 def free_memory() -> int | None:
-    """Bytes of memory that are still to be had; None where that is not known."""
+    """Bytes of memory that can still be allocated; None if unknown."""
     kilobytes = _fields(ROOT / "proc/meminfo").get("MemAvailable:")
     if kilobytes is None:
         return None
@@ -27,54 +27,54 @@ def free_memory() -> int | None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use: those it may run on, or fewer where its share of time is less."""
+    """Cores that this process may run on, or fewer if its share of CPU time is smaller."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([own, *_core_limits()]), 1)
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Each group's limit and what counts against it, in bytes. Files that nobody uses any more make room for others."""
+    """Each group's limit and its use, in bytes, without cached files, which the kernel drops when it needs memory."""
     for folder in _groups("memory"):
         limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
         if limit is None:
             continue
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
         counts = _fields(folder / "memory.stat")
-        idle = counts.get("total_inactive_file", counts.get("inactive_file", 0))  # version 1 counts groups below apart
+        idle = counts.get("total_inactive_file", counts.get("inactive_file", 0))  # version 1: with subgroups
         yield limit, used - idle
 
 
 def _core_limits() -> Iterator[int]:
-    """Each group's share of time, in cores, rounded up."""
+    """Each group's share of CPU time, in cores, rounded up."""
     for folder in _groups("cpu"):
         words = (_text(folder / "cpu.max") or "").split()  # version 2: quota and period
         words = words or [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
-        if len(words) == 2 and all(map(str.isdigit, words)) and int(words[1]):  # else `max` or -1: no limit
+        if len(words) == 2 and all(map(str.isdigit, words)) and int(words[1]):  # otherwise `max` or -1: no limit
             yield -(-int(words[0]) // int(words[1]))
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and those above it, whose limits hold as well.
+    """Folders of this process's control group and of the groups above it, whose limits apply too.
 
-    A container may be shown the path that the machine knows, of which only the top is visible.
+    In a container the path may be the host's, of which only the top is visible.
     """
     for line in (_text(ROOT / "proc/self/cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        top = ROOT / "sys/fs/cgroup" / (controller if controllers else "")  # version 2 names no controllers
+        top = ROOT / "sys/fs/cgroup" / (controller if controllers else "")  # version 2 lists no controllers
         own = Path(path.lstrip("/"))
         yield from (top / folder for folder in (own, *own.parents))
 
 
 def _number(*files: Path) -> int | None:
-    """What the first of the files that is there holds; None for a word, such as `max`."""
+    """The number in the first file that exists; None for a word such as `max`."""
     text = next((text for text in map(_text, files) if text is not None), "")
     return int(text) if text.isdigit() else None
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Lines of a name, a number and perhaps a unit."""
+    """A file's numbers by name; each line has a name, a number and perhaps a unit."""
     lines = (line.split() for line in (_text(file) or "").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) >= 2 and words[1].isdigit()}
 

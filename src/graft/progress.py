@@ -1,4 +1,4 @@
-"""Progress reports of long-running work; the command line draws them."""
+"""Progress reports of long-running work, which the command line draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silences transformers' progress bars and log messages while Graft shows its own."""
+"""Silence for transformers: no progress bars and log messages while Graft shows its own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Errors only, no bars; the caller's settings come back afterwards."""
+    """Log errors alone and show no bars; afterwards the caller's settings are restored."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""The base of every settings object: frozen, validated, and strict about unknown keys."""
+"""Settings: the base of every settings object, which is frozen, validated and strict about unknown keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graft.errors import GraftError
 
 
 class Settings:
-    """Mixin for frozen dataclasses. `of` builds one from keywords and names a misspelt key."""
+    """Mixin for frozen dataclasses."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """From keywords; `settings` may be one of its kind, which the others change."""
+        """Make settings from keywords, and name a misspelt key. `settings`: a base that the other keywords change."""
         options = dict(options)
         given = options.pop("settings", None)
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
@@ -28,19 +28,19 @@ class Settings:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises a GraftError with `message` unless `condition` holds."""
+    """Raise a GraftError with `message` unless `condition` holds."""
     if not condition:
         raise GraftError(message)
 
 
 def check_size(name: str, value: Any) -> None:
-    """Raises a GraftError unless `value` is a positive whole number."""
+    """Raise a GraftError unless `value` is a positive whole number."""
     good = isinstance(value, int) and not isinstance(value, bool) and value > 0
     require(good, f"{name} must be a positive whole number, not {value!r}")
 
 
 def require_known(what: str, name: str, known: Collection[str]) -> None:
-    """Raises a GraftError, with the closest known name, unless `name` is `known`. what: setting, policy ..."""
+    """Raise a GraftError with the closest known name unless `name` is `known`. what: setting, policy ..."""
     if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

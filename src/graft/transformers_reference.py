@@ -1,7 +1,7 @@
 """Reference answers: transformers' own `generate`, with transformers' own logits processors.
 
-`graft check` and tests compare Graft's answers with these. So nothing here calls Graft's sampler, except for the noise
-that makes a draw repeatable: the reference adds it to the scores, and then the likeliest token is the draw.
+`graft check` and tests compare Graft's answers with these, so nothing here calls Graft's sampler. The exception is the
+noise that makes a draw repeatable: the reference adds it to the scores, and then the likeliest token is the draw.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _NO_TOKEN = -1
 
 
 def transformers_answer(engine: Engine, prompt_ids: Sequence[int], settings: SamplingSettings) -> list[int]:
-    """The new tokens of transformers' own `generate`, ending where the engine's answers end. Stop texts are ignored."""
+    """The new tokens of transformers' own `generate`, which ends where the engine does. Stop strings are ignored."""
     inputs = torch.tensor([list(prompt_ids)], device=engine.target.device)
     endings = _endings(engine, settings)
-    model: Any = engine.target.model  # whose annotation leaves `generate` out
+    model: Any = engine.target.model  # its annotation lacks `generate`
     with quiet_transformers(), evaluating(model):
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=settings.most_new_tokens,
-            do_sample=False,  # the noise among the processors makes the likeliest token the draw
+            do_sample=False,  # a processor adds the noise, so the likeliest token is the draw
             logits_processor=processors(engine, settings, len(prompt_ids)),
-            repetition_penalty=1.0,  # a model's own generation config may bring another
-            eos_token_id=endings or [_NO_TOKEN],  # None would stand for the generation config's own
+            repetition_penalty=1.0,  # overrides the model's generation config
+            eos_token_id=endings or [_NO_TOKEN],  # None would mean the generation config's own
             pad_token_id=endings[0] if endings else 0,
         )
     return output[0, len(prompt_ids) :].tolist()
 
 
 def processors(engine: Engine, settings: SamplingSettings, num_prompt_tokens: int) -> LogitsProcessorList:
-    """What turns logits into scores whose maximum is the next token, in the order in which transformers applies it.
+    """Processors that turn logits into scores whose maximum is the next token, in the order of transformers.
 
-    transformers has no presence and frequency penalty; they come after the repetition penalty. Differences from Graft's
-    sampler are possible only at the edge of a truncation: transformers' top-k keeps all tokens that are equal to the
-    last one, Graft's keeps exactly k; and the sums of top-p are rounded in another order.
+    transformers has no presence and frequency penalties; here they come after the repetition penalty. Differences from
+    Graft's sampler are possible only at the edge of a truncation: transformers' top-k keeps all tokens equal to the
+    last one, Graft's keeps exactly k; and top-p sums are rounded in another order.
     """
     s, endings = settings, _endings(engine, settings)
     chain: list[LogitsProcessor] = []
@@ -88,7 +88,7 @@ def _endings(engine: Engine, settings: SamplingSettings) -> list[int]:
 
 
 class _CountPenalties(LogitsProcessor):
-    """Presence and frequency penalty: subtracted once for every token of the answer, and once per occurrence."""
+    """Presence penalty, once for every token in the answer, and frequency penalty, once for every occurrence."""
 
     def __init__(self, presence: float, frequency: float, num_prompt_tokens: int) -> None:
         self._presence, self._frequency, self._num_prompt_tokens = presence, frequency, num_prompt_tokens

@@ -132,7 +132,7 @@ def _expected(engine: Engine, turns: list[Turn]) -> float | None:
     rounds = sum(stats.rounds for stats in all_stats)
     nodes, passes = sum(s.nodes for s in all_stats) / rounds, sum(s.draft_passes for s in all_stats) / rounds
     plain = budget.plain_seconds(1)
-    more = budget.step.seconds(round(1 + nodes)) - budget.step.seconds(1) + budget.look_seconds(1, 0)
+    more = budget.step.seconds(round(1 + nodes)) - budget.step.seconds(1) + budget.proposal_seconds(1, 0)
     tokens = sum(stats.tokens for stats in all_stats) / rounds
     return float(tokens * plain / (plain + more + passes * budget.pass_seconds(1)))
 

@@ -1,5 +1,7 @@
 """The engine: the round of speculative decoding, the loop around it, and the scheduler of many requests."""
 
-from graft.engine.engine import Choice, Engine, Generation, Prompt, Reading, Stream
+from graft.engine.answers import Choice, Generation, Stream
+from graft.engine.engine import Engine, PrefillChunk
+from graft.engine.prompts import Prompt
 
-__all__ = ["Choice", "Engine", "Generation", "Prompt", "Reading", "Stream"]
+__all__ = ["Choice", "Engine", "Generation", "PrefillChunk", "Prompt", "Stream"]

@@ -1,4 +1,4 @@
-"""The engine: the round of speculative decoding, the loop around it, and streaming.
+"""The engine: the round of speculative decoding, and the loop around it.
 
 A round: propose a tree (draft, prune, graft), verify it, accept a path, commit it, learn. Plain decoding is the same
 round with a tree of one node.
@@ -8,78 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from graft.data import user_message
 from graft.datastore.lookup import Datastore
-from graft.errors import ContextError, GraftError
+from graft.engine.answers import Choice, Generation, Stream
+from graft.engine.prompts import Prompt, encode_prompt, render_chat, require_tokenizer
+from graft.errors import ContextError
 from graft.model import Chunk, KVCache, VerifyOutput, target_for
 from graft.model.grammar import pruned
 from graft.model.sampler import Chooser, Sampler, SamplingSettings
 from graft.model.support import usable_model
 from graft.request.batch import Batch
 from graft.request.round_trace import RoundRecord
-from graft.request.sequence import FinishReason, TokenLogprob, TreeRow
 from graft.request.sequence import Sequence as TokenSequence
-from graft.request.stats import Clock, Stats
+from graft.request.sequence import TreeRow
+from graft.request.stats import Clock
 from graft.settings import check_size, require, require_known
-from graft.spec_decode.acceptance import choose_ahead, walk
+from graft.spec_decode.acceptance import Accepted, choose_ahead, walk
 from graft.spec_decode.policies import DEFAULT_POLICY, MAX_BUDGET, POLICIES, Policy, make_policy
 from graft.spec_decode.policies.base import DraftResult
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.tree.tree import DraftTree
 
-Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, str]]
 
-
-@dataclass(frozen=True)
-class Choice:
-    """One answer."""
-
-    text: str  # "" when the engine has no tokenizer
-    ids: list[int]  # the new tokens, the one that ended the answer included
-    finish_reason: FinishReason | None  # None when it was cancelled
-    seed: int  # with this seed, the same settings give the same answer
-    logprobs: list[TokenLogprob]
-    stats: Stats
-
-
-@dataclass(frozen=True)
-class Generation:
-    """All answers to one prompt; `text`, `ids`, `finish_reason` and `stats` are those of the first."""
-
-    prompt_ids: list[int]
-    choices: list[Choice]
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def ids(self) -> list[int]:
-        return self.choices[0].ids
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.choices[0].finish_reason
-
-    @property
-    def stats(self) -> Stats:
-        return self.choices[0].stats
-
-
-class Reading(NamedTuple):
-    """A row whose prompt is being read, and the chunk of it that comes next."""
+class PrefillChunk(NamedTuple):
+    """The next tokens of a prompt to prefill, and the row that they belong to."""
 
     batch: Batch
     row: int
@@ -87,8 +48,10 @@ class Reading(NamedTuple):
 
 
 class Engine:
-    """A target model, what Graft has learned about it, and the verbs `generate`, `generate_batch`,
-    `generate_group`, `stream`, `generate_async`, `stream_async`."""
+    """A target model and everything learned about it.
+
+    Its verbs are `generate`, `generate_batch`, `generate_group`, `stream`, `generate_async` and `stream_async`.
+    """
 
     def __init__(
         self,
@@ -105,8 +68,8 @@ class Engine:
     ) -> None:
         """policy: a name, or a policy object made for this model. budget, datastore, isolated: see `make_policy`.
 
-        prefix_cache: pages of texts that have ended are kept for as long as nobody needs them, and a prompt that begins
-        like one of them is read from where it differs. The model's weights must not change meanwhile.
+        prefix_cache: keep the pages of finished texts until their memory is needed. A prompt that begins like one of
+        them is prefilled only from where it differs. The model's weights must not change meanwhile.
 
         exact: on a GPU, texts do not depend on the batch even by rounding, or a GraftError says why not; large batches
         are slower. What is promised without it: docs/exactness.md.
@@ -135,16 +98,16 @@ class Engine:
     # The verbs
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Answers one prompt: text, chat messages or token ids. Options are those of SamplingSettings."""
+        """Answer one prompt: text, chat messages or token ids. Options are those of SamplingSettings."""
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, each: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> list[Generation]:
-        """Answers several prompts together; each gets the text it would get alone.
+        """Answer several prompts together; each gets the text that it would get alone.
 
-        each: options of every prompt, which go before those for all. How exactly the texts are the same, on which
-        device and in which precision: docs/exactness.md.
+        each: options of every prompt, which take precedence over those for all. How exactly the texts are the same, on
+        which device and in which precision: docs/exactness.md.
         """
         several = not isinstance(prompts, str | bytes | Mapping)
         require(several, "generate_batch takes a list of prompts: put a single one into a list, or use generate")
@@ -157,24 +120,24 @@ class Engine:
         ]
         for _ in self.rounds([sequence for group in groups for sequence in group]):
             pass
-        return [_generation(group) for group in groups]
+        return [Generation.of(group) for group in groups]
 
     async def generate_async(self, prompt: Prompt, **options: Any) -> Generation:
-        """`generate` in a thread of the engine's own, which event loops do not wait for; asynchronous calls take turns.
+        """`generate` in a thread of the engine's own, so that the event loop is free; asynchronous calls take turns.
 
-        Not beside calls of the other verbs: an engine is for one thread at a time.
+        Do not call the other verbs at the same time: an engine serves one thread at a time.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self.generate, prompt, **options))
 
     async def stream_async(self, prompt: Prompt, **options: Any) -> AsyncGenerator[str, None]:
-        """`stream` in that thread, for `async for`. What is left is cancelled if the loop over it ends early."""
+        """`stream` in that thread, for `async for`. Leaving the loop early cancels the answer."""
         loop = asyncio.get_running_loop()
         stream = await loop.run_in_executor(self._thread, partial(self.stream, prompt, **options))
         try:
             while (piece := await loop.run_in_executor(self._thread, next, stream, None)) is not None:
                 yield piece
         finally:
-            # Shielded: an event loop that ends cancels what it waits for, and the pages would stay in use.
+            # Shielded: an event loop that ends cancels what it awaits, and the pages would never be freed.
             await asyncio.shield(asyncio.wrap_future(self._thread.submit(stream.cancel)))
 
     @cached_property
@@ -182,10 +145,10 @@ class Engine:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-engine")
 
     def generate_group(self, prompt: Prompt, n: int, **options: Any) -> list[Choice]:
-        """`n` answers to one prompt, as reinforcement learning samples them: the prompt is read once, and answers learn
-        from each other while they are decoded.
+        """Sample `n` answers to one prompt, as reinforcement learning does.
 
-        Options are those of SamplingSettings, at temperature 1 unless one is given; answer i is that of seed + i.
+        The prompt is prefilled once, and the answers learn from each other while they are decoded. Options are those of
+        SamplingSettings, at temperature 1 unless one is given; answer i is that of seed + i.
         """
         return self.generate(prompt, **{"temperature": 1.0, **options, "n": n}).choices
 
@@ -197,39 +160,71 @@ class Engine:
         show_all: bool = False,
         **options: Any,
     ) -> Stream:
-        """Answers one prompt piece by piece, as tokens are accepted.
+        """Answer one prompt piece by piece, as tokens are accepted.
 
-        watch: is called with a record of every round. Nodes that may be other users' text are in it only if they were
-        accepted, unless `show_all`.
+        watch: called with a record of every round. Rejected nodes that may be other users' text are left out of it,
+        unless `show_all`.
         """
         settings = SamplingSettings.of(options)
         require(settings.n == 1, f"a stream gives one answer, not n={settings.n}")
         require(self.tokenizer is not None, "a stream needs a tokenizer; pass one to the engine")
         sequence = self.new_sequences(self.encode(prompt), settings)[0]
         sequence.shows_all = show_all
-        return Stream(self, sequence, watch)
+        return Stream(sequence, self.rounds([sequence]), watch)
+
+    # Prompts
 
     def encode(self, prompt: Prompt, is_rendered: bool = False) -> list[int]:
-        """A prompt's token ids, checked. Chat messages go through the model's chat template.
+        """Token ids of a prompt, checked. Chat messages are rendered by the model's chat template.
 
-        is_rendered: the text comes from the chat template, and has its special tokens already.
+        is_rendered: the text was rendered by the chat template, so it has its special tokens already.
         """
-        given: object = prompt
-        if isinstance(prompt, str):
-            given = _encode(self._tokenizer_for("text"), prompt, not is_rendered) if prompt else []
-        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            text = self.render_chat(cast(Sequence[Mapping[str, str]], prompt))
-            given = _encode(self._tokenizer_for("chat"), text, add_special_tokens=False)
-        ids = _token_ids(given, self.target.vocab_size)
-        require(bool(ids), "the prompt is empty; give at least one token of text")
-        return ids
+        return encode_prompt(prompt, self.tokenizer, self.target.vocab_size, is_rendered)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Chat messages as text, rendered by the model's chat template. options: the template's own, such as tools."""
+        return render_chat(messages, self.tokenizer, **options)
 
     def user_message(self, text: str, system: str | None = None) -> str | list[dict[str, str]]:
-        """A prompt that puts `text` as `graft generate` does: a user's chat message, if the model has a chat template.
+        """The prompt that `graft generate` makes of `text`: a user's chat message, if the model has a chat template.
 
-        `generate(text)` continues the text as it is, as `graft generate --raw` does.
+        `generate(text)` continues the text as it is, like `graft generate --raw`.
         """
-        return user_message(text, self._tokenizer_for("chat"), system)
+        return user_message(text, require_tokenizer(self.tokenizer, "chat"), system)
+
+    def new_sequences(
+        self, prompt: list[int], settings: SamplingSettings, kept: frozenset[int] = frozenset()
+    ) -> list[TokenSequence]:
+        """`settings.n` sequences of a prompt, checked. kept: special tokens that are part of their texts."""
+        settings.check_vocabulary(self.target.vocab_size)
+        settings = settings.fitted(len(prompt), self.target.max_positions)
+        require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
+        assert settings.seed is not None
+        answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
+        sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer, kept) for answer in answers]
+        for sequence in sequences if settings.n > 1 else ():
+            sequence.group = sequences[0].number
+        self.check_context(sequences[0])
+        return sequences
+
+    def check_context(self, sequence: TokenSequence) -> None:
+        """Raise a ContextError unless the prompt and its answer fit the model's context."""
+        limit, prompt, new = self.target.max_positions, sequence.num_prompt_tokens, sequence.num_remaining
+        if limit is None or prompt + new <= limit:
+            return
+        # A context that is shorter here than the model's own needs a reason.
+        own = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
+        why = ""
+        if own is not None and own > limit:
+            why = f" (longrope rotates all tokens differently once a text is longer, so trees cannot use all {own})"
+        if prompt >= limit:
+            raise ContextError(
+                f"the prompt has {prompt} tokens and the model's context holds {limit}: shorten the prompt{why}"
+            )
+        raise ContextError(
+            f"{prompt} prompt tokens and max_new_tokens={new} exceed the model's context of {limit}: "
+            f"ask for at most {limit - prompt} new tokens{why}"
+        )
 
     # The round and its loop
 
@@ -239,31 +234,29 @@ class Engine:
         chooser: Chooser | None = None,
         prefill: Callable[[Batch], None] | None = None,
     ) -> Generator[list[TokenSequence], None, None]:
-        """Decodes the sequences together until all have ended; yields, after every round, those that were in it.
+        """Decode the sequences together until all have ended; after every round, yield those that were in it.
 
-        prefill: commits every prompt but its last token in the engine's stead, where there is more in it than tokens.
-        Closing the iterator early cancels what is left.
+        prefill: replaces the engine's own prefill, for prompts that are more than tokens. It commits every prompt but
+        its last token. Closing the iterator early cancels what is left.
         """
         require(bool(sequences), "there is no prompt to decode")
         start = time.perf_counter()
         self.policy.prepare()
         setup_seconds = time.perf_counter() - start
         start += setup_seconds
-        # Who reads the prompt otherwise has more in it than its ids say: images.
+        # Custom prefill (images): ids alone cannot key the prefix cache.
         shares = self.prefix_cache and prefill is None
         batch = self.open(sequences, chooser, shares)
         try:
-            cached_tokens = batch.cache.lengths
-            (prefill or self._prefill)(batch)
-            for sequence, count in zip(sequences, cached_tokens, strict=True):
+            for sequence, count in zip(sequences, batch.cache.lengths, strict=True):
                 sequence.stats.cached_tokens = count
+            (prefill or self._prefill)(batch)
             prefill_seconds = time.perf_counter() - start
             clock = Clock()
             while batch.sequences:
                 start = time.perf_counter()
                 self.run_round(batch, clock)
-                for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
-                    raise failure
+                _raise_failure(batch)
                 seconds = time.perf_counter() - start
                 for sequence in batch.sequences:
                     sequence.stats.setup_seconds = setup_seconds
@@ -271,45 +264,46 @@ class Engine:
                     sequence.stats.decode_seconds += seconds
                     sequence.stats.seconds_by_phase = clock.with_host(sequence.stats.decode_seconds)
                 yield batch.sequences
-                unfinished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
-                if len(unfinished) < len(batch.sequences):
-                    for row, sequence in enumerate(batch.sequences):
-                        if sequence.finish_reason is not None:
-                            if prefill is None:
-                                self.policy.finish(sequence)
-                            if shares:
-                                self.keep_pages(batch, row)
-                    batch.keep(unfinished)
+                self._drop_finished(batch, learns=prefill is None, shares=shares)
         finally:
             for sequence in batch.sequences:
                 sequence.conclude()
             batch.release()
+
+    def _drop_finished(self, batch: Batch, learns: bool, shares: bool) -> None:
+        """Remove finished sequences. learns, shares: whether the policy and the prefix cache may use them."""
+        finished = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is not None]
+        if not finished:
+            return
+        for row in finished:
+            if learns:
+                self.policy.finish(batch.sequences[row])
+            if shares:
+                self.keep_pages(batch, row)
+        batch.keep(set(range(len(batch.sequences))).difference(finished))
 
     @torch.no_grad()
     def run_round(
         self,
         batch: Batch,
         clock: Clock,
-        reading: Sequence[Reading] = (),
+        chunks: Sequence[PrefillChunk] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """The round: proposes a tree for every row, verifies all in one step, and extends each sequence.
+        """The round: propose a tree for every row, verify all trees in one step, and extend each sequence.
 
-        reading: rows of other batches, chunks of whose prompts are read in the same step.
-        meanwhile: is called while the device works, when the sequences' texts are those of the rounds before.
+        chunks: parts of other batches' prompts, prefilled in the same step.
+        meanwhile: called while the device works, when the sequences' texts are those of the rounds before.
         """
-        batch.begin_round(sum(len(part.chunk.tokens) for part in reading))
-        speculating = [sequence.speculates for sequence in batch.sequences]
-        speculates = any(speculating)  # else nothing is proposed, and nobody learns from the round
+        batch.begin_round(sum(len(part.chunk.tokens) for part in chunks))
+        speculates = any(sequence.speculates for sequence in batch.sequences)
         if speculates:
             draft_result = self.policy.grow(batch, batch.roots(), clock)
         else:
             draft_result = DraftResult.without_drafts(DraftTree.roots(batch.roots()))
-        tree = pruned(draft_result.tree, [sequence.constraint for sequence in batch.sequences], speculating)
-        if (most := self.target.max_tokens) is not None:  # a fixed budget for many rows may ask for more than fits
-            tree = tree.first(max((most - batch.num_other_tokens) // len(batch.sequences), 1))
+        tree = self._allowed_tree(batch, draft_result.tree)
         with clock("verify") as verify_time:
-            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in reading])
+            verified, read = self.target.step(batch.cache, tree, [part.chunk for part in chunks])
             assert verified is not None
             choices = choose_ahead(tree, verified, batch.chooser)
             if choices is not None and speculates:
@@ -323,8 +317,25 @@ class Engine:
         with clock("learn"):
             if speculates:
                 self.policy.learn(batch, tree, verified, accepted, verify_time())
-            self._learn_prompts(reading, read)
+            self._learn_prompts(chunks, read)
+        self._extend(batch, tree, verified, accepted, draft_result)
 
+    def _allowed_tree(self, batch: Batch, tree: DraftTree) -> DraftTree:
+        """The nodes that grammars allow, and no more than fit a step."""
+        sequences = batch.sequences
+        tree = pruned(
+            tree, [sequence.constraint for sequence in sequences], [sequence.speculates for sequence in sequences]
+        )
+        most = self.target.max_tokens
+        if most is None:
+            return tree
+        # A fixed budget for many rows may ask for more than fits.
+        return tree.first(max((most - batch.num_prefill_tokens) // len(sequences), 1))
+
+    def _extend(
+        self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, draft_result: DraftResult
+    ) -> None:
+        """Append each row's accepted tokens to its sequence. A failure ends that sequence alone."""
         sources, common = self.policy.sources, self.policy.common_sources
         outcome = zip(batch.sequences, accepted.tokens, accepted.nodes, draft_result.passes, strict=True)
         for row, (sequence, tokens, nodes, passes) in enumerate(outcome):
@@ -334,31 +345,31 @@ class Engine:
                 seen = TreeRow(tree, verified, row, sources, considered, common)
                 sequence.stats.draft_passes += passes
                 sequence.extend(tokens, nodes, seen)
-            except Exception as error:  # of this row alone: the others are not affected
+            except Exception as error:
                 sequence.failure = error
 
     @torch.no_grad()
-    def read(self, reading: Sequence[Reading]) -> None:
-        """A step of prompt chunks alone."""
-        _, read = self.target.step(None, None, [part.chunk for part in reading])
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Run a step of prompt chunks alone."""
+        _, read = self.target.step(None, None, [part.chunk for part in chunks])
         self.policy.catch_up()
         self.target.wait_for(read[0])
-        self._learn_prompts(reading, read)
+        self._learn_prompts(chunks, read)
 
-    def _learn_prompts(self, reading: Sequence[Reading], read: Sequence[VerifyOutput]) -> None:
-        for part, verified in zip(reading, read, strict=True):
+    def _learn_prompts(self, chunks: Sequence[PrefillChunk], read: Sequence[VerifyOutput]) -> None:
+        """Learn from prefilled chunks. A failure ends that sequence alone."""
+        for part, verified in zip(chunks, read, strict=True):
             sequence, end = part.batch.sequences[part.row], part.chunk.row.length
+            start = end - len(part.chunk.tokens)
             try:
-                sequence.read_prompt(end - len(part.chunk.tokens), verified)
-                if not sequence.speculates:
-                    continue
-                following = sequence.ids[end - len(part.chunk.tokens) + 1 : end + 1]
-                self.policy.read(part.batch, part.row, verified, following)
-            except Exception as error:  # of this row alone, as in a round
+                sequence.read_prompt(start, verified)
+                if sequence.speculates:
+                    self.policy.read(part.batch, part.row, verified, sequence.ids[start + 1 : end + 1])
+            except Exception as error:
                 sequence.failure = error
 
     def _catch_up(self, batch: Batch) -> None:
-        """What the host does while the device works: nobody waits for it."""
+        """The host's work while the device computes; no request waits for it."""
         self.policy.catch_up()
         for sequence in batch.sequences:
             try:
@@ -366,10 +377,34 @@ class Engine:
             except Exception as error:
                 sequence.failure = error
 
+    def _prefill(self, batch: Batch) -> None:
+        """Commit every prompt but its last token, which is the first round's root; many rows in a step."""
+        row_of: dict[tuple[int, ...], int] = {}
+        copies: list[tuple[int, int]] = []
+        waiting: list[int] = []
+        for row, sequence in enumerate(batch.sequences):
+            first = row_of.setdefault(tuple(sequence.ids), row)
+            if first != row:
+                copies.append((first, row))
+            elif batch.next_chunk(row, 1).tokens:
+                waiting.append(row)
+        while waiting:
+            self.prefill(next_chunks(((batch, row) for row in waiting), self.target.chunk_size))
+            _raise_failure(batch)
+            waiting = [row for row in waiting if batch.next_chunk(row, 1).tokens]
+        self.policy.catch_up()
+        if self.prefix_cache:  # now, because a cancelled answer keeps nothing
+            for row in row_of.values():
+                self.keep_pages(batch, row)
+        for source, target in copies:
+            batch.copy_row(source, target)
+
+    # Batches and their pages
+
     def open(self, sequences: list[TokenSequence], chooser: Chooser | None = None, shares: bool = False) -> Batch:
         """A batch of these sequences.
 
-        chooser: replaces the sampler of their settings. shares: the KV cache has what is kept of their prompts.
+        chooser: replaces the sampler of their settings. shares: use the prefix cache for their prompts.
         """
         num_slots = max(s.num_prompt_tokens + s.settings.most_new_tokens for s in sequences) + MAX_BUDGET + 1
         if not shares:
@@ -378,23 +413,8 @@ class Engine:
         cache = self.target.open_with_prefix([sequence.ids for sequence in sequences], salts, num_slots)
         return self.batch_of(sequences, cache, chooser)
 
-    def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
-        """Under which a text's pages are kept. salt: of those who may use them."""
-        # What does not speculate leaves nothing for a drafter, so its pages are others. A prompt whose
-        # log-probabilities are wanted is read from its beginning.
-        own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
-        return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
-
-    def keep_pages(self, batch: Batch, row: int, salt: str = "") -> None:
-        """Keeps what a row has read and written for others that begin alike."""
-        sequence = batch.sequences[row]
-        if sequence.num_prompt_logprobs is not None:
-            return  # under a salt that nobody else has
-        num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
-        batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
-
     def batch_of(self, sequences: list[TokenSequence], cache: KVCache, chooser: Chooser | None = None) -> Batch:
-        """A batch of these sequences on rows that may know the beginnings of their texts already."""
+        """A batch of these sequences on rows that may hold the beginnings of their texts already."""
         try:
             draft = self.policy.open(cache, [sequence.ids for sequence in sequences])
             return Batch(list(sequences), cache, chooser or self._sampler(sequences), draft)
@@ -402,41 +422,37 @@ class Engine:
             cache.release()
             raise
 
-    def _prefill(self, batch: Batch) -> None:
-        """Prefill: commits every prompt but its last token, which is the first round's root; many rows in a step."""
-        row_of: dict[tuple[int, ...], int] = {}
-        copies: list[tuple[int, int]] = []
-        waiting: list[int] = []
-        for row, sequence in enumerate(batch.sequences):
-            first = row_of.setdefault(tuple(sequence.ids), row)
-            if first != row:
-                copies.append((first, row))
-            elif len(sequence.ids) > 1:
-                waiting.append(row)
-        while waiting:
-            reading: list[Reading] = []
-            room = self.target.chunk_size
-            for row in waiting:
-                chunk = batch.rest_of(row, room)
-                reading.append(Reading(batch, row, chunk))
-                room -= len(chunk.tokens)
-                if room == 0:
-                    break
-            self.read(reading)
-            for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
-                raise failure
-            waiting = [row for row in waiting if batch.rest_of(row, 1).tokens]
-        self.policy.catch_up()
-        if self.prefix_cache:  # at once: an answer that is cancelled keeps nothing more
-            for row in row_of.values():
-                self.keep_pages(batch, row)
-        for source, target in copies:
-            batch.copy_row(source, target)
+    def _sampler(self, batch: list[TokenSequence]) -> Sampler:
+        return Sampler(
+            [s.settings for s in batch],
+            [s.ids for s in batch],
+            self.eos_token_ids,
+            self.target.vocab_size,
+            self.target.device,
+            [s.constraint for s in batch],
+        )
+
+    def page_salt(self, sequence: TokenSequence, salt: str = "") -> str:
+        """The key's prefix under which the prefix cache keeps a text's pages. salt: of those who may share them."""
+        # Without speculation the drafter's pages stay empty, so these texts have keys of their own. A prompt whose
+        # log-probabilities are wanted must be prefilled from its beginning, so it shares with nobody.
+        own = f"{sequence.number}/" if sequence.num_prompt_logprobs is not None else ""
+        return f"{own}{sequence.speculates and self.drafter is not None}/{salt}"
+
+    def keep_pages(self, batch: Batch, row: int, salt: str = "") -> None:
+        """Put a row's pages into the prefix cache."""
+        sequence = batch.sequences[row]
+        if sequence.num_prompt_logprobs is not None:
+            return  # nobody else has its salt
+        num_entries = batch.draft.lengths[row] if batch.draft is not None and sequence.speculates else None
+        batch.cache.pool.keep_prefix(batch.cache.rows[row], sequence.ids, self.page_salt(sequence, salt), num_entries)
+
+    # Set-up
 
     def warm_up(self, max_tokens: int, max_rows: int) -> None:
-        """Does, before there is anything to decode, what would otherwise make the first requests wait.
+        """Do the one-time work now that would make the first requests wait.
 
-        max_tokens: of the largest step; max_rows: of the largest batch. What takes long is reported through
+        max_tokens: of the largest step; max_rows: of the largest batch. Progress is reported through
         `target.progress`.
         """
         self.target.warm_up(max_tokens)
@@ -449,167 +465,24 @@ class Engine:
     def num_setups(self) -> int:
         return num_setups_of(self.target, self.drafter)
 
-    # Small parts
 
-    def new_sequences(
-        self, prompt: list[int], settings: SamplingSettings, kept: frozenset[int] = frozenset()
-    ) -> list[TokenSequence]:
-        """`settings.n` sequences of a prompt, checked, with no new tokens yet. kept: special tokens of their texts."""
-        settings.check_vocabulary(self.target.vocab_size)
-        settings = settings.fitted(len(prompt), self.target.max_positions)
-        require(self.tokenizer is not None or not settings.stop, "stop strings need a tokenizer")
-        assert settings.seed is not None
-        answers = [replace(settings, seed=settings.seed + rank) for rank in range(settings.n)]
-        sequences = [TokenSequence(prompt, answer, self.eos_token_ids, self.tokenizer, kept) for answer in answers]
-        for sequence in sequences if settings.n > 1 else ():
-            sequence.group = sequences[0].number
-        self.check_room(sequences[0])
-        return sequences
-
-    def _sampler(self, batch: list[TokenSequence]) -> Sampler:
-        return Sampler(
-            [s.settings for s in batch],
-            [s.ids for s in batch],
-            self.eos_token_ids,
-            self.target.vocab_size,
-            self.target.device,
-            [s.constraint for s in batch],
-        )
-
-    def check_room(self, sequence: TokenSequence) -> None:
-        """A prompt and its answer must fit the model's context."""
-        limit, prompt, new = self.target.max_positions, sequence.num_prompt_tokens, sequence.num_remaining
-        if limit is None or prompt + new <= limit:
-            return
-        if prompt >= limit:
-            raise ContextError(
-                f"the prompt has {prompt} tokens and the model's context holds {limit}: shorten the prompt"
-                + self._why_so_short()
-            )
-        raise ContextError(
-            f"{prompt} prompt tokens and max_new_tokens={new} exceed the model's context of {limit}: "
-            f"ask for at most {limit - prompt} new tokens{self._why_so_short()}"
-        )
-
-    def _why_so_short(self) -> str:
-        """Of a model whose context is cut here, words that say why."""
-        config, limit = self.target.model.config.get_text_config(), self.target.max_positions
-        own = getattr(config, "max_position_embeddings", None)
-        if own is None or limit is None or own <= limit:
-            return ""
-        return f" (longrope turns all tokens otherwise once a text is longer, so {own} cannot be verified in trees)"
-
-    def _tokenizer_for(self, what: str) -> Any:
-        require(self.tokenizer is not None, f"{what} prompts need a tokenizer; pass one, or give token ids")
-        return self.tokenizer
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Messages as text, by the model's chat template. options: the template's own, such as tools."""
-        tokenizer = self._tokenizer_for("chat")
-        plain = [_plain_message(message, number) for number, message in enumerate(messages, start=1)]
-        require(bool(tokenizer.chat_template), "this model has no chat template; give the prompt as text")
-        try:
-            text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
-        except TemplateError as error:  # raised by the template itself, of roles that it does not take
-            reason = str(error).partition("\n")[0]
-            raise GraftError(f"the model's chat template refuses these messages: {reason}") from error
-        return str(text)
+def next_chunks(rows: Iterable[tuple[Batch, int]], max_tokens: int) -> list[PrefillChunk]:
+    """The next chunks of rows' prompts, in order, of at most `max_tokens` together."""
+    chunks: list[PrefillChunk] = []
+    for batch, row in rows:
+        chunk = batch.next_chunk(row, max_tokens)
+        if chunk.tokens:
+            chunks.append(PrefillChunk(batch, row, chunk))
+            max_tokens -= len(chunk.tokens)
+        if max_tokens == 0:
+            break
+    return chunks
 
 
-class Stream(Iterator[str]):
-    """An iterator over the pieces of an answer's text; `cancel` it or read `result` at any time."""
-
-    def __init__(
-        self, engine: Engine, sequence: TokenSequence, watch: Callable[[RoundRecord], None] | None = None
-    ) -> None:
-        self._sequence = sequence
-        self._watch = watch
-        sequence.is_recorded = watch is not None
-        self._rounds = engine.rounds([sequence])
-
-    def __next__(self) -> str:
-        text = self._sequence.text
-        assert text is not None
-        for _ in self._rounds:
-            if self._watch is not None and self._sequence.last_round is not None:
-                self._watch(self._sequence.last_round)
-            piece = text.take(final=self._sequence.finish_reason is not None)
-            if piece:
-                return piece
-        raise StopIteration
-
-    def cancel(self) -> None:
-        """Ends the answer here and frees its KV cache; what was accepted stays in `result`."""
-        self._rounds.close()
-
-    @property
-    def result(self) -> Generation:
-        self._sequence.conclude()
-        return _generation([self._sequence])
-
-
-def _token_ids(prompt: object, vocab_size: int) -> list[int]:
-    """Token ids given as a list, an array or a tensor, as a checked list."""
-    if isinstance(prompt, Tensor | np.ndarray):
-        one_row = prompt.ndim == 1 or (prompt.ndim == 2 and len(prompt) == 1)
-        shape = list(prompt.shape)
-        require(one_row, f"the prompt's token ids are of shape {shape}, not one row: generate_batch takes several")
-        prompt = prompt.reshape(-1).tolist()
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise GraftError(
-            f"a prompt is text, token ids or a list of chat messages, not {type(prompt).__name__}: put a single "
-            "message into a list; of a tokenizer's output give the input_ids"
-        )
-    ids = []
-    for token in prompt:
-        if isinstance(token, Sequence | np.ndarray) or (isinstance(token, Tensor) and token.ndim > 0):
-            raise GraftError(f"the prompt holds {token!r} in place of a token id: generate_batch takes several prompts")
-        value = token.item() if isinstance(token, Tensor | np.generic) else token
-        if type(value) is not int or not 0 <= value < vocab_size:  # True is an int too, and meant otherwise
-            raise GraftError(f"the prompt holds {value!r}, which is no token id of this model (0 to {vocab_size - 1})")
-        ids.append(value)
-    return ids
-
-
-def _plain_message(message: Any, number: int) -> dict[str, Any]:
-    """A chat message with its content as text: parts of text are joined. number: of the message, from 1."""
-    good = isinstance(message, Mapping) and {"role", "content"} <= set(message)
-    require(good, f"a chat message needs 'role' and 'content', got {message!r}")
-    role, content = message["role"], message["content"]
-    require(isinstance(role, str), f"the role of a chat message is text, not {role!r}")
-    if isinstance(content, list | tuple):
-        for part in content:
-            good = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            require(good, f"message {number} has a part {kind!r}: parts of a chat message are of type 'text' here")
-        content = "".join(part["text"] for part in content)
-    calls = content is None and bool(message.get("tool_calls"))
-    require(isinstance(content, str) or calls, f"the content of message {number} is text, not {content!r}")
-    _check_text(content or "", f"message {number}")
-    return {**message, "content": content}
-
-
-def _check_text(text: str, what: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise GraftError(f"{what} is not text: it holds half a character at place {error.start}") from error
-
-
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-    _check_text(text, "the prompt")
-    # verbose=False: no warning about the length, which the engine checks itself.
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-
-
-def _generation(group: Sequence[TokenSequence]) -> Generation:
-    first = group[0]
-    choices = []
-    for s in group:
-        assert s.settings.seed is not None
-        text = s.text.text if s.text is not None else ""
-        choices.append(Choice(text, s.new_ids, s.finish_reason, s.settings.seed, s.logprobs, s.stats))
-    return Generation(first.ids[: first.num_prompt_tokens], choices)
+def _raise_failure(batch: Batch) -> None:
+    """Raise the first failure of a sequence, if there is one."""
+    for failure in (sequence.failure for sequence in batch.sequences if sequence.failure is not None):
+        raise failure
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Requests as the scheduler sees them: its settings, jobs, and what their listeners are told."""
+"""Jobs: requests as the scheduler sees them, the updates that their listeners get, and the scheduler's settings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from graft.request.round_trace import RoundRecord
 from graft.request.sequence import FinishReason, Sequence, TokenLogprob
 from graft.settings import Settings, require
 
-LEAST_CHUNK = 32  # prompt tokens that every step reads at least, however many rows are decoded in it
+LEAST_CHUNK = 32  # prompt tokens that a step prefills at least, however many rows it decodes
 
 
 @dataclass(frozen=True)
 class SchedulerSettings(Settings):
-    """How much is decoded at once."""
+    """Limits on what is decoded at once."""
 
     max_rows: int = 16  # answers decoded together
-    max_waiting: int = 64  # requests that wait for room; more are refused
-    max_batched_tokens: int | None = None  # of a step, of prompts and rows that are decoded; None: `usual_step`
+    max_waiting: int = 64  # requests in the queue; more are refused
+    max_batched_tokens: int | None = None  # tokens per step, prefill and decode; None: `default_batched_tokens`
     # Share of the device's memory that weights, KV cache and CUDA graphs may take; on a CPU, of the machine's memory
     # for the KV cache alone. None: 0.85 of a GPU's, 0.25 of a machine's.
     memory: float | None = None
-    max_cache_tokens: int | None = None  # tokens that the KV cache has room for, at most; None: what memory allows
-    prefix_cache_tokens: int | None = None  # kept of texts that nobody uses, for others that begin alike; None: all
+    max_cache_tokens: int | None = None  # limit on the KV cache's size; None: what memory allows
+    prefix_cache_tokens: int | None = None  # limit on unused tokens kept for prompts that begin alike; None: no limit
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -44,13 +44,13 @@ class SchedulerSettings(Settings):
         require(good, f"memory must be a share above 0 and at most 1, such as 0.85, not {self.memory}")
 
 
-def usual_step(device: torch.device) -> int:
-    """Tokens of a step unless somebody says otherwise: what a GPU reads about as fast as more; a CPU would be long."""
+def default_batched_tokens(device: torch.device) -> int:
+    """Tokens per step: 2,048 on a GPU, where more would be no faster; 512 on a CPU, where a step would take long."""
     return 2048 if device.type == "cuda" else 512
 
 
 class BusyError(Exception):
-    """Too many requests are waiting, or the scheduler takes no more."""
+    """The queue is full, or the scheduler is closing."""
 
     def __init__(self, message: str, is_closing: bool = False) -> None:
         super().__init__(message)
@@ -59,13 +59,13 @@ class BusyError(Exception):
 
 @dataclass(frozen=True)
 class Update:
-    """What a round brought one of a request's answers."""
+    """News of one of a request's answers, after a round."""
 
     index: int  # of the answer
     text: str
     ids: list[int]
     logprobs: list[TokenLogprob]
-    round: RoundRecord | None  # if the sequence is recorded
+    round: RoundRecord | None  # None unless the sequence is recorded
     finish_reason: FinishReason | None
 
 
@@ -74,7 +74,7 @@ FailureKind = Literal["request", "timeout", "shutdown", "server"]
 
 @dataclass(frozen=True)
 class Failure:
-    """The request has ended without its answers. kind: whose fault it is."""
+    """The request ended without its answers. kind: the cause."""
 
     kind: FailureKind
     message: str
@@ -85,20 +85,20 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(eq=False)
 class Job:
-    """A request as the scheduler sees it. `listener` is called in the scheduler's thread, and must be quick."""
+    """A request. `listener` is called in the scheduler's thread and must be quick."""
 
     sequences: list[Sequence]
     listener: Callable[[Update | Failure], None]
-    salt: str = ""  # whose kept pages it may use
+    salt: str = ""  # requests with the same salt share pages of the prefix cache
     deadline: float | None = None  # by time.monotonic
     cancelled: bool = False
-    num_cached_tokens: int = 0  # of the prompt, those that were not read again
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     joined: float | None = None  # when its first round began, by time.monotonic
-    told: list[int] = field(default_factory=list)  # tokens of each answer that the listener has heard of
-    ended: set[int] = field(default_factory=set)  # answers of whose end it has
-    number: int = field(default_factory=lambda: next(_NUMBERS))  # the youngest's is the highest
-    request: int = 0  # the number of the first job of the same request, once submitted
-    choosers: list[Chooser] = field(default_factory=list)  # of the answers still open, when it was put back
+    told: list[int] = field(default_factory=list)  # tokens of each answer that were reported
+    ended: set[int] = field(default_factory=set)  # answers whose finish was reported
+    number: int = field(default_factory=lambda: next(_NUMBERS))  # a younger job has a higher number
+    request: int = 0  # once submitted: the number of the first job of the same request
+    choosers: list[Chooser] = field(default_factory=list)  # samplers of the open answers, while it is preempted
 
     def __post_init__(self) -> None:
         self.told = [0] * len(self.sequences)
@@ -106,3 +106,26 @@ class Job:
     @property
     def open_answers(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def is_preempted(self) -> bool:
+        return bool(self.choosers)
+
+    def next_update(self, sequence: Sequence) -> Update | None:
+        """Everything about an answer that was not reported yet; None if there is nothing new."""
+        assert sequence.text is not None
+        index, ended = self.sequences.index(sequence), sequence.finish_reason is not None
+        told, count, start = self.told[index], sequence.stats.tokens, sequence.num_prompt_tokens
+        if index in self.ended or (told == count and not ended):
+            return None
+        update = Update(
+            index=index,
+            text=sequence.text.take(final=ended),
+            ids=sequence.ids[start + told : start + count],  # without tokens after a stop string
+            logprobs=sequence.logprobs[told:count],
+            round=sequence.last_round,
+            finish_reason=sequence.finish_reason,
+        )
+        self.told[index] = count
+        self.ended |= {index} if ended else set()
+        return update

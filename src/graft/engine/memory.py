@@ -1,4 +1,4 @@
-"""How many pages the KV cache has: what memory allows, and no more than all rows could use."""
+"""Size of the KV cache: the pages that memory allows, but no more than all rows could use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 _OF_A_GPU = 0.85  # weights, KV cache and CUDA graphs
 _OF_A_MACHINE = 0.25  # the KV cache alone
-_WORKSPACE = 2 << 30  # bytes on a GPU beside weights, cache and steps: graphs, kernels and their code
-_CONTEXT = 1 << 30  # of a CUDA context, at most: what else is in use is others'
+_WORKSPACE = 2 << 30  # bytes of a GPU for CUDA graphs and kernels, beside weights, KV cache and steps
+_CONTEXT = 1 << 30  # the most bytes of a CUDA context: whatever else is in use belongs to other processes
 
 
 def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_tokens: int) -> int:
-    """Pages of the target's KV cache, and the drafter's, that are to be allocated."""
+    """Pages to allocate for the KV caches of the target and the drafter."""
     device, limits = engine.target.device, []
     if engine.target.max_positions is not None:
-        # Twice what all rows could use at once: as much again is for texts that are kept.
+        # Twice what all rows could use at once: the other half is for the prefix cache.
         limits.append(2 * settings.max_rows * (-(-engine.target.max_positions // PAGE) + 4))
     if settings.max_cache_tokens is not None:
         limits.append(settings.max_cache_tokens // PAGE)
     else:
         share = settings.memory
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading has left
+            torch.cuda.empty_cache()  # memory left over from loading
             free, total = torch.cuda.mem_get_info(device)
             room = _room(share or _OF_A_GPU, free, total, torch.cuda.memory_reserved(device))
             num_bytes: float = room - engine.target.step_bytes(max_batched_tokens) - _WORKSPACE
@@ -41,7 +41,7 @@ def num_pages_for(engine: Engine, settings: SchedulerSettings, max_batched_token
 
 
 def _room(share: float, free: int, total: int, reserved: int) -> int:
-    """Bytes of a GPU that may still be taken. reserved: by this process, beside its CUDA context."""
+    """Bytes of a GPU that may still be allocated. reserved: by this process, beside its CUDA context."""
     context = min(max(total - free - reserved, 0), _CONTEXT)
     return min(int(share * total) - reserved - context, free)
 

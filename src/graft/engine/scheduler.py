@@ -1,57 +1,47 @@
 """Scheduler: one thread that decodes many requests together, as one batch. Requests join and leave between rounds.
 
-A newcomer's prompt is read in chunks, in the same steps in which others are decoded; then its rows join them. Rows take
-pages of the KV cache as their texts grow. When none are free, the youngest request gives its own up, waits, and is read
-again; its text is the same.
+A new request's prompt is prefilled in chunks, in the same steps that decode others; then its rows join the batch. Rows
+take pages of the KV cache as their texts grow. When none are free, the youngest request is preempted: it gives up its
+pages, waits, and is prefilled again. Its text does not change.
 
-Whatever fails, the thread goes on: a batch is always the one before a step or the one after it, so only requests whose
-own step failed, or whose round did, end without their answers.
+The thread survives every failure: a batch is always the one before a step or the one after it, so only the requests
+whose own step or round failed end without their answers.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
-from graft.engine.engine import Engine, Reading
-from graft.engine.jobs import LEAST_CHUNK, BusyError, Failure, Job, SchedulerSettings, Update, usual_step
-from graft.engine.memory import num_pages_for
+from graft.engine.engine import Engine, PrefillChunk, next_chunks
+from graft.engine.jobs import LEAST_CHUNK, BusyError, Failure, Job, SchedulerSettings, Update, default_batched_tokens
+from graft.engine.page_allocator import PageAllocator, failures_logged, log
 from graft.errors import GraftError
-from graft.model import NoRoomError, Row
-from graft.model.kv_cache import PAGE
+from graft.model import NoRoomError
 from graft.model.step import LONG_TEXT
 from graft.request.batch import Batch
 from graft.request.sequence import Sequence
 from graft.request.stats import Clock
 from graft.settings import require
-from graft.spec_decode.policies import MAX_BUDGET
 
-_PATIENCE = 3  # steps in a row that may fail without a known cause, before requests are given up
-_WORTH_WAITING = 256  # tokens that two prompts have in common, for which the second waits until the first is read
-
-log = logging.getLogger("graft.server")
+_PATIENCE = 3  # steps in a row that may fail for unknown reasons before all requests are given up
+_WORTH_WAITING = 256  # tokens that two prompts share, from which on the second waits until the first is prefilled
 
 
 @dataclass(eq=False)
-class _Newcomer:
-    """A request whose text is being read."""
+class _Prefill:
+    """A request whose prompt is being prefilled."""
 
     job: Job
-    batch: Batch | None = None  # once it is opened
-    unread: list[int] = field(default_factory=list)  # rows to read
+    batch: Batch | None = None  # None until it has rows
+    unread: list[int] = field(default_factory=list)  # rows to prefill
     seconds: float = 0.0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.job.open_answers)
 
     @property
     def failure(self) -> Exception | None:
@@ -65,54 +55,40 @@ class Scheduler:
     def __init__(self, engine: Engine, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
         self.engine = engine
-        # Slots that a round may write behind a row's committed text: the target's tree, or the drafter's.
-        self._ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
-        self.max_batched_tokens = self.settings.max_batched_tokens or usual_step(engine.target.device)
-        num_pages = num_pages_for(engine, self.settings, self.max_batched_tokens)
-        least = _pages(self._ahead + 2)
-        require(
-            num_pages >= least,
-            f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
-            "or max_cache_tokens if it is set",
-        )
-        engine.target.limit_pages(num_pages, self.settings.max_rows)
-        self.pool = engine.target.pool
-        self.is_ready = threading.Event()  # what takes long at first is done
+        self.max_batched_tokens = self.settings.max_batched_tokens or default_batched_tokens(engine.target.device)
+        self.pages = PageAllocator(engine, self.settings, self.max_batched_tokens)
+        self.pool = self.pages.pool
+        self.is_ready = threading.Event()  # set when one-time work is done
         self._waiting: deque[Job] = deque()
-        self._newcomers: list[_Newcomer] = []  # replaced, never changed: others may ask meanwhile
-        self._batch: Batch | None = None  # what is decoded
+        self._prefills: list[_Prefill] = []  # replaced, never changed: other threads read it
+        self._batch: Batch | None = None  # the rows that are decoded
         self._jobs: dict[Sequence, Job] = {}  # of the batch's sequences; replaced, never changed
         self._clock = Clock()
         self._is_prepared = False  # whether trees can be grown
         self._changed = threading.Condition()
         self._closing = False
-        self._end_of_all = math.inf  # by time.monotonic: what has not ended by then is ended
-        self._next_drop = -math.inf  # likewise: before, there is nobody to drop
+        self._last_deadline = math.inf  # by time.monotonic: whatever runs then is ended
+        self._next_drop = -math.inf  # by time.monotonic: no request has to be dropped before
         self._thread = threading.Thread(target=self._run, name="graft-scheduler", daemon=True)
         self._thread.start()
 
-    # For others, from any thread
+    # For other threads
 
     def check(self, job: Job) -> None:
-        """Raises a GraftError if the request could never be decoded here."""
-        num_rows, most = len(job.sequences), self.settings
-        require(num_rows <= most.max_rows, f"n={num_rows} answers are more than the {most.max_rows} decoded at once")
-        needed = sum(map(self._num_pages_of_all, job.sequences))
-        require(
-            needed <= self.pool.num_pages,
-            f"the request needs {PAGE * needed} tokens of cache and there are {PAGE * self.pool.num_pages}: ask for "
-            "fewer or shorter answers",
-        )
+        """Raise a GraftError if the request could never be decoded here."""
+        num_rows, most = len(job.sequences), self.settings.max_rows
+        require(num_rows <= most, f"n={num_rows} answers are more than the {most} decoded at once")
+        self.pages.check(job)
 
     def submit(self, *jobs: Job) -> None:
-        """Takes in all of them, which belong together, or none: however many they are, they wait as one request."""
+        """Queue the jobs of one request: all of them or none. However many they are, they count as one in the queue."""
         for job in jobs:
             self.check(job)
         with self._changed:
             if self._closing:
                 raise BusyError("the server is shutting down", is_closing=True)
-            # One that can start at once need not wait, even where nothing may.
-            starts_at_once = not self._waiting and self._is_room_for(jobs[0])
+            # A request that can start at once is taken even if the queue has no places.
+            starts_at_once = not self._waiting and self.pages.has_room_for(jobs[0], self._num_rows)
             num_waiting = self.num_waiting
             if num_waiting >= self.settings.max_waiting and not starts_at_once:
                 raise BusyError(f"{num_waiting} requests are waiting already")
@@ -123,29 +99,29 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Ends a request, before its next round; nothing more is heard of it."""
+        """End a request before its next round; its listener gets no more updates."""
         with self._changed:
             job.cancelled = True
             self._next_drop = -math.inf
             self._changed.notify()
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Takes nothing new, lets what is under way go on for a while, then ends it."""
+        """Refuse new requests, let the others continue for a while, then end them."""
         with self._changed:
             self._closing = True
-            self._end_of_all = min(time.monotonic() + drain_seconds, self._end_of_all)
+            self._last_deadline = min(time.monotonic() + drain_seconds, self._last_deadline)
             self._next_drop = -math.inf
             self._changed.notify()
         self._thread.join()
 
     @property
     def num_running(self) -> int:
-        """Requests of which a prompt is read or an answer decoded."""
+        """Requests that are prefilled or decoded."""
         return len({job.request for job in self._running})
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which a prompt waits for room."""
+        """Requests in the queue."""
         with self._changed:
             return len({job.request for job in self._waiting})
 
@@ -160,7 +136,7 @@ class Scheduler:
 
     @property
     def is_closing(self) -> bool:
-        """Whether nothing new is taken any more."""
+        """Whether new requests are refused."""
         return self._closing
 
     # The thread
@@ -177,7 +153,7 @@ class Scheduler:
                 except Exception as error:
                     num_failures += 1
                     self._recover(error, gives_up=num_failures >= _PATIENCE)
-        except BaseException as error:  # a library's panic, say: nobody is to wait for ever
+        except BaseException as error:  # for example a library's panic: nobody may wait for ever
             self.is_ready.set()
             with self._changed:
                 self._closing = True
@@ -191,34 +167,34 @@ class Scheduler:
             self._prepare()
         self._drop_unwanted()
         self._admit()
-        self._make_room()
-        reading = self._next_chunks()
+        self._extend_rows()
+        chunks = self._next_chunks()
         if self._batch is not None:
-            self._round(reading)
-        elif reading:
-            self._read(reading)
-        self._join_those_read()
+            self._round(chunks)
+        elif chunks:
+            self._prefill(chunks)
+        self._join_prefilled()
 
     def _prepare(self) -> None:
-        """Until it succeeds, all are decoded plainly."""
+        """Do one-time work. Until it succeeds, all requests are decoded plainly."""
         if not self._is_prepared:
-            with _logged("trees cannot be grown, for now"):
+            with failures_logged("one-time work failed: requests are decoded plainly until it succeeds"):
                 self.engine.warm_up(self.max_batched_tokens, self.settings.max_rows)
                 self._is_prepared = True
 
     def _recover(self, error: Exception, gives_up: bool) -> None:
-        """After a step that failed beside its requests: what they have got is told, and they go on."""
+        """Continue after a step that failed outside its requests' own work; finished rows are reported and leave."""
         log.error("a step failed", exc_info=error)
         try:
-            self._settle()
+            self._remove_finished()
         except Exception as another:
             self._fail_batch(another)
-        if gives_up:  # the next would fail as well
+        if gives_up:  # the next step would fail as well
             with self._changed:
-                jobs = [*self._waiting, *(newcomer.job for newcomer in self._newcomers)]
+                jobs = [*self._waiting, *(prefill.job for prefill in self._prefills)]
                 self._waiting.clear()
-            self._release(self._newcomers)
-            self._newcomers = []
+            self._release(self._prefills)
+            self._prefills = []
             self._fail_batch(error)
             for job in jobs:
                 self._fail(job, error)
@@ -232,277 +208,206 @@ class Scheduler:
         return True
 
     def _drop_unwanted(self) -> None:
-        """Ends requests that were cancelled or took too long, wherever they are."""
+        """End requests that were cancelled or are past their deadline, waiting or running."""
         now = time.monotonic()
         if now < self._next_drop:
             return
 
         def end_of(job: Job) -> float:
-            return min(self._end_of_all, math.inf if job.deadline is None else job.deadline)
+            return min(self._last_deadline, math.inf if job.deadline is None else job.deadline)
 
         def is_unwanted(job: Job) -> bool:
             return job.cancelled or now > end_of(job)
 
         with self._changed:
-            self._next_drop = min(map(end_of, (*self._waiting, *self._running)), default=self._end_of_all)
-            gone = [job for job in self._waiting if is_unwanted(job)]
-            for job in gone:
+            self._next_drop = min(map(end_of, (*self._waiting, *self._running)), default=self._last_deadline)
+            dropped = [job for job in self._waiting if is_unwanted(job)]
+            for job in dropped:
                 self._waiting.remove(job)
         leaving = {job for job in self._running if is_unwanted(job)}
-        self._leave(leaving)
-        for job in (*gone, *leaving):
+        self._remove(leaving)
+        for job in (*dropped, *leaving):
             if not job.cancelled:
                 late = Failure("timeout", "the request took longer than allowed")
                 self._tell(job, Failure("shutdown", "the server is shutting down") if self._closing else late)
 
-    # Who is there
+    # What is running
 
     @property
     def _running(self) -> set[Job]:
-        """Requests that are read or decoded."""
-        return {*self._jobs.values(), *(newcomer.job for newcomer in self._newcomers)}
+        """Requests that are prefilled or decoded."""
+        return {*self._jobs.values(), *(prefill.job for prefill in self._prefills)}
 
     @property
     def _is_anything_running(self) -> bool:
-        return bool(self._jobs or self._newcomers)
+        return bool(self._jobs or self._prefills)
+
+    @property
+    def _sequences(self) -> list[Sequence]:
+        """The sequences that are decoded, by row."""
+        return self._batch.sequences if self._batch is not None else []
 
     @property
     def _num_rows(self) -> int:
-        return len(self._jobs) + sum(newcomer.num_rows for newcomer in self._newcomers)
+        return len(self._jobs) + sum(len(prefill.job.open_answers) for prefill in self._prefills)
 
-    def _is_room_for(self, job: Job) -> bool:
-        """Whether it can be read: rows that are decoded already are to have a page each to go on with."""
-        num_rows, answers = self._num_rows, job.open_answers
-        needed = _pages(len(answers[0].ids) + self._ahead) + (len(answers) - 1) * _pages(self._ahead)
-        if job.choosers:  # each answer has a text of its own
-            needed = sum(_pages(len(sequence.ids) + self._ahead) for sequence in answers)
-        return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
-
-    def _num_pages_of_all(self, sequence: Sequence) -> int:
-        """Of its whole text."""
-        return _pages(sequence.num_prompt_tokens + sequence.settings.most_new_tokens + self._ahead)
-
-    # Joining
+    # Admission
 
     def _admit(self) -> None:
-        """Takes in requests in the order in which they came, as long as there is room; where nothing runs there is."""
+        """Start waiting requests in order, as long as there is room. If nothing runs, there is."""
         while True:
             with self._changed:
-                if not self._waiting or (self._running and not self._is_room_for(self._waiting[0])):
+                if not self._waiting:
                     return
-                if self._is_being_read(self._waiting[0]):
+                job = self._waiting[0]
+                if self._running and not self.pages.has_room_for(job, self._num_rows):
                     return
-                newcomer = _Newcomer(self._waiting.popleft())
-                self._newcomers = [*self._newcomers, newcomer]
-            if not self._open(newcomer):
+                if self._shares_a_prefill(job):
+                    return
+                prefill = _Prefill(self._waiting.popleft())
+                self._prefills = [*self._prefills, prefill]
+            if not self._open(prefill):
                 return
 
-    def _is_being_read(self, job: Job) -> bool:
-        """Whether much of its prompt is read for another just now: in a few steps it need not be read again."""
+    def _shares_a_prefill(self, job: Job) -> bool:
+        """Whether much of its prompt is being prefilled for another request: the prefix cache will have it soon."""
         if self.settings.prefix_cache_tokens == 0:
             return False
         sequence = job.sequences[0]
         count = max(_WORTH_WAITING, len(sequence.ids) // 2)
         return any(
-            self._salt(other.job, other.job.sequences[0]) == self._salt(job, sequence)
+            self.pages.salt(other.job, other.job.sequences[0]) == self.pages.salt(job, sequence)
             and len(sequence.ids) > count < len(other.job.sequences[0].ids)
             and sequence.ids[:count] == other.job.sequences[0].ids[:count]
-            for other in self._newcomers
+            for other in self._prefills
         )
 
-    def _open(self, newcomer: _Newcomer) -> bool:
-        """Not under the lock: others ask and go meanwhile. False if it has to wait for others to go."""
-        job = newcomer.job
+    def _open(self, prefill: _Prefill) -> bool:
+        """Give a request its rows. False if it has to wait for pages. Called without the lock, which others need."""
+        job = prefill.job
         try:
-            self._open_rows(newcomer)
-        except NoRoomError as error:
-            self._newcomers = [other for other in self._newcomers if other is not newcomer]
-            if not self._running:
-                self._fail(job, error)
-                return True
-            with self._changed:
-                self._waiting.appendleft(job)
-            return False
+            for sequence in job.open_answers:
+                sequence.speculates = sequence.speculates and self._is_prepared
+            prefill.batch, prefill.unread = self.pages.open_rows(job)
         except Exception as error:
-            self._newcomers = [other for other in self._newcomers if other is not newcomer]
+            self._prefills = [other for other in self._prefills if other is not prefill]
+            if isinstance(error, NoRoomError) and self._running:
+                with self._changed:
+                    self._waiting.appendleft(job)
+                return False
             self._fail(job, error)
         return True
 
-    def _open_rows(self, newcomer: _Newcomer) -> None:
-        job, pool = newcomer.job, self.pool
-        sequences, is_new = job.open_answers, not job.choosers
-        for sequence in sequences:
-            sequence.speculates = sequence.speculates and self._is_prepared
-        # Answers to a prompt share what is read of it; those that were put back have texts of their own.
-        unread = [0] if is_new else list(range(len(sequences)))
-        rows: list[Row] = []
-        try:
-            for number, sequence in enumerate(sequences):
-                if number in unread:
-                    rows.append(
-                        pool.open_with_prefix(sequence.ids, self._salt(job, sequence), self._num_slots_of(sequence))
-                    )
-                else:
-                    rows.append(pool.open_row(0))
-            # What one that was put back has drawn so far stays what it was.
-            chooser = functools.reduce(lambda one, other: one.concat(other), job.choosers) if job.choosers else None
-            batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
-        except Exception:
-            for row in rows:
-                pool.release(row)
-            raise
-        if is_new:
-            job.num_cached_tokens = rows[0].length
-        newcomer.unread, newcomer.batch = unread, batch
+    # Prefill
 
-    def _num_slots_of(self, sequence: Sequence) -> int:
-        """Room for the whole answer if plenty is free, as pages that lie together are read faster; else for a start."""
-        whole = self._num_pages_of_all(sequence)
-        if self.pool.num_free - whole > self.pool.num_pages // 2:
-            return PAGE * whole
-        return len(sequence.ids) + self._ahead
-
-    def _next_chunks(self) -> list[Reading]:
-        """The chunks of newcomers' texts that the coming step reads, in the order in which they came."""
+    def _next_chunks(self) -> list[PrefillChunk]:
+        """The prompt chunks of the coming step, in the order in which requests came."""
         most = min(self.max_batched_tokens, self.engine.target.max_tokens or math.inf)
-        # Beside a long text a step has fewer tokens: what attention takes, time and memory, grows with both.
-        most *= min(LONG_TEXT / max(self._longest_text(), 1), 1)
-        room = max(int(most) - len(self._jobs), LEAST_CHUNK)
-        reading: list[Reading] = []
-        for newcomer in self._newcomers:
-            batch = newcomer.batch
-            assert batch is not None
-            for row in newcomer.unread:
-                chunk = batch.rest_of(row, room)
-                if chunk.tokens:
-                    reading.append(Reading(batch, row, chunk))
-                    room -= len(chunk.tokens)
-                if room == 0:
-                    return reading
-        return reading
+        # Beside a long text a step has fewer tokens: the time and memory of attention grow with both.
+        reading = (sequence for prefill in self._prefills for sequence in prefill.job.sequences)
+        longest = max((len(sequence.ids) for sequence in itertools.chain(self._jobs, reading)), default=0)
+        most *= min(LONG_TEXT / max(longest, 1), 1)
+        opened = ((prefill.batch, prefill.unread) for prefill in self._prefills)
+        rows = ((batch, row) for batch, unread in opened if batch is not None for row in unread)
+        return next_chunks(rows, max(int(most) - len(self._jobs), LEAST_CHUNK))
 
-    def _longest_text(self) -> int:
-        """Tokens of the longest text that is decoded or read."""
-        reading = (sequence for newcomer in self._newcomers for sequence in newcomer.job.sequences)
-        return max((len(sequence.ids) for sequence in itertools.chain(self._jobs, reading)), default=0)
-
-    def _read(self, reading: list[Reading]) -> None:
-        """A step of prompts alone: nobody is decoded."""
+    def _prefill(self, chunks: list[PrefillChunk]) -> None:
+        """A step of prompt chunks alone, while no request is decoded."""
         start = time.perf_counter()
         try:
-            self.engine.read(reading)
+            self.engine.prefill(chunks)
         except Exception as error:
-            self._fail_readers(reading, error)
-        self._count_reading(reading, time.perf_counter() - start)
+            self._fail_prefills(chunks, error)
+        self._count_prefill(chunks, time.perf_counter() - start)
 
-    def _count_reading(self, reading: list[Reading], seconds: float) -> None:
-        batches = {id(part.batch) for part in reading}
-        for newcomer in self._newcomers:
-            if id(newcomer.batch) in batches:
-                newcomer.seconds += seconds
+    def _prefills_of(self, chunks: list[PrefillChunk]) -> list[_Prefill]:
+        batches = {id(part.batch) for part in chunks}
+        return [prefill for prefill in self._prefills if id(prefill.batch) in batches]
 
-    def _fail_readers(self, reading: list[Reading], error: Exception) -> None:
-        batches = {id(part.batch) for part in reading}
-        failed = [newcomer.job for newcomer in self._newcomers if id(newcomer.batch) in batches]
-        self._leave(failed)
+    def _count_prefill(self, chunks: list[PrefillChunk], seconds: float) -> None:
+        for prefill in self._prefills_of(chunks):
+            prefill.seconds += seconds
+
+    def _fail_prefills(self, chunks: list[PrefillChunk], error: Exception) -> None:
+        failed = [prefill.job for prefill in self._prefills_of(chunks)]
+        self._remove(failed)
         for job in failed:
             self._fail(job, error)
 
-    def _join_those_read(self) -> None:
-        for newcomer in self._newcomers:
-            if newcomer not in self._newcomers:  # it has given up its pages for one before it
+    def _join_prefilled(self) -> None:
+        for prefill in self._prefills:
+            if prefill not in self._prefills:  # preempted for one before it
                 continue
             try:
-                self._join_if_read(newcomer)
+                self._join_if_prefilled(prefill)
             except Exception as error:
-                self._leave([newcomer.job])
-                self._fail(newcomer.job, error)
+                self._remove([prefill.job])
+                self._fail(prefill.job, error)
 
-    def _join_if_read(self, newcomer: _Newcomer) -> None:
-        """If its text is read, its rows, one an answer, are decoded with the others from now on."""
-        job, batch = newcomer.job, newcomer.batch
+    def _join_if_prefilled(self, prefill: _Prefill) -> None:
+        """Move a request's rows, one for each answer, to the batch that is decoded, if its prompt is prefilled."""
+        job, batch = prefill.job, prefill.batch
         assert batch is not None
-        if (failure := newcomer.failure) is not None:
+        if (failure := prefill.failure) is not None:
             raise failure
-        if any(batch.rest_of(row, 1).tokens for row in newcomer.unread):
+        if any(batch.next_chunk(row, 1).tokens for row in prefill.unread):
             return
-        for row in newcomer.unread:
-            self._keep_pages(job, batch, row)
-        if not job.choosers:
+        for row in prefill.unread:
+            self.pages.keep(job, batch, row)
+        if not job.is_preempted:
             for row in range(1, len(batch.sequences)):
-                if not self._with_room(job, lambda row=row: batch.copy_row(0, row)):  # type: ignore[misc]
+                if not self._allocate(job, partial(batch.copy_row, 0, row)):
                     return
         if self._batch is None:
             self._batch = batch
         else:
             self._batch.join(batch)
         self._jobs = self._jobs | dict.fromkeys(batch.sequences, job)
-        self._newcomers = [other for other in self._newcomers if other is not newcomer]
+        self._prefills = [other for other in self._prefills if other is not prefill]
         job.choosers = []
         job.joined = job.joined or time.monotonic()
         for sequence in batch.sequences:
-            sequence.stats.prefill_seconds += newcomer.seconds
+            sequence.stats.prefill_seconds += prefill.seconds
 
-    # Pages
+    # Pages and preemption
 
-    def _salt(self, job: Job, sequence: Sequence) -> str:
-        return self.engine.page_salt(sequence, job.salt)
-
-    def _keep_pages(self, job: Job, batch: Batch, row: int) -> None:
-        """Keeps what a row has read and written for others that begin alike."""
-        most = self.settings.prefix_cache_tokens
-        if most == 0:
-            return
-        with _logged("a text's pages are not kept"):
-            self.engine.keep_pages(batch, row, job.salt)
-
-    def _make_room(self) -> None:
-        """Every row that is decoded has pages for what the coming round writes."""
+    def _extend_rows(self) -> None:
+        """Give every row that is decoded pages for what the coming round writes, the oldest request first."""
         if self._batch is None:
             return
-        ahead = self._ahead
-        short = [
-            (sequence, row)
-            for sequence, row in zip(self._batch.sequences, self._batch.cache.rows, strict=True)
-            if PAGE * len(row.pages) < row.length + ahead
-        ]
+        short = self.pages.short_rows(self._batch)
         for sequence, row in sorted(short, key=lambda pair: self._jobs[pair[0]].number):
             job = self._jobs.get(sequence)
-            if job is None:  # it has given its pages up
+            if job is None:  # preempted for one before it
                 continue
             try:
-                self._with_room(job, lambda row=row: self.pool.ensure(row, row.length + ahead))  # type: ignore[misc]
+                self._allocate(job, partial(self.pages.extend, row))
             except Exception as error:
-                self._leave([job])
+                self._remove([job])
                 self._fail(job, error)
 
-    def _with_room(self, job: Job, take: Callable[[], None]) -> bool:
-        """Takes pages for a request; while there are none, the youngest give theirs up. False if that was itself."""
+    def _allocate(self, job: Job, take: Callable[[], None]) -> bool:
+        """Call `take`, which allocates pages for the request. While none are free, preempt the youngest request.
+
+        False if that was the request itself.
+        """
         while True:
             try:
                 take()
                 return True
             except NoRoomError:
-                if self._trim():
+                batches = [self._batch, *(prefill.batch for prefill in self._prefills)]
+                if self.pages.trim(batch for batch in batches if batch is not None):
                     continue
                 youngest = max(self._running, key=lambda other: other.number)
                 if youngest is job and len(self._running) == 1:
                     raise
-            self._put_back(youngest)
+            self._preempt(youngest)
             if youngest is job:
                 return False
 
-    def _trim(self) -> bool:
-        """Gives back the pages that rows have for later. Whether there were any."""
-        before = self.pool.num_free
-        batches = [self._batch, *(newcomer.batch for newcomer in self._newcomers)]
-        for batch in (batch for batch in batches if batch is not None):
-            for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
-                self.pool.trim(row, len(sequence.ids) + self._ahead)
-        return self.pool.num_free > before
-
-    def _put_back(self, job: Job) -> None:
-        """The request gives its pages up, waits before all others, and goes on when it has been read again."""
+    def _preempt(self, job: Job) -> None:
+        """Take a request's pages. It waits before all others, is prefilled again, and continues where it was."""
         try:
             batch = self._batch
             own = [row for row, sequence in enumerate(self._sequences) if self._jobs[sequence] is job]
@@ -510,150 +415,136 @@ class Scheduler:
                 choosers = [batch.chooser.select([row]) for row in own]
                 for row in own:
                     batch.sequences[row].settle()
-                    self._tell_of(batch.sequences[row])
+                    self._report(batch.sequences[row])
                 job.choosers = choosers
-            self._leave([job])
+            self._remove([job])
         except Exception as error:
-            self._leave([job])
+            self._remove([job])
             self._fail(job, error)
             return
-        log.info("the cache is full: a request waits, and is read again")
+        log.info("the KV cache is full: a request is preempted")
         with self._changed:
             self._waiting.appendleft(job)
 
     # The round
 
-    @property
-    def _sequences(self) -> list[Sequence]:
-        return self._batch.sequences if self._batch is not None else []
-
-    def _round(self, reading: list[Reading]) -> None:
+    def _round(self, chunks: list[PrefillChunk]) -> None:
         assert self._batch is not None
         start = time.perf_counter()
         try:
-            self.engine.run_round(self._batch, self._clock, reading, self._tell_all)
+            self.engine.run_round(self._batch, self._clock, chunks, self._report_all)
         except Exception as error:
-            # Whose fault it was cannot be told, and their rows are no longer what they should be.
+            # Nobody knows whose fault it was, and the rows are in no defined state.
             self._fail_batch(error)
-            self._fail_readers(reading, error)
+            self._fail_prefills(chunks, error)
             return
         seconds = time.perf_counter() - start
-        self._count_reading(reading, seconds)
+        self._count_prefill(chunks, seconds)
         for sequence in self._sequences:
             sequence.stats.decode_seconds += seconds
-        self._settle()
+        self._remove_finished()
 
-    def _tell_all(self) -> None:
-        """While the device works: tells requests what the rounds before have brought them."""
+    def _report_all(self) -> None:
+        """Report the results of earlier rounds, while the device works."""
         for sequence in self._sequences:
-            self._tell_of(sequence)
+            self._report(sequence)
 
-    def _tell_of(self, sequence: Sequence) -> None:
+    def _report(self, sequence: Sequence) -> None:
+        """Tell a request's listener what is new of one of its answers."""
         job = self._jobs[sequence]
         if job.cancelled or sequence.failure is not None:
             return
         try:
-            update = _update(job, sequence)
+            update = job.next_update(sequence)
         except Exception as error:
             sequence.failure = error
             return
         if update is not None:
             self._tell(job, update)
 
-    def _settle(self) -> None:
-        """Rows that have ended or failed hear of it and go. May be repeated."""
-        ended = [
-            sequence
-            for sequence in self._sequences
-            if sequence.finish_reason is not None
-            or sequence.failure is not None
-            or (sequence.constraint is not None and sequence.constraint.error is not None)
-        ]
-        if not ended:
-            return
-        failed = dict[Job, Exception]()
-        for sequence in ended:
-            self._tell_of(sequence)
+    def _remove_finished(self) -> None:
+        """Report rows that have finished or failed, and remove them. May be repeated."""
+        failed, finished = dict[Job, Exception](), set[Sequence]()
+        for sequence in self._sequences:
+            constraint_error = sequence.constraint.error if sequence.constraint is not None else None
+            if sequence.finish_reason is None and sequence.failure is None and constraint_error is None:
+                continue
+            finished.add(sequence)
+            self._report(sequence)
             if sequence.failure is not None:
                 failed[self._jobs[sequence]] = sequence.failure
-            elif sequence.constraint is not None and sequence.constraint.error is not None:
-                failed[self._jobs[sequence]] = GraftError(sequence.constraint.error)
+            elif constraint_error is not None:
+                failed[self._jobs[sequence]] = GraftError(constraint_error)
         for job, error in failed.items():
             self._fail(job, error)
-        self._end({sequence for sequence, job in self._jobs.items() if job in failed or sequence in ended})
+        self._remove_rows({sequence for sequence, job in self._jobs.items() if job in failed or sequence in finished})
 
     # Leaving
 
-    def _leave(self, jobs: Collection[Job]) -> None:
-        """Requests go before they have ended."""
+    def _remove(self, jobs: Collection[Job]) -> None:
+        """Remove requests that have not finished, prefilled or decoded."""
         if not jobs:
             return
-        going = [newcomer for newcomer in self._newcomers if newcomer.job in jobs]
-        self._newcomers = [newcomer for newcomer in self._newcomers if newcomer.job not in jobs]
+        going = [prefill for prefill in self._prefills if prefill.job in jobs]
+        self._prefills = [prefill for prefill in self._prefills if prefill.job not in jobs]
         self._release(going)
-        self._end({sequence for sequence, job in self._jobs.items() if job in jobs})
+        self._remove_rows({sequence for sequence, job in self._jobs.items() if job in jobs})
 
-    def _end(self, gone: set[Sequence]) -> None:
-        """Frees rows; what they have read and written is kept."""
+    def _remove_rows(self, gone: set[Sequence]) -> None:
+        """Remove rows from the batch. The prefix cache keeps their pages, and the policy learns from finished texts."""
         batch = self._batch
         if batch is None or not gone:
             return
         for row, sequence in enumerate(batch.sequences):
             if sequence in gone:
-                self._keep_pages(self._jobs[sequence], batch, row)
+                self.pages.keep(self._jobs[sequence], batch, row)
                 if sequence.finish_reason is not None and sequence.speculates:
-                    with _logged("nothing is learned from an answer"):
+                    with failures_logged("the policy learns nothing from an answer"):
                         self.engine.policy.finish(sequence)
         rows = [row for row, sequence in enumerate(batch.sequences) if sequence not in gone]
-        if rows and (error := self._keep(batch, rows) and self._keep(batch, rows)) is not None:
+        # A failure has changed nothing, so a second try may succeed.
+        if rows and (error := self._keep_rows(batch, rows) and self._keep_rows(batch, rows)) is not None:
             self._fail_batch(error, gone)
             return
         for sequence in gone:
-            sequence.failure = None  # its traceback has the whole batch
+            sequence.failure = None  # its traceback holds the whole batch
         if not rows:
-            self._release_rows(batch.cache.rows)
+            self.pages.release(batch.cache.rows)
             self._batch = None
         self._jobs = {sequence: job for sequence, job in self._jobs.items() if sequence not in gone}
-        if self.settings.prefix_cache_tokens is not None:
-            with _logged("texts are kept longer"):
-                self.pool.evict(self.settings.prefix_cache_tokens)
+        self.pages.shrink_prefix_cache()
 
-    def _keep(self, batch: Batch, rows: list[int]) -> Exception | None:
-        """Goes on with these rows alone. What fails has changed nothing: a second time it may succeed."""
+    def _keep_rows(self, batch: Batch, rows: list[int]) -> Exception | None:
+        """Keep these rows of the batch alone. Returns the error if that failed and the batch is unchanged."""
         before, going = batch.cache, [row for number, row in enumerate(batch.cache.rows) if number not in set(rows)]
         try:
             batch.keep(rows)
         except Exception as error:
-            log.warning("rows could not go", exc_info=error)
+            log.warning("rows could not be removed from the batch", exc_info=error)
             if batch.cache is before:
                 return error
-            self._release_rows(going)
+            self.pages.release(going)
         return None
 
-    def _release(self, newcomers: Iterable[_Newcomer]) -> None:
-        for batch in (newcomer.batch for newcomer in newcomers if newcomer.batch is not None):
+    def _release(self, prefills: Iterable[_Prefill]) -> None:
+        for batch in (prefill.batch for prefill in prefills if prefill.batch is not None):
             for sequence in batch.sequences:
-                sequence.failure = None  # its traceback has the whole batch
-            self._release_rows(batch.cache.rows)
-
-    def _release_rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            with _logged("pages are given back when nobody knows them any more"):
-                self.pool.release(row)
+                sequence.failure = None  # its traceback holds the whole batch
+            self.pages.release(batch.cache.rows)
 
     def _fail_batch(self, error: Exception, gone: Collection[Sequence] = ()) -> None:
-        """Ends all that are decoded but those that are gone already."""
+        """End all requests that are decoded, except those whose rows are gone already."""
         jobs = {job for sequence, job in self._jobs.items() if sequence not in gone}
         for sequence in self._jobs:
             sequence.failure = None
         batch, self._batch, self._jobs = self._batch, None, {}
         if batch is not None:
-            self._release_rows(batch.cache.rows)
+            self.pages.release(batch.cache.rows)
         for job in jobs:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """Says so, if anybody still listens, and nothing more."""
+        """Tell the listener that its request failed, unless it was cancelled; then cancel it."""
         if job.cancelled:
             return
         if isinstance(error, GraftError):
@@ -669,36 +560,3 @@ class Scheduler:
         except Exception:
             log.exception("a listener failed")
             self.cancel(job)
-
-
-@contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """What fails inside costs a lesson or a short cut, and no request its answer."""
-    try:
-        yield
-    except Exception:
-        log.warning("%s", what, exc_info=True)
-
-
-def _pages(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE)
-
-
-def _update(job: Job, sequence: Sequence) -> Update | None:
-    """What the listener has not heard of yet, if anything."""
-    assert sequence.text is not None
-    index, ended = job.sequences.index(sequence), sequence.finish_reason is not None
-    told, count, start = job.told[index], sequence.stats.tokens, sequence.num_prompt_tokens
-    if index in job.ended or (told == count and not ended):
-        return None
-    update = Update(
-        index=index,
-        text=sequence.text.take(final=ended),
-        ids=sequence.ids[start + told : start + count],  # what lies behind a stop string is not the answer's
-        logprobs=sequence.logprobs[told:count],
-        round=sequence.last_round,
-        finish_reason=sequence.finish_reason,
-    )
-    job.told[index] = count
-    job.ended |= {index} if ended else set()
-    return update

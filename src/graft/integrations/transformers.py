@@ -117,7 +117,7 @@ def decode(
         for padded, prompt, pick in zip(input_ids, unpadded, picks, strict=True)
     ]
     for sequence in batch:
-        engine.check_room(sequence)
+        engine.check_context(sequence)
     prefill = _Prefill(model, input_ids, model_kwargs) if has_images else None
     for _ in engine.rounds(list(batch), _ProcessorChooser(batch, logits_processor), prefill):
         pass

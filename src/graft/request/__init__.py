@@ -1,1 +1,1 @@
-"""One answer while it is decoded: its tokens, its text, its statistics, and the batch that it belongs to."""
+"""Requests: an answer's tokens, text and statistics while it is decoded, and the batch that it belongs to."""

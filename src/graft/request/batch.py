@@ -1,4 +1,4 @@
-"""Batch: the sequences that are decoded together, and what is kept for each of their rows."""
+"""Batch: the sequences that are decoded together, with the KV cache, sampler and draft state of their rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Batch:
     sequences: list[Sequence]
     cache: KVCache  # of the target
     chooser: Chooser
-    draft: Any = None  # what the policy's drafter keeps, a DraftState
-    num_other_tokens: int = 0  # of the coming step, of prompts that are read meanwhile
-    _max_depth: int | None = None  # of the round under way
+    draft: Any = None  # the drafter's DraftState
+    num_prefill_tokens: int = 0  # prompt tokens in the coming step, of other batches
+    _max_depth: int | None = None  # of the current round, once asked for
 
     def roots(self) -> Tensor:
         """[B] the last known token of each sequence."""
@@ -31,22 +31,22 @@ class Batch:
 
     @property
     def max_depth(self) -> int:
-        """The round's last token is the target's own, so no path need be longer than what is left less one."""
+        """The longest useful path: the round's last token is the target's own."""
         if self._max_depth is None:
             self._max_depth = max([sequence.num_remaining for sequence in self.sequences]) - 1
         return self._max_depth
 
-    def begin_round(self, num_other_tokens: int) -> None:
-        self.num_other_tokens, self._max_depth = num_other_tokens, None
+    def begin_round(self, num_prefill_tokens: int) -> None:
+        self.num_prefill_tokens, self._max_depth = num_prefill_tokens, None
 
     def copy_row(self, source: int, target: int) -> None:
-        """Makes one row what another is: answers to the same prompt share its prefill."""
+        """Copy a row's state to another: answers to the same prompt share its prefill."""
         self.cache.pool.copy(self.cache.rows[source], self.cache.rows[target])
         if self.draft is not None:
             self.draft.copy_row(source, target, self.cache.rows[target])
 
     def join(self, other: Batch) -> None:
-        """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
+        """Append the rows of another batch that the same engine opened."""
         chooser = self.chooser.concat(other.chooser)
         draft = self.draft.joining(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
@@ -54,23 +54,23 @@ class Batch:
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
 
     def keep(self, rows: Iterable[int]) -> None:
-        """Goes on with these rows alone; the others' pages are given back."""
-        places = sorted(set(rows))
-        chooser = self.chooser.select(places)
-        draft = self.draft.keeping(places) if self.draft is not None else None
-        cache = self.cache.with_rows([self.cache.rows[row] for row in places])
-        stay = set(places)
+        """Keep these rows alone, and release the pages of the others."""
+        stay = set(rows)
+        kept = sorted(stay)
+        chooser = self.chooser.select(kept)
+        draft = self.draft.keeping(kept) if self.draft is not None else None
+        cache = self.cache.with_rows([self.cache.rows[row] for row in kept])
         gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]
-        sequences = [self.sequences[row] for row in places]
+        sequences = [self.sequences[row] for row in kept]
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
         for row in gone:
             cache.pool.release(row)
 
     def release(self) -> None:
-        """Gives all pages back."""
+        """Release all pages."""
         self.cache.release()
 
-    def rest_of(self, row: int, most: int) -> Chunk:
-        """At most so many tokens of the row's text that are next to be read; the last token is the first root."""
+    def next_chunk(self, row: int, max_tokens: int) -> Chunk:
+        """The next tokens of the row's text to prefill, without its last token, which is the first round's root."""
         start, ids = self.cache.rows[row].length, self.sequences[row].ids
-        return Chunk(self.cache.rows[row], ids[start : min(start + most, len(ids) - 1)])
+        return Chunk(self.cache.rows[row], ids[start : min(start + max_tokens, len(ids) - 1)])

@@ -1,4 +1,4 @@
-"""Incremental detokenizer: token ids to text, never half a character, never past a stop string."""
+"""Incremental detokenizer: token ids become text, never half a character and never past a stop string."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 
 from graft.errors import GraftError
 
-_TAIL = 6  # prompt tokens decoded along, so that word-initial spaces come out as they would mid-text
-_SHORT = 4  # tokens whose text is remembered
+_TAIL = 6  # prompt tokens decoded before the answer, so that the spaces of its first word are right
+_SHORT = 4  # tokens whose text is cached
 _LONGEST = 4  # tokens of one character: it has at most four bytes, and each may be a token
-_DAMAGED = 3 * _LONGEST  # tokens without a whole character at their end: bytes that make none
-_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+_DAMAGED = 3 * _LONGEST  # held tokens from which on their bytes probably never make a character
+_UNFINISHED = "\ufffd"  # which decoders put for bytes that are not (yet) a character
 
 
 class TextStream:
-    """Detokenizes an answer token by token and watches for stop strings."""
+    """Detokenizes an answer token by token, and finds stop strings."""
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), kept: frozenset[int] = frozenset()
     ) -> None:
-        """kept: special tokens that are part of the text; all others leave none."""
+        """kept: special tokens that are part of the text; all others are left out."""
         self._tokenizer = tokenizer
         self.kept = kept
-        self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: what the tokenizer itself leaves out
+        self._dropped = _special_ids(tokenizer) - kept if kept else None  # None: those that the tokenizer itself drops
         self._decode_short = _decoded_before if isinstance(tokenizer, Hashable) else _decoded
         self._ids = self._context(prompt)
-        self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is already out
-        self._whole_after = 0  # held ids: fewer are not decoded as a whole again
+        self._decoded_from, self._decoded_to = 0, len(self._ids)  # ids whose text is known
+        self._whole_after = 0  # do not decode all held ids again before there are so many
         self._stop = tuple(stop)
         self._stop_ids = _special_stops(tokenizer, stop, kept) if stop else frozenset()
         self._num_taken = 0
-        self._lengths: list[int] = []  # of the text behind each token
+        self._lengths: list[int] = []  # of the text, after each token
         self.text = ""  # whole characters only; ends before the stop string, if one came
 
     def push(self, token: int, may_stop: bool = True) -> bool:
-        """Adds one token; True when it completed a stop string (the text is then cut before it)."""
+        """Add one token. True if it completed a stop string, before which the text is then cut."""
         is_stopped = self._push(token, may_stop)
         self._lengths.append(len(self.text))
         return is_stopped
 
     def num_tokens(self, num_characters: int) -> int:
-        """How many tokens brought the first so many characters of the text."""
+        """How many tokens the first so many characters of the text took."""
         return min(bisect_left(self._lengths, num_characters) + 1, len(self._lengths)) if num_characters else 0
 
     def _push(self, token: int, may_stop: bool) -> bool:
@@ -65,12 +65,12 @@ class TextStream:
         return len(self._ids) - self._decoded_to
 
     def _may_be_whole(self) -> bool:
-        """Whether the text may end with a whole character, as far as a few of the held ids can tell.
+        """Whether the text may end with a whole character, judged by a few of the held ids.
 
-        To decode all held ids for every token of damaged text would take quadratic time. The last few ids tell how a
-        text ends, wherever they begin within a character: hence several lengths. The first few ids count too, for
-        decoders to which one invalid byte makes all bytes beside it invalid. Where such a byte stands in neither, all
-        ids are decoded in vain; then not again before there are an eighth more.
+        Decoding all held ids for every token of damaged text would take quadratic time. The last few ids tell how the
+        text ends; they may begin within a character, so several lengths are tried. The first few ids are decoded with
+        them, because in some decoders one invalid byte makes all bytes beside it invalid. If such a byte is elsewhere,
+        all ids are decoded in vain, and not again before there are an eighth more.
         """
         if self._num_held_ids <= _DAMAGED:
             return True
@@ -81,12 +81,12 @@ class TextStream:
         return any(not self._decode(first + end).endswith(_UNFINISHED) for end in ends)
 
     def finish(self) -> None:
-        """Flushes what was held back when an answer ends inside a character."""
+        """Add the held tokens to the text, when an answer ends inside a character."""
         if self._num_held_ids:
             self._add(self._decode(self._ids[self._decoded_from :]), may_stop=False)
 
     def take(self, final: bool = False) -> str:
-        """The new text since the last call, without (unless `final`) an end that may begin a stop string."""
+        """The new text since the last call; unless `final`, without an end that may begin a stop string."""
         end = len(self.text) if final else len(self.text) - self._num_held()
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
@@ -106,7 +106,7 @@ class TextStream:
         return bool(found)
 
     def _num_held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Characters at the end of the text that may begin a stop string."""
         return max((self._num_begun(s) for s in self._stop), default=0)
 
     def _num_begun(self, stop: str) -> int:
@@ -118,15 +118,15 @@ class TextStream:
         return 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, which begin with a whole character if the prompt has one there."""
+        """The last tokens of the prompt, from the beginning of a character if possible."""
         ends = [list(prompt[-length:]) for length in range(_TAIL, _TAIL + _LONGEST)]
         return next((end for end in ends if _UNFINISHED not in self._decode(end)), ends[0])
 
     def _leaves_no_text(self, token: int) -> bool:
-        """Whether a token is special and left out, or in no vocabulary: the text goes on as if it were not there."""
+        """Whether a token is a dropped special token or outside the vocabulary, so that the text ignores it."""
         if self._decode([token]):
             return False
-        # A space leaves no text either where it stands alone.
+        # A space alone may decode to no text as well.
         return token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
 
     @cached_property
@@ -146,7 +146,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], skips_special: bool) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False))
 
 
-_decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # a token or two come again and again
+_decoded_before = lru_cache(maxsize=1 << 14)(_decoded)  # the same one or two tokens come often
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
@@ -155,7 +155,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _special_stops(tokenizer: Any, stop: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
-    """The tokens that end an answer because a stop string spells one: special tokens leave no text to find."""
+    """Special tokens that a stop string names: they end the answer, since no text of theirs could be found."""
     added = tokenizer.added_tokens_decoder.items()
     ids = {str(token.content): number for number, token in added if token.special and number not in kept}
     for text in stop:

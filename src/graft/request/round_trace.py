@@ -1,4 +1,4 @@
-"""RoundRecord: one round of one answer in plain lists, for a terminal, a page or a test that watches.
+"""RoundRecord: one round of one answer in plain lists, to be shown in a terminal or a page.
 
 It is made only for a sequence that `is_recorded`, and holds no tensors.
 """
@@ -12,10 +12,10 @@ MODEL = "model"  # the origin of a token that was not in the tree
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The verified tree and what was accepted of it. Node 0 is the root, the last token known before the round.
+    """The verified tree and its accepted path. Node 0 is the root, the last token known before the round.
 
-    Behind the verified nodes there may be pruned candidates. Nodes that may be other users' text are left out, with
-    everything below them, unless they were accepted: then they are part of the answer.
+    Pruned candidates may follow the verified nodes. Rejected nodes that may be other users' text are left out, with
+    everything below them.
     """
 
     tokens: list[int]
@@ -23,9 +23,9 @@ class RoundRecord:
     probabilities: list[float]  # acceptance probability: P(the target accepts the node | it accepted the parent)
     sources: list[str]  # who proposed the node
     accepted: list[int]  # the nodes on the accepted path, without the root
-    new_tokens: list[int]  # those of the accepted nodes and then, unless the answer ended before, the model's own
+    new_tokens: list[int]  # those of the accepted nodes, then the model's own unless the answer ended before
 
-    num_pruned: int = 0  # nodes at the end that were not worth verifying
+    num_pruned: int = 0  # nodes at the end that were not verified
     num_hidden: int = 0  # nodes that are left out
 
     @property

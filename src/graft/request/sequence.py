@@ -1,4 +1,4 @@
-"""Sequence: one answer while it is decoded, its tokens, its text, and the rules by which it ends."""
+"""Sequence: one answer while it is decoded: its tokens, its text, and the rules by which it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graft.tree.tree import PADDING, ROOT, DraftTree
 
 FinishReason = Literal["stop", "length"]
 _NUMBERS = itertools.count(1)
-_PLACES_AT_ONCE = 256  # of a prompt: each takes a float for every token of the vocabulary, several times over
+_PLACES_AT_ONCE = 256  # of a prompt, because each takes several floats for every token of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class TokenLogprob:
 
     token: int
     logprob: float
-    alternatives: dict[int, float]  # the most likely tokens at that position
+    alternatives: dict[int, float]  # the likeliest tokens at that position
 
 
 class Sequence:
-    """One answer: its tokens so far (the last is the next round's root), its text and its statistics."""
+    """One answer: its tokens so far (the last one is the next round's root), its text and its statistics."""
 
     def __init__(
         self,
@@ -43,27 +43,27 @@ class Sequence:
         tokenizer: Any | None = None,
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        """kept: special tokens that are part of its text."""
+        """kept: special tokens that are part of the text."""
         self.number = next(_NUMBERS)
-        self.owner: int | None = None  # where texts are isolated, one owner's learn from each other; None: nobody's
-        self.group: int | None = None  # the same for all answers that a request wants to one prompt
+        self.owner: int | None = None  # isolated texts learn from those of the same owner; None: from no others
+        self.group: int | None = None  # the same for all answers of a request to one prompt
         self.ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.settings = settings
         self.stats = Stats()
         self.logprobs: list[TokenLogprob] = []
-        self.num_prompt_logprobs: int | None = None  # how many alternatives to report beside each token of the prompt
-        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first, as far as it is read
+        self.num_prompt_logprobs: int | None = None  # alternatives to report for each prompt token; None: none wanted
+        self.prompt_logprobs: list[TokenLogprob] = []  # of prefilled prompt tokens, without the first
         self.finish_reason: FinishReason | None = None
-        self.failure: Exception | None = None  # why it cannot go on
+        self.failure: Exception | None = None  # why it cannot continue
         self.text = TextStream(tokenizer, prompt, settings.stop, kept) if tokenizer is not None else None
-        self.constraint: Constraint | None = None  # the grammar that its text must fit, such as JSON of a schema
+        self.constraint: Constraint | None = None  # the grammar of its text, such as a JSON schema's
         self.speculates = True  # whether its rounds may have trees
-        self.is_recorded = False  # whether `last_round` is kept, for somebody who watches
-        self.shows_all = False  # whether that includes rejected nodes that may be other users' text
+        self.is_recorded = False  # whether `last_round` is kept
+        self.shows_all = False  # whether it includes rejected nodes that may be other users' text
         self.last_round: RoundRecord | None = None
         self._unsettled: list[_Unsettled] = []
-        self._is_stopped = False  # by a stop string, found at the last token that the statistics count
+        self._is_stopped = False  # by a stop string, which ends with the last token that the statistics count
         self._endings = frozenset(settings.stop_token_ids) | (
             frozenset() if settings.ignore_eos else frozenset(eos_token_ids)
         )
@@ -82,35 +82,34 @@ class Sequence:
         return self._most_ids - len(self.ids)
 
     def read_prompt(self, start: int, verified: VerifyOutput) -> None:
-        """Takes log-probabilities of the prompt from a chunk of it, which begins at `start`. May be read again."""
+        """Take the prompt's log-probabilities from a prefilled chunk, which begins at `start`. May be repeated."""
         if self.num_prompt_logprobs is None:
             return
-        known = len(self.prompt_logprobs)  # of tokens 1 to `known`: the next is that behind place `known`
+        known = len(self.prompt_logprobs)  # of tokens 1 to `known`; place `known` gives the next one
         end = min(start + verified.counts[0], self.num_prompt_tokens - 1)
         if not start <= known < end:
             return
         for first in range(known, end, _PLACES_AT_ONCE):
             self._read_places(start, first, min(first + _PLACES_AT_ONCE, end), verified, self.num_prompt_logprobs)
 
-    def _read_places(self, start: int, first: int, end: int, verified: VerifyOutput, num_others: int) -> None:
-        """Takes those of the tokens behind the places from `first` to `end`; the chunk begins at `start`."""
+    def _read_places(self, start: int, first: int, end: int, verified: VerifyOutput, num_alternatives: int) -> None:
+        """Take those of the tokens after places `first` to `end`; the chunk begins at `start`."""
         places = verified.index[0, first - start : end - start].to(verified.logits.device)
         logprobs = torch.log_softmax(verified.logits[places], dim=1)
         tokens = self.ids[first + 1 : end + 1]
         own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        values, others = logprobs.topk(min(num_others, logprobs.shape[1]), dim=1)
+        values, others = logprobs.topk(min(num_alternatives, logprobs.shape[1]), dim=1)
         for token, value, *pair in zip(tokens, own, others.tolist(), values.tolist(), strict=True):
             self.prompt_logprobs.append(TokenLogprob(token, value, dict(zip(*pair, strict=True))))
 
     def extend(self, tokens: SequenceOf[int], nodes: SequenceOf[int], row: TreeRow) -> None:
-        """Appends a round's tokens, and ends exactly where plain decoding would have ended.
+        """Append a round's tokens, and end exactly where plain decoding would have ended.
 
-        What takes long and nobody waits for, the text and the statistics, is left to `settle`: a stop string is found
-        there, perhaps a round late, and what came behind it is dropped here. nodes: the accepted nodes. row: the
-        verified tree.
+        Text and statistics are slow and not urgent, so `settle` does them later. It may find a stop string a round
+        late; tokens after it are dropped here. nodes: the accepted nodes. row: the verified tree.
         """
         if self._is_stopped:
-            self._drop_behind_stop()
+            self._drop_after_stop()
             return
         if self.settings.logprobs is None and not self._may_end_with(tokens):
             self.ids += tokens
@@ -129,25 +128,27 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         self._unsettled.append(_Unsettled(tokens[:num_new], nodes[:num_new], row))
-        if self.finish_reason is not None or self.is_recorded:
-            self.settle()
         if self.finish_reason is not None:
-            self._end_text()
+            self.conclude()
+            if self.text is not None and not self._is_stopped:
+                self.text.finish()
+        elif self.is_recorded:
+            self.settle()
 
     def settle(self) -> None:
-        """Catches up with the rounds so far: text, stop strings, statistics, and what a watcher sees."""
+        """Catch up with the rounds so far: text, stop strings, statistics and the round's record."""
         while self._unsettled and not self._is_stopped:
             round = self._unsettled.pop(0)
             self._count(round, self._read(round.tokens))
 
     def conclude(self) -> None:
-        """Settles between two rounds, where an answer may end: nothing is behind a stop string any more."""
+        """Settle between two rounds, where an answer may end, and drop tokens after a stop string."""
         self.settle()
         if self._is_stopped:
-            self._drop_behind_stop()
+            self._drop_after_stop()
 
     def _read(self, tokens: SequenceOf[int]) -> int:
-        """Adds tokens to the text. Returns how many there were up to a stop string, if one came."""
+        """Add tokens to the text. Returns their number, up to the end of a stop string if there is one."""
         stats, text, least = self.stats, self.text, self.settings.min_tokens
         if text is None:
             stats.tokens += len(tokens)
@@ -176,30 +177,24 @@ class Sequence:
         if self.is_recorded:
             self.last_round = row.record(accepted, round.tokens[:num_new], self.shows_all)
 
-    def _end_text(self) -> None:
-        if self._is_stopped:
-            self._drop_behind_stop()
-        elif self.text is not None:
-            self.text.finish()
-
-    def _drop_behind_stop(self) -> None:
+    def _drop_after_stop(self) -> None:
         del self.ids[self.num_prompt_tokens + self.stats.tokens :]
         del self.logprobs[self.stats.tokens :]
         self.finish_reason = "stop"
 
     def _may_end_with(self, tokens: SequenceOf[int]) -> bool:
-        """False only if none of these tokens ends the answer."""
+        """Whether one of these tokens may end the answer."""
         return len(self.ids) + len(tokens) >= self._most_ids or not self._endings.isdisjoint(tokens)
 
     def _ending(self, token: int) -> FinishReason | None:
-        """Why the answer ends with its last token, if it does."""
+        """Why the answer ends with its last token; None if it does not."""
         if self.num_new >= self.settings.min_tokens and token in self._endings:
             return "stop"
         return "length" if self.num_remaining == 0 else None
 
 
 class _Unsettled(NamedTuple):
-    """A round that the text and the statistics do not know of yet."""
+    """A round that text and statistics do not include yet."""
 
     tokens: SequenceOf[int]
     nodes: SequenceOf[int]
@@ -218,7 +213,7 @@ class TreeRow:
         considered: DraftTree | None = None,
         common_sources: Container[str] = (),
     ) -> None:
-        """considered: the tree with pruned candidates behind its nodes. common_sources: see `Policy`."""
+        """considered: the tree, then pruned candidates. common_sources: see `Policy`."""
         self._tree, self._considered, self._row = tree, considered or tree, row
         self._verified = verified
         self._names, self._common_sources = source_names, common_sources
@@ -237,7 +232,7 @@ class TreeRow:
     def record(self, accepted: SequenceOf[int], new_tokens: SequenceOf[int], shows_all: bool = True) -> RoundRecord:
         """The round in plain lists, without padding.
 
-        Unless it shows all, nodes that may be other users' text are left out if they were not accepted.
+        Unless `shows_all`, rejected nodes that may be other users' text are left out.
         """
         tree = self._considered
         tokens, parents, probabilities, sources = (

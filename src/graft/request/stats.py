@@ -10,13 +10,13 @@ from typing import Any
 
 
 class Clock:
-    """Seconds by phase. Phases do not nest; time between them counts as the host's."""
+    """Seconds by phase. Phases do not nest; the time between them is the host's."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, phase: str) -> _Phase:
-        """Times its context as part of a phase; the function it gives returns, afterwards, the seconds."""
+        """A context that adds its time to a phase; afterwards, the function that it gives returns the seconds."""
         return _Phase(self.seconds, phase)
 
     def with_host(self, total: float) -> dict[str, float]:
@@ -25,7 +25,7 @@ class Clock:
 
 
 class _Phase:
-    """The context of a phase. Not a generator: a round has a dozen of them."""
+    """The context of a phase. A generator would be slower, and a round has a dozen of them."""
 
     def __init__(self, seconds: defaultdict[str, float], phase: str) -> None:
         self._seconds, self._phase = seconds, phase
@@ -42,26 +42,26 @@ class _Phase:
 
 @dataclass
 class Stats:
-    """Counts of one answer; the times are those of the whole batch that it was decoded in."""
+    """Counts of one answer; times are those of the whole batch that it was decoded in."""
 
     rounds: int = 0
     plain_rounds: int = 0  # rounds that verified only the root
-    tokens: int = 0  # new tokens, exactly those in the answer
+    tokens: int = 0  # new tokens in the answer
     accepted: int = 0  # new tokens that came from the tree
     draft_passes: int = 0
     nodes: int = 0  # proposed nodes that were verified
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     proposed_by_source: Counter[str] = field(default_factory=Counter)
-    cached_tokens: int = 0  # of the prompt, those that were not read again
-    setup_seconds: float = 0.0  # before anything is read: what a policy measures that is given a budget, once
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    setup_seconds: float = 0.0  # before prefill: with a fixed budget, a policy measures draft passes once
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
 
     @property
     def mean_accepted(self) -> float:
-        """Mean accepted length, 1 + accepted / rounds: tokens per round, but for a last round that is cut short."""
+        """Mean accepted length, 1 + accepted / rounds: tokens per round, except that a last round may be cut short."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property
@@ -70,7 +70,7 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        """By the clock, from the call to the answer's end."""
+        """Wall-clock time from the call to the end of the answer."""
         return self.setup_seconds + self.prefill_seconds + self.decode_seconds
 
     def as_dict(self) -> dict[str, Any]:

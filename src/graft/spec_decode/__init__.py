@@ -1,4 +1,4 @@
-"""Speculative decoding: proposers, candidates, the draft tree, acceptance, and what is learned from each round.
+"""Speculative decoding: proposals, the choice of the tree, acceptance, and learning from each round.
 
 `proposers` add candidate tokens, `policies` decide which of them a round verifies.
 """

@@ -1,8 +1,8 @@
 """Acceptance: the walk down a verified tree, the same rule for greedy and sampled decoding.
 
-At each node the token is chosen from the target's own distribution there; if the tree has it as a child the
-walk goes on, otherwise that token is the round's last. Which tokens the tree holds never changes what is
-chosen, so the text is that of plain decoding (a tree of one node).
+At each node the next token is chosen from the target's own distribution there. If the tree has it as a child, the walk
+continues there; otherwise that token is the round's last. The tree never changes what is chosen, so the text is that of
+plain decoding (a tree of one node).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The accepted path of every row, and the tokens it brings."""
+    """The accepted path of every row, and its new tokens."""
 
     nodes: list[list[int]]  # accepted tree nodes on the path, without the root
     tokens: list[list[int]]  # the new tokens: those of the accepted nodes, then the target's own
@@ -36,12 +36,12 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Choices:
-    """The token chosen after each node if the walk reaches it; in rows already walked, on their paths only."""
+    """The token chosen after each node, in case the walk reaches it; in rows already walked, on their paths only."""
 
-    there: Tensor  # [T] of the step's tokens, on the device
-    flat: Tensor  # [T] int64 on the host, valid once the event `Step.ready` has happened
-    index: Tensor  # [B, N] which of them each node is
-    walked: list[bool]  # rows whose walk is over, so that the chooser has moved on
+    there: Tensor  # [T] after each of the step's tokens, on the device
+    flat: Tensor  # [T] int64 the same on the host, valid after the event `Step.ready`
+    index: Tensor  # [B, N] each node's place among the step's tokens
+    walked: list[bool]  # rows whose walk is over, so that their chooser has advanced
 
     @property
     def here(self) -> Tensor:
@@ -50,10 +50,10 @@ class Choices:
 
 
 def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> Choices | None:
-    """Chooses the token after every node of a captured step at once, on the device; None where no row can.
+    """Choose the token after every node of a captured step at once, on the device; None where no row can.
 
-    Rows whose choices depend on the tokens on the way are walked here, choice by choice, waiting for the device; so the
-    next round's draft can begin for all rows before the host has walked the others.
+    Rows whose choices depend on earlier tokens of the path are walked here, choice by choice, and wait for the device.
+    So the next round's drafting can begin for all rows before the host has walked the others.
     """
     step = verified.step
     if step is None:
@@ -73,7 +73,7 @@ def choose_ahead(tree: DraftTree, verified: VerifyOutput, chooser: Chooser) -> C
 
 
 def _with_walked(there: Tensor, accepted: Accepted, walked: Sequence[bool], index: Tensor) -> Tensor:
-    """The choices [T], with the tokens of rows that have been walked put at their paths' nodes."""
+    """The choices [T], with the tokens of walked rows at the nodes of their paths."""
     places, tokens = [], []
     for row in (row for row, was in enumerate(walked) if was):
         places += index[row, [0, *accepted.nodes[row]]].tolist()
@@ -87,7 +87,7 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Cho
     """The accepted path of every row: from the root down to the first chosen token that the tree does not hold."""
     if choices is None:
         return _walk_rows(tree, verified, chooser, [True] * len(tree.tokens))
-    if tree.width == 1:  # a root a row: what follows it is all that is new
+    if tree.width == 1:  # roots alone: each row gets the token after its root
         tokens = choices.flat.tolist()
         accepted = Accepted([[] for _ in tokens], [[token] for token in tokens])
     else:
@@ -97,7 +97,7 @@ def walk(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, choices: Cho
 
 
 def _walk_rows(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, rows_to_walk: Sequence[bool]) -> Accepted:
-    """The walk of some rows, choice by choice; the others' lists stay empty."""
+    """Walk some rows, choice by choice; the lists of the others stay empty."""
     logits, index = verified.logits, verified.index
     num_rows, children = len(tree.tokens), _children(tree)
     accepted = Accepted([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
@@ -117,7 +117,7 @@ def _walk_rows(tree: DraftTree, verified: VerifyOutput, chooser: Chooser, rows_t
 
 
 def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
-    """The walk when the token chosen after every node is known: chosen [B, N] on the host."""
+    """Walk all rows when the token after every node is known: chosen [B, N] on the host."""
     library: Any = native()
     num_rows, width = tree.tokens.shape
     columns = [plain(column) for column in (tree.tokens, tree.parents, tree.sources, chosen)]
@@ -135,7 +135,7 @@ def paths(tree: DraftTree, chosen: Tensor) -> Accepted:
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """By row: {(parent, token): node}, of equal children the first."""
+    """By row: {(parent, token): node}; the first of equal children."""
     columns = (tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist())
     return [
         {(parents[node], tokens[node]): node for node in range(tree.width - 1, 0, -1) if sources[node] > ROOT}

@@ -1,6 +1,7 @@
-"""Cost model: seconds of a step by its number of tokens, and of other work by the number of rows; learned from rounds.
+"""Cost model: a table of step times by number of tokens, and times of other work by number of rows.
 
-Before anything is known a step's cost has the shape that is usual for the device. A server measures it at start-up.
+Times are learned from rounds. Before the first one, a step's cost has the usual shape of the device. A server measures
+it at start-up.
 """
 
 from __future__ import annotations
@@ -20,58 +21,60 @@ if TYPE_CHECKING:
     from graft.model import TargetRunner
     from graft.spec_decode.proposers.drafter import Drafter
 
-BLEND = 0.05  # weight of a round in every running mean
-CLIP = 2.0  # an observation counts for at most this many times what was expected, or at least this part of it
-DOUBT = 0.003  # by which what was never tried looks better every round, until it is; what is well known, far less
-HASTE = 10  # times as fast as that, what was tried before a SHIFT: a busy machine may have made it slow
-SHIFT = 0.2  # of the level, a logarithm: what was observed before it is known no better than after one try
-FIRST = 3  # observations, of which one far below the others counts alone: other work makes a step longer, never shorter
-# Where nothing is padded, costs are kept for these sizes and lie on straight lines between them.
+WEIGHT = 0.05  # of a round in every running mean
+CLIP = 2.0  # an observation counts for at most this many times the expected value, and at least this fraction of it
+OPTIMISM = 0.003  # by which an untried choice looks better every round; a well-known one far less
+HASTE = 10  # times faster than that, for sizes observed before a SHIFT: a busy machine may have made them slow
+SHIFT = 0.2  # change of the level, a logarithm, after which earlier observations count as a single one
+FIRST = 3  # observations; if one of these is far below the others it counts alone, as other work only adds time
+# Without padding, times are kept for these sizes and interpolated between them.
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then a plain step more for every _STEEP
+_FLAT, _STEEP = 64, 256  # a GPU's steps cost the same up to _FLAT tokens, then one plain step more per _STEEP tokens
 _WIDEST = 128  # tokens that one row may have in a step
-_SLOPE = 0.05  # plain steps that a token more costs on a CPU
+_SLOPE = 0.05  # plain steps that one more token costs on a CPU
 
 
 def usual_shape(device: str) -> Callable[[int], float]:
-    """A step's cost in plain steps by its number of tokens, before any was timed."""
+    """The cost of a step by its number of tokens, in plain steps, before any was timed."""
     if device == "cpu":
         return lambda num_tokens: 1 + _SLOPE * (num_tokens - 1)
     return lambda num_tokens: 1 + max(0, num_tokens - _FLAT) / _STEEP
 
 
 class StepCost:
-    """Seconds of a step by its number of tokens.
+    """The table of step times: expected seconds of a step by its number of tokens.
 
-    They are a shape (the usual one, or measured) times a correction of each size times one level for all: longer
-    contexts and a busy machine make all steps dearer alike, so that no size is judged by when it was tried. A size that
-    was not observed has the correction of its neighbours. What is not tried looks a little better from round to round,
-    so that a size that once was slow is tried again, the plain step too; sooner where all steps have become faster or
-    slower since, as when other work on the machine has ended.
+    A time is the product of a shape (the usual one, or measured), a correction of the size, and one level for all
+    sizes. Long contexts and a busy machine raise the level, so no size is judged by when it was tried. A size that was
+    not observed takes its correction from its neighbours.
+
+    Sizes that are not tried look a little better from round to round (optimism), so that a size that once was slow is
+    tried again, even the plain step. This is quicker after the level has changed, as when other work on the machine
+    ends.
     """
 
     def __init__(self, sizes: Sequence[int] = (), shape: Callable[[int], float] = float) -> None:
-        """sizes: those that steps are padded to; none: they are not padded. shape: see `usual_shape`."""
+        """sizes: those that steps are padded to; empty: no padding. shape: see `usual_shape`."""
         self.is_padded = bool(sizes)
         self.sizes = tuple(sizes) or SIZES
         self._shape = [shape(size) for size in self.sizes]
-        self._corrections: dict[int, float] = {}  # logarithms, by the number of a size that was observed
+        self._corrections: dict[int, float] = {}  # logarithms, by index of an observed size
         self._counts = [0] * len(self.sizes)
-        self._levels = [0.0] * len(self.sizes)  # when each was last observed
-        self._doubts = [0.0] * len(self.sizes)  # logarithms, at most 0
-        self._level: float | None = None  # logarithm; None: nothing was observed
-        self._num_observed = 0  # as far as that matters
-        self.largest = self.sizes[0]  # size that was timed
-        self._seconds, self._undoubted = list(self._shape), list(self._shape)
+        self._levels = [0.0] * len(self.sizes)  # the level when each was last observed
+        self._optimism = [0.0] * len(self.sizes)  # logarithms, at most 0
+        self._level: float | None = None  # logarithm; None before the first observation
+        self._num_observed = 0  # at most FIRST
+        self.largest = self.sizes[0]  # the largest size that was timed
+        self._seconds, self._unbiased = list(self._shape), list(self._shape)  # with optimism, and without
 
     @property
     def is_known(self) -> bool:
-        """Whether any step was timed: before, the seconds are in plain steps."""
+        """Whether any step was timed; before, times are in plain steps."""
         return self._level is not None
 
     @property
     def is_sure(self) -> bool:
-        """Whether enough steps were timed that they were not all hiccups, which are rare where a GPU pads its steps."""
+        """Whether enough steps were timed to rule out hiccups, which are rare where a GPU pads its steps."""
         return self._num_observed >= (1 if self.is_padded else FIRST)
 
     def seconds(self, num_tokens: int) -> float:
@@ -81,7 +84,7 @@ class StepCost:
     def _at(self, values: Sequence[float], num_tokens: int) -> float:
         sizes = self.sizes
         at = bisect_left(sizes, num_tokens)
-        if at == len(sizes):  # larger than all: in proportion
+        if at == len(sizes):  # beyond the table: in proportion
             return values[-1] * num_tokens / sizes[-1]
         if self.is_padded or at == 0 or sizes[at] == num_tokens:
             return values[at]
@@ -89,64 +92,65 @@ class StepCost:
         return values[at - 1] + share * (values[at] - values[at - 1])
 
     def observe(self, num_tokens: int, seconds: float, least: int = 1) -> None:
-        """Takes in the seconds of a round's step; an outlier counts for little. least: the tokens of a plain step, so
-        that no smaller one could have been tried."""
+        """Learn the seconds of a round's step; outliers count for little.
+
+        least: the tokens of a plain step; smaller sizes could not have been tried.
+        """
         if self._level is None:
             self._level = math.log(seconds / self.seconds(num_tokens))
             self._update()
         sizes, limit = self.sizes, math.log(CLIP)
         at = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
         if not self.is_padded and at > 0 and num_tokens - sizes[at - 1] < sizes[at] - num_tokens:
-            at -= 1  # the nearest
+            at -= 1  # the nearest size
         usual = min(self._corrections.values(), default=0.0)
         for place in range(len(sizes)):
             if sizes[place] >= least:
-                is_other = self._counts[place] > 0 and abs(self._level - self._levels[place]) > SHIFT
-                if is_other:
+                is_stale = self._counts[place] > 0 and abs(self._level - self._levels[place]) > SHIFT
+                if is_stale:
                     self._counts[place] = 1
-                doubt = (HASTE if is_other else 1) * DOUBT / (1 + self._counts[place])
-                # A size that was far dearer than others may have been so for the moment alone.
-                most = limit + (max(self._corrections[place] - usual, 0.0) if is_other else 0.0)
-                self._doubts[place] = max(self._doubts[place] - doubt, -most)
-        self._doubts[at] = 0.0
-        error = math.log(seconds / self._at(self._undoubted, num_tokens))
-        self._level += BLEND * _clipped(error, limit)
-        # The first observation of a size is all that is known of it; later ones are averaged, and the better a size is
-        # known the less counts what is far off. But if one of the first was a hiccup, it is forgotten.
-        weight = max(1 / (1 + self._counts[at]), BLEND)
+                more = (HASTE if is_stale else 1) * OPTIMISM / (1 + self._counts[place])
+                # A size that was far slower than others may have been slow only then.
+                most = limit + (max(self._corrections[place] - usual, 0.0) if is_stale else 0.0)
+                self._optimism[place] = max(self._optimism[place] - more, -most)
+        self._optimism[at] = 0.0
+        error = math.log(seconds / self._at(self._unbiased, num_tokens))
+        self._level += WEIGHT * _clipped(error, limit)
+        # The first observation of a size is taken as it is. Later ones are averaged, and outliers count less the better
+        # a size is known. But if one of the first was a hiccup, it is forgotten.
+        weight = max(1 / (1 + self._counts[at]), WEIGHT)
         if error < -SHIFT and self._counts[at] < FIRST:
-            own = (1 - BLEND) * error
+            own = (1 - WEIGHT) * error
         else:
-            own = weight * (1 - BLEND) * _clipped(error, limit * math.sqrt(weight))
+            own = weight * (1 - WEIGHT) * _clipped(error, limit * math.sqrt(weight))
         self._corrections[at] = self._correction(at) + own
-        self._counts[at] = min(self._counts[at] + 1, round(1 / BLEND))
+        self._counts[at] = min(self._counts[at] + 1, round(1 / WEIGHT))
         self._levels[at], self._num_observed = self._level, min(self._num_observed + 1, FIRST)
         self.largest = max(self.largest, sizes[at])
         self._update()
 
     def measure(self, target: TargetRunner) -> None:
-        """Times a step of every size; the rest is extrapolated from where steps have become too slow to pay, or larger
-        than the KV cache."""
+        """Time a step of every size. Sizes too slow to pay, or larger than the KV cache, are extrapolated."""
         seconds = [time_step(target, self.sizes[0])]
         for size in self.sizes[1:]:
             if seconds[-1] > CLIP * CLIP * seconds[0]:
                 break
             try:
                 seconds.append(time_step(target, size))
-            except torch.OutOfMemoryError:  # of the KV cache's pages too: there will never be a step of that size
+            except torch.OutOfMemoryError:  # also of the KV cache's pages: there will never be a step of that size
                 break
         last = len(seconds) - 1
         seconds += [seconds[last] * size / self.sizes[last] for size in self.sizes[last + 1 :]]
         self.restore({"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(seconds).double()})
 
     def state(self) -> dict[str, Tensor]:
-        """The seconds of each size; nothing if none is known."""
+        """The seconds of each size; empty if none is known."""
         if not self.is_known:
             return {}
         return {"step_sizes": torch.tensor(self.sizes), "step_seconds": torch.tensor(self._seconds).double()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes on what `state` once gave, perhaps for other sizes."""
+        """Restore from `state`, perhaps for other sizes."""
         if "step_sizes" not in state or "step_seconds" not in state:
             return
         known = StepCost(state["step_sizes"].tolist())
@@ -154,22 +158,22 @@ class StepCost:
         self._shape = [known.seconds(size) for size in self.sizes]
         self._corrections, self._level, self.largest, self._num_observed = {}, 0.0, self.sizes[-1], FIRST
         self._counts = [0] * len(self.sizes)
-        self._levels, self._doubts = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
+        self._levels, self._optimism = [0.0] * len(self.sizes), [0.0] * len(self.sizes)
         self._update()
 
     def _update(self) -> None:
-        """Computes the seconds anew. No step takes longer than one of more tokens was seen to take."""
+        """Compute the table. Times are monotonic: no step takes longer than an observed one with more tokens."""
         assert self._level is not None
         least = math.inf
         for place in reversed(range(len(self.sizes))):
             own = self._shape[place] * math.exp(self._level + self._correction(place))
-            self._undoubted[place] = own
-            self._seconds[place] = min(own * math.exp(self._doubts[place]), least)
+            self._unbiased[place] = own
+            self._seconds[place] = min(own * math.exp(self._optimism[place]), least)
             if place in self._corrections:
                 least = min(own, least)
 
     def _correction(self, place: int) -> float:
-        """Logarithm: its own, or on the line between the nearest sizes that have one, or that of the nearest."""
+        """The logarithmic correction of a size: its own, or interpolated between the nearest observed sizes."""
         known = self._corrections
         if place in known or not known:
             return known.get(place, 0.0)
@@ -185,29 +189,29 @@ def _clipped(value: float, limit: float) -> float:
 
 
 class UnitCost(StepCost):
-    """Of steps that all count as the unit of time."""
+    """Step times where every step is the unit of time."""
 
     def seconds(self, num_tokens: int) -> float:
         return 1.0
 
     def observe(self, num_tokens: int, seconds: float, least: int = 1) -> None:
-        """Nothing is learned."""
+        """Learn nothing."""
 
 
 def row_class(num_rows: int) -> int:
-    """Numbers of rows for which costs are taken to be alike: up to 1, 2, 4, 8 ..."""
+    """The class of row counts with similar costs: up to 1, 2, 4, 8 ..."""
     return (num_rows - 1).bit_length()
 
 
-class ByRows:
-    """Running means of seconds by the number of rows, one for each `row_class`; where none was observed, the nearest.
+class SecondsByRows:
+    """Running means of seconds by number of rows, one for each `row_class`; the nearest class where none was observed.
 
-    On a GPU most of a pass's and of the host's seconds are the same for any number of rows, on a CPU they grow with
-    them: nothing is assumed, and one observation tells.
+    On a GPU most times do not depend on the number of rows, on a CPU they grow with it. Nothing is assumed: the first
+    observation decides.
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, int]] = {}  # mean, and how many it is of as far as that matters
+        self._means: dict[int, tuple[float, int]] = {}  # mean, and number of observations
 
     @property
     def is_known(self) -> bool:
@@ -220,20 +224,20 @@ class ByRows:
         return self._means[own if own in self._means else min(self._means, key=lambda other: abs(other - own))][0]
 
     def observe(self, num_rows: int, seconds: float, most: float = math.inf) -> None:
-        """most: the most that a first observation counts for, which may be a hiccup."""
+        """most: the most that a first observation counts for, as it may be a hiccup."""
         mean, count = self._means.get(row_class(num_rows), (0.0, 0))
         clipped = min(seconds, CLIP * mean if count else most)
-        self._means[row_class(num_rows)] = (mean + max(1 / (1 + count), BLEND) * (clipped - mean), count + 1)
+        self._means[row_class(num_rows)] = (mean + max(1 / (1 + count), WEIGHT) * (clipped - mean), count + 1)
 
-    def doubt(self, num_rows: int) -> None:
-        """What is not tried looks a little better from round to round."""
+    def observe_none(self, num_rows: int) -> None:
+        """Lower the mean a little (optimism), because this work was not tried in a round."""
         if self._means:
             own = row_class(num_rows)
-            _, count = self._means.get(own, (0.0, 0))  # of none: the first observation will replace it
-            self._means[own] = (self.at(num_rows) * (1 - DOUBT), count)
+            _, count = self._means.get(own, (0.0, 0))  # without observations, the first one will replace it
+            self._means[own] = (self.at(num_rows) * (1 - OPTIMISM), count)
 
     def state(self) -> Tensor:
-        """[n, 3] class, mean and count of each."""
+        """[n, 3] class, mean and count."""
         return torch.tensor([(own, *known) for own, known in self._means.items()]).double()
 
     def restore(self, state: Tensor) -> None:
@@ -241,14 +245,14 @@ class ByRows:
 
 
 def time_pass(drafter: Drafter, target: TargetRunner) -> float:
-    """Seconds of a draft pass for one row, on a scratch state: the best of three, as the first pays for set-up."""
+    """Seconds of a draft pass for one row, on a scratch state: the best of three, as the first includes set-up."""
     cache, best = target.open(1, num_slots=8), math.inf
     try:
         state = drafter.open(cache)
         for _ in range(3):
-            state = state.keeping([0])  # what is drafted already is forgotten, and drafted again
-            passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # none is made ahead
-            if drafter.max_passes > 1:  # the first runs no beams yet: the others cost more
+            state = state.keeping([0])  # forgets the drafts, so that they are made again
+            passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # without passes made ahead
+            if drafter.max_passes > 1:  # the first expands no beams yet, so the others cost more
                 float(next(passes)[-1].probabilities[0, 0])  # waits for the device
             start = time.perf_counter()
             float(next(passes)[-1].probabilities[0, 0])
@@ -259,7 +263,7 @@ def time_pass(drafter: Drafter, target: TargetRunner) -> float:
 
 
 def time_step(target: TargetRunner, num_tokens: int) -> float:
-    """Seconds of a step of so many tokens below short texts, on a scratch cache: the best of two."""
+    """Seconds of a step of so many tokens after short texts, on a scratch cache: the best of two."""
     context, best = 64, math.inf
     num_rows = -(-num_tokens // _WIDEST)
     width = -(-num_tokens // num_rows)

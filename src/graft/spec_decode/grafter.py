@@ -1,14 +1,14 @@
-"""Grafter: what Graft decides in a round, free of any engine and of any model's code.
+"""Grafter: every decision of a round, independent of any engine or model code.
 
-In come the texts, drafted levels and the target's likeliest tokens; out goes a tree to verify. A round:
+Its input is texts, drafted levels and the target's likeliest tokens; its output is a tree to verify. A round:
 
     round = grafter.begin(roots, histories, caps, max_depth)     # copies of earlier text
-    grafter.draft(round, passes)                                 # prune: a pass while it is worth its time
+    grafter.draft(round, passes, num_beams)                      # prune: draft passes while they pay
     tree = grafter.graft(round)                                  # graft, rank, and choose how many nodes to verify
-    ...                                                          # the target verifies, `acceptance` says what stays
-    grafter.learn(round, accepted, seconds); grafter.learn_top_k(top_k)
+    ...                                                          # the target verifies, `acceptance` walks the tree
+    grafter.learn(round, tree, accepted, seconds); grafter.learn_top_k(top_k)
 
-Our own engine runs it through `policies/graft.py`; others bring their own drafts and their own verify.
+Our own engine runs it through `policies/graft.py`; other engines bring their own drafts and verify step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from graft.spec_decode.acceptance import Accepted
 from graft.spec_decode.buckets import BUCKET_PROBABILITIES
-from graft.spec_decode.budget import Budget, Plan
+from graft.spec_decode.budget import Budget, TreeSize
 from graft.spec_decode.calibration import Calibration, PathCalibration
 from graft.spec_decode.cost_model import StepCost, UnitCost
 from graft.spec_decode.policy_settings import USUAL_PASS_COST, PolicySettings
@@ -36,14 +36,14 @@ from graft.spec_decode.proposers.base import History, named, part_of, salt_of
 from graft.tree.candidates import Candidates, Level, Ranking
 from graft.tree.tree import DRAFTED, DraftTree
 
-KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; further ones are never among the best
-_SHOWN = 8  # pruned candidates shown at least, where there are as many, to those who watch a round
-_NUMBERS = itertools.count(1 << 40)  # of texts of other engines; those of our own count from 0
+KEPT_OF_A_LEVEL = 24  # drafted nodes of a depth that become candidates; others are never among the best
+_SHOWN = 8  # pruned candidates that the record of a round shows, if there are as many
+_NUMBERS = itertools.count(1 << 40)  # of other engines' texts; those of our own count from 1
 
 
 @dataclass(eq=False)
 class Text:
-    """A text of another engine, as retrievers see it. `ids` grow; the last is the root of the next round."""
+    """A text of another engine, as retrievers see it. `ids` grow; the last one is the next round's root."""
 
     ids: list[int]
     num_prompt_tokens: int
@@ -54,61 +54,59 @@ class Text:
 
 @dataclass(eq=False)
 class Round:
-    """A round's candidates, how they were drafted, and what was chosen of them."""
+    """A round: its candidates, how they were drafted, and the tree chosen from them."""
 
     candidates: Candidates
     histories: Sequence[History]
-    caps: Sequence[int]  # by row: the most nodes that it may get
+    caps: Sequence[int]  # by row: the most nodes
     max_depth: int
-    most: int  # nodes that it may verify, all rows together
-    num_others: int  # tokens of the step that are no rows'
+    max_nodes: int  # all rows together
+    num_prefill_tokens: int  # prompt tokens in the same step
     passes: list[int]  # by row
-    # By pass: P(one of the beams that it expanded is accepted), summed over the rows it was for.
+    # By pass: P(one of the beams that it expanded is accepted), summed over its rows.
     reaches: list[float] = field(default_factory=list)
-    num_ahead: int = 0  # passes that were made ahead and used
-    ahead_seconds: float = 0.0  # until these were there
-    further_seconds: float = 0.0  # of all others
-    plan: Plan | None = None
+    num_ahead: int = 0  # passes launched before the round began, and used
+    ahead_seconds: float = 0.0  # waited for these
+    further_seconds: float = 0.0  # of all other passes
+    size: TreeSize | None = None
     tree: DraftTree | None = None
-    paths: Tensor | None = None  # [B, W] path probabilities of its nodes
+    paths: Tensor | None = None  # [B, W] path probabilities of the tree's nodes
 
     @property
     def num_further(self) -> int:
-        """Passes that were not made ahead."""
+        """Passes made in the round itself."""
         return max(max(self.passes) - self.num_ahead, 0)
 
 
 class _Outcome(NamedTuple):
-    """A finished round, as the budget learns from it."""
+    """A finished round, to learn from."""
 
     tree: DraftTree
     accepted: Accepted
     round: Round | None  # None if plain
-    num_others: int  # tokens of its step that were no rows'
-    seconds: float  # of the step
-    took: float  # from the end of the round before to that of this one, 0 if there was none
-    is_time_usual: bool  # whether these times may be learned from
+    num_prefill_tokens: int
+    step_seconds: float
+    round_seconds: float  # since the end of the round before; 0 if there was none
+    is_time_usual: bool  # whether the budget may learn these times
 
 
 class Grafter:
-    """Ranks what a drafter and all retrievers propose, and chooses the nodes worth their cost.
+    """Ranks the proposals of a drafter and all retrievers, and chooses the nodes that pay.
 
-    Four methods are its decisions, and a subclass may decide otherwise: `make_retrievers`, `goes_on` (another draft
-    pass?), `best_of` (which candidates?) and `calibrate`.
+    Subclasses may override its four decisions: `make_retrievers`, `goes_on` (another draft pass?), `best_of` (which
+    candidates?) and `calibrate`.
     """
 
     def __init__(self, vocab_size: int, num_passes: int, settings: PolicySettings, step: StepCost) -> None:
-        """num_passes: the most that the drafter makes in a round; 0: there is none. step: what steps cost, where the
-        number of nodes is chosen."""
+        """num_passes: the most that the drafter makes in a round; 0 without a drafter. step: step times, used if
+        `settings` leave the number of nodes to the budget."""
         self.settings = settings
         self.retrievers: Sequence[Retriever] = self.make_retrievers(vocab_size, settings)
-        # Copies of earlier text cost nothing and may suffice: they are looked up before anything is drafted. The tables
-        # come last: they look up successors of whatever the others have proposed.
-        self._tables: list[Retriever] = [
-            retriever for retriever in self.retrievers if isinstance(retriever, NgramTables)
-        ]
-        self._copies = [retriever for retriever in self.retrievers if retriever not in self._tables]
-        if settings.budget is not None:  # a step is the unit of time
+        # Copies of earlier text are cheap and may suffice, so they come before drafting. Tables come last: they look up
+        # successors of all other proposals.
+        self._tables: list[Retriever] = [each for each in self.retrievers if isinstance(each, NgramTables)]
+        self._copies = [each for each in self.retrievers if each not in self._tables]
+        if settings.budget is not None:  # the step is the unit of time
             self.budget = Budget(UnitCost(), num_passes, settings.pass_cost, settings.budget)
         else:
             self.budget = Budget(step, num_passes, USUAL_PASS_COST)
@@ -122,12 +120,12 @@ class Grafter:
             priors.extend(retriever.prior)
         self.sources = tuple(names)
         self._calibration, self._path_calibration = Calibration(priors), PathCalibration()
-        self._unlearned: _Outcome | None = None  # the last round's, of which neither calibration nor budget know yet
+        self._unlearned: _Outcome | None = None  # the last round, not learned from yet
 
     # Decisions
 
     def make_retrievers(self, vocab_size: int, settings: PolicySettings) -> list[Retriever]:
-        """The sources of candidates beside the drafter."""
+        """All sources of candidates beside the drafter."""
         datastore = [DatastoreLookup(settings.datastore)] if settings.datastore is not None else []
         return [
             SuffixLookup(isolated=settings.isolated),
@@ -136,25 +134,24 @@ class Grafter:
         ]
 
     def calibrate(self, candidates: Candidates, accepted: Accepted) -> None:
-        """Updates the acceptance probabilities with a round's outcome."""
+        """Update the acceptance probabilities with a round's outcome."""
         self._calibration.observe(candidates, accepted.tokens)
 
     def best_of(self, candidates: Candidates, total: int, caps: Sequence[int]) -> Ranking:
-        """The likeliest candidates of all rows together, of each row at most `caps[row]`."""
-        candidates.merge(DRAFTED, self._calibration.chances)
-        return candidates.ranked(total, caps, self._truths)
+        """The likeliest candidates of all rows together, at most `caps[row]` of each row."""
+        candidates.merge(DRAFTED, self._calibration.acceptance_probs)
+        return candidates.ranked(total, caps, self._path_ratios)
 
     def goes_on(self, num_done: int, reach: list[float], going: list[bool]) -> list[bool]:
-        """By row: whether some number of further draft passes is expected to be worth more than stopping here.
+        """By row: whether further draft passes are expected to pay.
 
         num_done: passes so far. reach: by row, the probability that one of its beams is accepted.
         """
         num_rows = len(going)
-        if self.adapts:  # rows share the nodes, and wait for each other's passes
-            return (
-                going if self.budget.num_passes(num_rows, num_done, sum(compress(reach, going))) else [False] * num_rows
-            )
-        # The step costs the same whatever is drafted: rows decide separately, as if all were alike.
+        if self.adapts:  # rows share the budget and wait for each other's passes
+            pays = self.budget.num_passes(num_rows, num_done, sum(compress(reach, going))) > 0
+            return going if pays else [False] * num_rows
+        # With a fixed budget the step costs the same whatever is drafted, so each row decides as if all were alike.
         return [
             is_going and self.budget.num_passes(num_rows, num_done, num_rows * own) > 0
             for own, is_going in zip(reach, going, strict=True)
@@ -168,34 +165,33 @@ class Grafter:
         histories: Sequence[History],
         caps: Sequence[int],
         max_depth: int,
-        num_others: int = 0,
+        num_prefill_tokens: int = 0,
         is_quick: bool = False,
     ) -> Round | None:
-        """A round below `roots` [B], the last tokens of `histories`, with copies of earlier text; None where it had
-        better be plain.
+        """Begin a round below `roots` [B], the last tokens of `histories`, with copies of earlier text.
 
-        caps: by row, the most nodes that it may get. num_others: tokens of the step that are no rows'. is_quick: what
-        no row can get is not looked for either where the number of nodes is given.
+        None if the round should be plain. caps: by row, the most nodes. num_prefill_tokens: prompt tokens in the same
+        step. is_quick: also with a fixed budget, stop retrieving at twice a row's node budget.
         """
-        num_rows, most = len(histories), self._most_nodes(caps, max_depth, num_others)
-        if most == 0:
+        num_rows, max_nodes = len(histories), self._max_nodes(caps, max_depth, num_prefill_tokens)
+        if max_nodes == 0:
             return None
         candidates = Candidates(
             roots, [history.ids for history in histories], [self.salt_of(history) for history in histories]
         )
-        if self.adapts or is_quick:  # what no row can get need not be looked for
-            candidates.most_nodes = max(2 * most // num_rows, 1)
-        round = Round(candidates, histories, caps, max_depth, most, num_others, [0] * num_rows)
+        if self.adapts or is_quick:
+            candidates.most_nodes = max(2 * max_nodes // num_rows, 1)
+        round = Round(candidates, histories, caps, max_depth, max_nodes, num_prefill_tokens, [0] * num_rows)
         self._retrieve(round, self._copies)
         return round
 
-    def may_begin(self, caps: Sequence[int], max_depth: int, num_others: int = 0) -> bool:
+    def may_begin(self, caps: Sequence[int], max_depth: int, num_prefill_tokens: int = 0) -> bool:
         """Whether `begin` gives a round."""
-        return self._most_nodes(caps, max_depth, num_others) > 0
+        return self._max_nodes(caps, max_depth, num_prefill_tokens) > 0
 
     def wants_passes(self, num_rows: int) -> bool:
-        """Whether the next round of so many rows is to be drafted: asked where its passes are made ahead."""
-        return self.budget.may_look(num_rows) and any(self.goes_on(0, [1.0] * num_rows, [True] * num_rows))
+        """Whether to launch draft passes for the next round before it begins."""
+        return self.budget.may_propose(num_rows) and any(self.goes_on(0, [1.0] * num_rows, [True] * num_rows))
 
     def draft(
         self,
@@ -207,19 +203,17 @@ class Grafter:
         max_passes: int = sys.maxsize,
         rows: Sequence[bool] | None = None,
     ) -> None:
-        """Adds drafted levels to the candidates: those of passes made ahead, and of further ones for as long as another
-        pass is worth its time.
+        """Add drafted levels to the candidates: those of passes launched ahead, and of further ones while they pay.
 
-        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_ahead: passes that
-        are being made already; the step waits for them, whether or not they are used. is_decided: it was asked before
-        they were begun whether they pay. max_passes: how many there are, where not all that the drafter can make. rows:
-        which are drafted for, where not all.
+        passes: each `next` makes a pass. num_beams: nodes of a level that the next pass expands. num_ahead: passes
+        launched before the round began; the step waits for them, used or not. is_decided: before they were launched it
+        was decided that they pay. max_passes: a limit below the drafter's own. rows: the rows to draft for; None: all.
         """
         num_rows, candidates = len(round.passes), round.candidates
         reach = [1.0] * num_rows
         depth = 0
         caps = round.caps if rows is None else [cap if own else 0 for cap, own in zip(round.caps, rows, strict=True)]
-        first = candidates.width - 1  # a level's parents are numbers in the drafted tree: retrieved nodes lie between
+        first = candidates.width - 1  # retrieved nodes, which levels do not count when they number their parents
         start, ahead_until = time.perf_counter(), None
         for number in range(min(max_passes, self.budget.max_passes)):
             if number == num_ahead:
@@ -232,7 +226,7 @@ class Grafter:
             for level in next(passes)[: round.max_depth - depth]:
                 depth += 1
                 reached = candidates.add_level(
-                    level, self._calibration.chances, DRAFTED, number + 1, first, going, num_beams
+                    level, self._calibration.acceptance_probs, DRAFTED, number + 1, first, going, num_beams
                 )
             round.reaches.append(sum(compress(reach, going)))
             for row in compress(range(num_rows), going):
@@ -243,18 +237,19 @@ class Grafter:
         round.num_ahead = min(num_ahead, max(round.passes))
         round.ahead_seconds, round.further_seconds = ahead_until - start, end - ahead_until
         if not any(round.passes):
-            self.budget.doubt_passes(num_rows)
+            self.budget.observe_no_pass(num_rows)
 
     def graft(self, round: Round) -> DraftTree:
-        """Adds what is retrieved below drafted nodes, and chooses the tree."""
+        """Add retrieved candidates below drafted nodes, and choose the tree."""
         self._retrieve(round, self._copies + self._tables if any(round.passes) else self._tables)
-        ranking = self.best_of(round.candidates, round.most, round.caps)
-        round.plan = self.budget.best(self.budget.plans(ranking.gains, len(round.passes), round.num_others))
-        round.tree, round.paths = ranking.tree(round.max_depth, round.plan.num_nodes)
+        ranking = self.best_of(round.candidates, round.max_nodes, round.caps)
+        sizes = self.budget.tree_sizes(ranking.gains, len(round.passes), round.num_prefill_tokens)
+        round.size = self.budget.best(sizes)
+        round.tree, round.paths = ranking.tree(round.max_depth, round.size.num_nodes)
         return round.tree
 
     def considered(self, round: Round) -> DraftTree:
-        """The tree and, behind its nodes, some candidates that are not in it, for whoever watches."""
+        """The tree and, after its nodes, some pruned candidates, for the record of a round."""
         assert round.tree is not None
         more = [sum(counts[1:]) + _SHOWN for counts in round.tree.counts_by_source]
         return round.candidates.ranked(sum(more), more).tree(round.max_depth)[0]
@@ -267,80 +262,80 @@ class Grafter:
         tree: DraftTree,
         accepted: Accepted,
         seconds: float,
-        took: float = 0.0,
+        round_seconds: float = 0.0,
         is_time_usual: bool = True,
-        num_others: int = 0,
+        num_prefill_tokens: int = 0,
     ) -> None:
-        """Takes in a finished round, whose step took `seconds`; most of it when `catch_up` is called, or the next one.
+        """Learn from a finished round, whose step took `seconds`; mostly when `catch_up` is called, or the next round.
 
-        round: None if it was plain. tree: what was verified. took: from the end of the round before to that of this
-        one, 0 if there was none. is_time_usual: whether times may be learned from.
+        round: None if it was plain. tree: what was verified. round_seconds: since the end of the round before, 0 if
+        there was none. is_time_usual: whether the budget may learn these times.
         """
         self.catch_up()
         is_usual = self.adapts and is_time_usual
-        self._unlearned = _Outcome(tree, accepted, round, num_others, seconds, took, is_usual)
+        self._unlearned = _Outcome(tree, accepted, round, num_prefill_tokens, seconds, round_seconds, is_usual)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
-        """Learns the target's top-k successors of verified tokens."""
+        """Learn the target's top-k successors of verified tokens."""
         for retriever in self.retrievers:
             retriever.learn(top_k)
 
     def finish(self, history: History) -> None:
-        """Learns from a finished text."""
+        """Learn from a finished text."""
         for retriever in self.retrievers:
             retriever.finish(history)
 
     def catch_up(self) -> None:
-        """Does postponed learning."""
-        outcome, self._unlearned = self._unlearned, None  # first, so that what fails is not tried again in every round
+        """Do postponed learning."""
+        outcome, self._unlearned = self._unlearned, None  # first, so that a failure does not repeat in every round
         if outcome is None:
             return
         if outcome.round is not None:
             self.calibrate(outcome.round.candidates, outcome.accepted)
-            self._judge_passes(outcome.round)
-        self._observe(outcome)
+            self._learn_pass_gains(outcome.round)
+        self._learn_outcome(outcome)
 
-    def _judge_passes(self, round: Round) -> None:
-        """Learns what the round's candidates would have been worth with fewer passes."""
+    def _learn_pass_gains(self, round: Round) -> None:
+        """Learn what each pass brought: the value of the round's candidates with fewer passes."""
         if round.reaches:
             num_rows = len(round.passes)
-            prices = self.budget.prices(num_rows, round.num_others)
-            values = round.candidates.values_by_need(len(round.reaches), *prices, round.caps, self._truths)
+            costs = self.budget.node_costs(num_rows, round.num_prefill_tokens)
+            values = round.candidates.values_by_need(len(round.reaches), *costs, round.caps, self._path_ratios)
             self.budget.passes_of(num_rows).observe(round.reaches, values)
 
-    def _observe(self, outcome: _Outcome) -> None:
-        """Takes a round into the budget."""
+    def _learn_outcome(self, outcome: _Outcome) -> None:
+        """Learn a round's acceptance and costs."""
         num_rows, round, accepted = len(outcome.accepted), outcome.round, outcome.accepted
-        # Nobody asks for it where the number of nodes is given, and a grammar may have cut the tree.
+        # A fixed budget does not use it, and a grammar may have pruned the tree.
         if self.adapts and round is not None and round.tree is outcome.tree and round.paths is not None:
             self._path_calibration.observe(round.paths, accepted.nodes)
         if outcome.is_time_usual:
             self._learn_costs(outcome)
         num_tokens = sum(map(len, accepted.tokens))
         if round is None:
-            self.budget.observe(num_rows, num_tokens, None, 0, outcome.num_others)
+            self.budget.observe(num_rows, num_tokens, None, 0, outcome.num_prefill_tokens)
         else:
-            further, has_ahead = round.num_further, round.num_ahead > 0
-            self.budget.observe(num_rows, num_tokens, round.plan, further, outcome.num_others, has_ahead)
+            more = (round.num_further, outcome.num_prefill_tokens, round.num_ahead > 0)
+            self.budget.observe(num_rows, num_tokens, round.size, *more)
 
     def _learn_costs(self, outcome: _Outcome) -> None:
-        budget, num_rows, round, seconds = self.budget, len(outcome.accepted), outcome.round, outcome.seconds
-        base = num_rows + outcome.num_others
+        budget, num_rows, round, seconds = self.budget, len(outcome.accepted), outcome.round, outcome.step_seconds
+        base = num_rows + outcome.num_prefill_tokens
         budget.step.observe(base + sum(outcome.tree.num_nodes), seconds, least=base)
         drafting = round.ahead_seconds + round.further_seconds if round is not None else 0.0
-        if outcome.took and not outcome.num_others:  # all that is neither the step nor drafting
+        if outcome.round_seconds and not outcome.num_prefill_tokens:  # the rest is neither the step nor drafting
             host = budget.host if round is not None else budget.plain_host
-            host.observe(num_rows, max(outcome.took - seconds - drafting, 0.0), most=seconds)
+            host.observe(num_rows, max(outcome.round_seconds - seconds - drafting, 0.0), most=seconds)
         if round is None:
             return
         if round.num_ahead:
             budget.ahead.observe(num_rows, round.ahead_seconds, most=seconds)
             budget.num_ahead = round.num_ahead
-        # Where passes are made ahead, a first one that was not includes what else was to be done before it.
+        # If passes are usually launched ahead, a first one that was not includes other work.
         if round.num_further and (round.num_ahead or not budget.ahead.is_known):
             budget.drafting.observe(num_rows, round.further_seconds / round.num_further, most=seconds)
 
-    # What was learned
+    # State
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything learned, by name."""
@@ -356,7 +351,7 @@ class Grafter:
         )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces what was learned by what `state` once gave; what is missing there starts anew."""
+        """Restore everything learned from `state`; missing parts start anew."""
         for retriever in self.retrievers:
             retriever.restore(state)
         self._unlearned = None
@@ -366,7 +361,7 @@ class Grafter:
         self.budget.restart(is_calibrated=bool(state))
 
     def _restore_calibration(self, by_source: Mapping[str, Tensor]) -> None:
-        """Restores counts source by source: the policy that learned them may have had other sources and buckets."""
+        """Restore counts source by source: the state may have other sources and buckets."""
         self._calibration.restore({})
         new = self._calibration.state()
         for number, name in enumerate(self.sources):
@@ -381,7 +376,7 @@ class Grafter:
         return self.budget.costs()
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
-        if self.settings.budget is None and self.settings.pass_cost is None:  # else the user has given the costs
+        if self.settings.budget is None and self.settings.pass_cost is None:  # otherwise the user has given the costs
             self.budget.restore_costs(costs)
 
     # Small parts
@@ -389,23 +384,24 @@ class Grafter:
     def salt_of(self, history: History) -> int:
         return salt_of(history, self.settings.isolated)
 
-    def _most_nodes(self, caps: Sequence[int], max_depth: int, num_others: int) -> int:
-        """Nodes that a round may verify, all rows together; 0 where it had better be plain."""
+    def _max_nodes(self, caps: Sequence[int], max_depth: int, num_prefill_tokens: int) -> int:
+        """Nodes that a round may verify, all rows together; 0 if it should be plain."""
         num_rows = len(caps)
-        most = min(self.budget.max_nodes(num_rows, num_others), sum(caps))
-        return most if most > 0 and max_depth > 0 and self.budget.may_look(num_rows) else 0
+        most = min(self.budget.max_nodes(num_rows, num_prefill_tokens), sum(caps))
+        return most if most > 0 and max_depth > 0 and self.budget.may_propose(num_rows) else 0
 
     def _retrieve(self, round: Round, retrievers: Sequence[Retriever]) -> None:
+        probs = self._calibration.acceptance_probs
         for retriever in retrievers:
             first = self.sources.index(retriever.names[0])
-            retriever.propose(round.candidates, round.histories, first, self._calibration.chances, round.max_depth)
+            retriever.propose(round.candidates, round.histories, first, probs, round.max_depth)
 
     @property
     def adapts(self) -> bool:
-        """Whether it chooses the budget, and so learns costs from rounds' times."""
+        """Whether the budget is chosen in every round, from costs learned from rounds' times."""
         return self.settings.budget is None
 
     @property
-    def _truths(self) -> array[float] | None:
-        """What of path probabilities comes true; where the number of nodes is given, nobody asks."""
-        return self._path_calibration.truths if self.adapts else None
+    def _path_ratios(self) -> array[float] | None:
+        """Calibration of path probabilities, which a fixed budget does not use."""
+        return self._path_calibration.ratios if self.adapts else None

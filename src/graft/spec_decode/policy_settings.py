@@ -8,18 +8,18 @@ from graft.datastore.lookup import Datastore
 from graft.settings import Settings, require
 
 MAX_BUDGET = 127  # nodes of a row that a round may verify beside the root
-USUAL_BUDGET = 60  # of policies that do not choose their own
-USUAL_PASS_COST = 0.03  # of a draft pass, in verifies, where it is not measured: about the published share
+USUAL_BUDGET = 60  # of policies that do not choose the number of nodes
+USUAL_PASS_COST = 0.03  # of a draft pass, in verify steps, until it is measured: about the published share
 
 
 @dataclass(frozen=True)
 class PolicySettings(Settings):
     """Settings of the tree that every policy takes."""
 
-    budget: int | None = None  # nodes a round verifies beside the root; None: what pays, or the usual 60
-    pass_cost: float | None = None  # of a draft pass, in verifies of the whole budget; None: measured
-    isolated: bool = False  # texts of different owners learn nothing from each other; a restored state serves all
-    datastore: Datastore | None = None  # an index on disk to retrieve from; only `graft` does
+    budget: int | None = None  # nodes per row and round beside the root; None: what pays, or the usual 60
+    pass_cost: float | None = None  # of a draft pass, in verify steps of the whole budget; None: measured
+    isolated: bool = False  # texts of different owners learn nothing from each other; all use a restored state
+    datastore: Datastore | None = None  # an index on disk to retrieve from, for `graft` alone
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)

@@ -1,8 +1,8 @@
 """Candidates: all tokens proposed for a round, each with its acceptance probability, from which the tree is chosen.
 
-When a node is added, its path's probability, key and last tokens are computed from its parent's: nothing is folded over
-the tree afterwards. Equal paths, whoever proposed them, have equal keys. Candidates are in the host's memory wherever
-the models are; `native.c` does the work, and the docstrings here say what it does.
+When a node is added, its path's probability, key and last tokens are computed from its parent's, so nothing is computed
+over the tree afterwards. Equal paths have equal keys, whoever proposed them. Candidates are in the host's memory,
+wherever the models are. C code does the work; the docstrings here say what it does.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from graft.tree.native import AcceptanceProbsStruct, PoolStruct, ScaleStruct, Ta
 from graft.tree.tree import DraftTree
 
 NOBODY = -1  # no source
-ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers (see `Candidates.merge`)
+ALONE, OPPOSED, AGREED = range(3)  # agreement of a node's proposers; see `Candidates.merge`
 NO_TOKEN = -1  # stands where a text has no earlier token
-# A path's key is the sum of its tokens, each times an odd number of its depth: equal keys of different paths are as
-# rare as equal random numbers.
+# A path's key is the sum of its tokens, each times an odd number of its depth: different paths have equal keys as
+# rarely as two random numbers are equal.
 DEPTH_FACTORS = mix64(torch.arange(4096)) | 1  # more depths than any tree has
-_CAPACITY = 2048  # nodes a row has room for at first
-_INHERITED = -1  # needs as many draft passes as its parent
+_CAPACITY = 2048  # nodes that a row has room for at first
+_INHERITED = -1  # the node needs as many draft passes as its parent
 
 
 class Nodes(NamedTuple):
-    """B rows of N nodes, each field [B, N]. The first is the root; a node stands after its parent."""
+    """B rows of N nodes, each field [B, N]. The first node is the root; every node comes after its parent."""
 
     tokens: Tensor
     before: Tensor  # the token before the node's
     depths: Tensor
     keys: Tensor  # hash of the path from the root
-    needs: Tensor  # draft passes without which the node would not have been proposed
+    needs: Tensor  # draft passes that the proposal depends on
     parents: Tensor
     earlier: Tensor  # the token before `before`
     sources: Tensor
@@ -50,7 +50,7 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """Drafted nodes of one depth. Parents are node numbers in the drafted tree so far."""
+    """Drafted nodes of one depth. Parents are numbers of nodes in the drafted tree so far."""
 
     tokens: Tensor  # [B, n] target ids
     parents: Tensor  # [B, n]
@@ -66,15 +66,15 @@ class Level:
 
 
 class Place(NamedTuple):
-    """A candidate node to look up continuations for, and its path."""
+    """A candidate node whose continuations a retriever looks up, and its path."""
 
     node: int
     depth: int
-    path: list[int]  # the tokens from the root down to it, without the root's
+    path: list[int]  # its tokens, without the root's
 
 
 class Columns(NamedTuple):
-    """New nodes of one row, made in Python, a list a field."""
+    """New nodes of one row, made in Python; a list for each field."""
 
     tokens: list[int]
     parents: list[int]
@@ -84,10 +84,10 @@ class Columns(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """By row, the answers to the same prompt that are decoded beside it."""
+    """By row, the other answers to the same prompt that are being decoded."""
 
-    indices: array[int]  # addresses, row after row
-    ends: array[int]  # [B] where each row's end among them
+    indices: array[int]  # addresses of their indices, row after row
+    ends: array[int]  # [B] where each row's addresses end
     num_prompt: array[int]  # [B] tokens of the prompt
 
 
@@ -101,26 +101,25 @@ class _Room:
         self.ref = byref(self.struct)
 
 
-_SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds' candidates: first writes to new memory are slow
+_SPARE: deque[_Room] = deque(maxlen=4)  # memory of earlier rounds, because first writes to new memory are slow
 
 
 class Candidates:
     """The candidate nodes below B roots, a row each.
 
-    `chances`, which many methods take, are `Calibration.chances`: P(accepted | parent accepted) by agreement, source
-    and score bucket.
+    Many methods take `Calibration.acceptance_probs`: P(accepted | parent accepted) by agreement, source and bucket.
     """
 
-    most_nodes = 1 << 10  # that a row can get in the round's tree: more need not be looked for
-    _is_alone = False  # whether nobody else has a view of the memory, so that it can be used again
+    most_nodes = 1 << 10  # of a row, at which retrieval stops
+    _is_alone = False  # whether nobody else has a view of the memory, so that it can be reused
 
     def __init__(self, roots: Tensor, histories: Sequence[Sequence[int]], salts: Sequence[int] = ()) -> None:
-        """roots [B]: the last tokens of the histories. salts [B]: whose table entries each row uses; none: all's."""
+        """roots [B]: the last tokens of the histories. salts [B]: of the table entries each row uses; empty: shared."""
         library: Any = native()
         self._native = library
         self.num_rows = len(roots)
         self._salts = array("q", salts) if salts else _no_salts(self.num_rows)
-        self._chances: tuple[Tensor | None, Any] | None = None
+        self._probs: tuple[Tensor | None, Any] | None = None
         self._spare = _SPARE
         self._move_into(_room_for(self.num_rows))
         self._is_alone = True
@@ -135,26 +134,26 @@ class Candidates:
         room.struct.salts = address_of(self._salts)
         self._room, self._fields, self._paths = room, room.fields, room.paths
         self._struct = room.struct
-        self.ref = room.ref  # for C; it points elsewhere once more room is reserved
+        self.ref = room.ref  # for C; `reserve` may replace it
 
     def _copy_into(self, fields: Tensor, paths: Tensor) -> None:
-        """Switches to other memory, into which everything was copied."""
+        """Switch to other memory, to which everything was copied."""
         old = self._struct
         self._move_into(_Room(fields, paths))
         self._struct.width, self._struct.deepest = old.width, old.deepest
 
     def reserve(self, count: int) -> None:
-        """Makes room for `count` more nodes in each row."""
+        """Make room for `count` more nodes in each row."""
         width, capacity = self.width, self._struct.capacity
         if width + count > capacity:
             more = max(capacity, width + count - capacity)
             self._copy_into(*(torch.nn.functional.pad(column, (0, more)) for column in (self._fields, self._paths)))
 
-    def _weigh_by(self, chances: Tensor | None) -> Any:
-        """A reference to the chances for C, kept while they are the same tensor, as mostly in a round."""
-        if self._chances is None or chances is not self._chances[0]:
-            self._chances = (chances, byref(AcceptanceProbsStruct.of(chances)))
-        return self._chances[1]
+    def _weigh_by(self, acceptance_probs: Tensor | None) -> Any:
+        """A C reference to the probabilities, kept while the tensor is the same, as it mostly is in a round."""
+        if self._probs is None or acceptance_probs is not self._probs[0]:
+            self._probs = (acceptance_probs, byref(AcceptanceProbsStruct.of(acceptance_probs)))
+        return self._probs[1]
 
     def __copy__(self) -> Candidates:
         other = object.__new__(Candidates)
@@ -186,63 +185,43 @@ class Candidates:
         score_bucket: Tensor,
         needs: int | None = None,
     ) -> None:
-        """Adds nodes [B, n], whose parents may be among them; probability 0 adds padding.
+        """Add nodes [B, n], whose parents may be among them; nodes of probability 0 are padding.
 
-        needs: draft passes they need; as many as their parents if None.
+        needs: draft passes that they depend on; None: as many as their parents.
         """
-        self.reserve(tokens.shape[1])
-        tokens, parents, sources, score_bucket = (plain(column) for column in (tokens, parents, sources, score_bucket))
-        probabilities = plain(probabilities, torch.float32)
-        self._native.graft_add(
-            self.ref,
-            tokens.shape[1],
-            tokens.data_ptr(),
-            parents.data_ptr(),
-            probabilities.data_ptr(),
-            sources.data_ptr(),
-            score_bucket.data_ptr(),
-            _INHERITED if needs is None else needs,
-        )
+        count, probabilities = tokens.shape[1], plain(probabilities, torch.float32)
+        self.reserve(count)
+        columns = [plain(tokens), plain(parents), probabilities, plain(sources), plain(score_bucket)]
+        pointers = [column.data_ptr() for column in columns]
+        self._native.graft_add(self.ref, count, *pointers, _INHERITED if needs is None else needs)
 
     def add_level(
         self,
         level: Level,
-        chances: Tensor | None,
+        acceptance_probs: Tensor | None,
         source: int,
         needs: int,
         first: int,
         going: Sequence[bool],
         num_beams: int,
     ) -> list[float]:
-        """Adds a drafted level; in rows that are not `going` it is padding, and where q is 0.
+        """Add a drafted level. Rows that are not `going` get padding, and so do nodes whose q is 0.
 
-        chances: turn the drafter's q into acceptance probabilities; if None, q is taken as it is. first: candidates
-        between the root and the first drafted level. Returns, by row, the probability that the target accepts a path
-        down to one of the level's first `num_beams` nodes.
+        acceptance_probs: turn the drafter's q into acceptance probabilities; None: q is taken as it is. first:
+        candidates between the root and the first drafted level. Returns, by row, the probability that the target
+        accepts a path down to one of the level's first `num_beams` nodes.
         """
         count = level.tokens.shape[1]
         self.reserve(count)
-        tokens, parents = plain(level.tokens), plain(level.parents)
-        probabilities = plain(level.probabilities, torch.float32)
-        reached = (ctypes.c_double * len(going))()
-        self._native.graft_add_level(
-            self.ref,
-            count,
-            tokens.data_ptr(),
-            parents.data_ptr(),
-            probabilities.data_ptr(),
-            self._weigh_by(chances),
-            source,
-            needs,
-            first,
-            bytes(going),
-            num_beams,
-            reached,
-        )
+        columns = [plain(level.tokens), plain(level.parents), plain(level.probabilities, torch.float32)]
+        pointers = [column.data_ptr() for column in columns]
+        probs, reached = self._weigh_by(acceptance_probs), (ctypes.c_double * len(going))()
+        numbers = (source, needs, first, bytes(going), num_beams)
+        self._native.graft_add_level(self.ref, count, *pointers, probs, *numbers, reached)
         return reached[:]
 
-    def add_rows(self, rows: Sequence[Columns], chances: Tensor) -> None:
-        """Adds nodes made in Python, each row's own."""
+    def add_rows(self, rows: Sequence[Columns], acceptance_probs: Tensor) -> None:
+        """Add nodes made in Python, a list of them for each row."""
         counts = [len(row.tokens) for row in rows]
         width = max(counts)
         if width == 0:
@@ -253,7 +232,9 @@ class Candidates:
             for row, count in zip(rows, counts, strict=True):
                 columns.extend(row[column])
                 columns.extend([0] * (width - count))
-        self._native.graft_add_rows(self.ref, width, address_of(columns), address_of(lengths), self._weigh_by(chances))
+        self._native.graft_add_rows(
+            self.ref, width, address_of(columns), address_of(lengths), self._weigh_by(acceptance_probs)
+        )
 
     def attach_copies(
         self,
@@ -262,63 +243,55 @@ class Candidates:
         beside: Beside,
         scale: ScaleStruct,
         first: int,
-        chances: Tensor,
+        acceptance_probs: Tensor,
         num_places: int,
         max_depth: int,
         length: int,
         num_nodes: int,
     ) -> None:
-        """Adds what `SuffixLookup` proposes.
+        """Add the proposals of `SuffixLookup`.
 
-        own, past: by row, the address of the index of its own text and of that of finished texts.
+        own, past: by row, the addresses of the indices of its own text and of finished texts.
         """
         count, width = ctypes.c_int64(), self.width
+        indices = [address_of(part) for part in (own, past, *beside)]
+        limits = (num_places, max_depth, length, num_nodes)
         while True:
-            self._native.graft_attach_copies(
-                self.ref,
-                address_of(own),
-                address_of(past),
-                *(address_of(part) for part in beside),
-                first,
-                self._weigh_by(chances),
-                num_places,
-                max_depth,
-                length,
-                num_nodes,
-                byref(scale),
-                byref(count),
-            )
+            probs = self._weigh_by(acceptance_probs)
+            self._native.graft_attach_copies(self.ref, *indices, first, probs, *limits, byref(scale), byref(count))
             if self.width == width + count.value:
                 break
-            self.reserve(count.value)  # nothing was added, for lack of room
+            self.reserve(count.value)  # the room did not suffice, so nothing was added
 
     def follow(
-        self, tables: Array[TableStruct], chances: Tensor, first: int, waves: int, beam: int, max_depth: int
+        self, tables: Array[TableStruct], acceptance_probs: Tensor, first: int, waves: int, beam: int, max_depth: int
     ) -> None:
-        """Adds the tables' successors of the `beam` likeliest nodes not yet looked up, wave after wave.
+        """Add the tables' successors of the `beam` likeliest nodes not looked up yet, wave after wave.
 
-        A node's source is its table's number, counted from `first`.
+        A node's source is `first` plus the number of its table.
         """
         waves = min(waves, max_depth)
         self.reserve(waves * beam * tables[0].num_successors)
-        self._native.graft_follow(self.ref, tables, len(tables), self._weigh_by(chances), first, waves, beam, max_depth)
+        self._native.graft_follow(
+            self.ref, tables, len(tables), self._weigh_by(acceptance_probs), first, waves, beam, max_depth
+        )
 
-    def merge(self, drafted: int = NOBODY, chances: Tensor | None = None) -> None:
-        """Makes equal paths one node: the likeliest copy stays, the others become padding.
+    def merge(self, drafted: int = NOBODY, acceptance_probs: Tensor | None = None) -> None:
+        """Merge equal paths into one node: the likeliest copy stays, the others become padding.
 
-        With `chances`, probabilities are computed again by agreement: AGREED where several sources propose the token,
-        OPPOSED where one does and the source `drafted` proposed something else there, ALONE otherwise. What retrieval
-        proposes against the drafter is seldom accepted, however good it is elsewhere.
+        With `acceptance_probs`, probabilities are computed again by agreement: AGREED if several sources propose the
+        token, OPPOSED if one does and the source `drafted` proposes something else there, ALONE otherwise. Retrieved
+        tokens that oppose the drafter are seldom accepted, however good their source is elsewhere.
         """
-        self._native.graft_merge(self.ref, drafted, self._weigh_by(chances))
+        self._native.graft_merge(self.ref, drafted, self._weigh_by(acceptance_probs))
 
-    def ranked(self, total: int, caps: Sequence[int], truths: array[float] | None = None) -> Ranking:
-        """The `total` likeliest nodes of all rows together, of each row at most `caps[row]`; no root counts.
+    def ranked(self, total: int, caps: Sequence[int], path_ratios: array[float] | None = None) -> Ranking:
+        """The `total` likeliest nodes of all rows together, at most `caps[row]` of each row; roots do not count.
 
-        truths: see `PathCalibration`; path probabilities are taken as they are if None. Candidates must be merged, or
-        equal paths count separately.
+        path_ratios: see `PathCalibration`; None: path probabilities are taken as they are. Equal paths count separately
+        unless candidates are merged.
         """
-        return Ranking(self, total, caps, truths)
+        return Ranking(self, total, caps, path_ratios)
 
     def best(self, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
         """The tree of the root and the `budget` likeliest nodes of each row, and their path probabilities.
@@ -333,31 +306,25 @@ class Candidates:
         counts: Sequence[int],
         costs: Sequence[float],
         caps: Sequence[int],
-        truths: array[float] | None = None,
+        path_ratios: array[float] | None = None,
     ) -> list[float]:
-        """What the best nodes (see `ranked`) would have been worth, had there been 0, 1, 2 ... `max_passes` draft
-        passes: their expected accepted tokens less what it costs to verify them, at the best of the rising `counts`,
-        whose costs are in tokens too; at least 0. Candidates must be merged."""
+        """By number of draft passes, 0 to `max_passes`: the value of the best nodes (see `ranked`) with so many passes.
+
+        The value is the expected accepted tokens minus the cost of verifying them, at the best of the rising `counts`,
+        whose `costs` are in tokens; at least 0. Candidates must be merged.
+        """
         values, limits = (ctypes.c_double * (max_passes + 1))(), array("q", caps)
         numbers, prices = array("q", counts), array("d", costs)
-        self._native.graft_values_by_need(
-            self.ref,
-            max_passes,
-            len(counts),
-            address_of(numbers),
-            address_of(prices),
-            max(caps),
-            address_of(limits),
-            truths and address_of(truths),
-            values,
-        )
+        options = (len(counts), address_of(numbers), address_of(prices), max(caps), address_of(limits))
+        ratios = path_ratios and address_of(path_ratios)
+        self._native.graft_values_by_need(self.ref, max_passes, *options, ratios, values)
         return values[:]
 
     def places(self, count: int, max_depth: int) -> list[list[Place]]:
-        """By row, the nodes at which retrievers look up continuations.
+        """By row, the nodes whose continuations retrievers look up.
 
-        The root alone as long as nothing was drafted; from then on up to `count` nodes below it, the likeliest of those
-        that may have children.
+        Before anything is drafted that is the root alone; then it is up to `count` nodes below it, the likeliest of
+        those that may have children.
         """
         num_rows = self.num_rows
         room = 1 + max(count, 1) * (2 + min(max_depth, self._struct.deepest))
@@ -376,10 +343,10 @@ class Candidates:
         return places
 
     def count(self, emitted: Sequence[Sequence[int]], tried: Tensor, fitted: Tensor, memory: float) -> None:
-        """Adds to the counts [agreements, sources, buckets] how many proposals were tried, and how many of them fitted.
+        """Add to the counts [agreements, sources, buckets] how many proposals were tried, and how many of them fitted.
 
-        A proposal is tried if its parent's path was emitted with a token behind it, and fits if that token is its own;
-        whether it was verified does not matter. Counts above `memory` are scaled down to it, so that old ones fade.
+        A proposal is tried if its parent's path was emitted with a token after it, and fits if that token is its own,
+        verified or not. Counts above `memory` are scaled down to it, so that old ones fade.
         """
         came = array("q", [token for tokens in emitted for token in tokens])
         lengths = array("q", map(len, emitted))
@@ -389,14 +356,14 @@ class Candidates:
 
 
 class Ranking:
-    """The likeliest nodes of all rows in one order, likeliest first; of equally likely ones the first row's.
+    """The likeliest nodes of all rows in one order, likeliest first; ties go to the first row.
 
-    A path's probability falls along it, so any number of the first nodes is closed under ancestors: a tree. The
-    candidates must not change while it is used.
+    Probability falls along a path, so any number of first nodes is a tree. The candidates must not change while the
+    ranking is used.
     """
 
     def __init__(
-        self, candidates: Candidates, total: int, caps: Sequence[int], truths: array[float] | None = None
+        self, candidates: Candidates, total: int, caps: Sequence[int], path_ratios: array[float] | None = None
     ) -> None:
         most = min(max(caps), total, candidates.width - 1)  # nodes that a row may get
         total = min(total, most * candidates.num_rows)
@@ -404,7 +371,8 @@ class Ranking:
         self._nodes, self._rows = _numbers(most * candidates.num_rows), _numbers(total)
         limits, found = array("q", (min(cap, most) for cap in caps)), ctypes.c_int64()
         gains = (ctypes.c_double * total)()
-        addresses = (address_of(limits), truths and address_of(truths), *map(address_of, (self._nodes, self._rows)))
+        ratios = path_ratios and address_of(path_ratios)
+        addresses = (address_of(limits), ratios, *map(address_of, (self._nodes, self._rows)))
         candidates._native.graft_rank(candidates.ref, total, most, *addresses, gains, byref(found))
         self.gains: list[float] = gains[: found.value]  # expected accepted tokens of the first 1, 2, 3 ... nodes
 
@@ -412,8 +380,10 @@ class Ranking:
         return len(self.gains)
 
     def tree(self, max_depth: int, count: int | None = None) -> tuple[DraftTree, Tensor]:
-        """The tree [B, W] of the roots and the first `count` nodes, all if None, each row's likeliest first and then
-        PADDING; and path probabilities [B, W]. max_depth: no candidate is deeper."""
+        """The tree [B, W] of the roots and the first `count` nodes (None: all), and path probabilities [B, W].
+
+        Each row has its likeliest nodes first, then PADDING. max_depth: no candidate is deeper.
+        """
         num_rows, count = self._candidates.num_rows, len(self) if count is None else min(count, len(self))
         room = 1 + min(self._stride, count)
         numbers = torch.empty(4 * num_rows * room, dtype=torch.int64)
@@ -432,7 +402,7 @@ def _numbers(count: int) -> array[int]:
 
 
 def _room_for(num_rows: int) -> _Room:
-    """Spare memory for so many rows, or new: for a power of two of them, as rows come and go."""
+    """Spare memory for so many rows, or new memory for a power of two of rows, as rows come and go."""
     num_fields, size = len(Nodes._fields), num_rows * _CAPACITY
     for _ in range(len(_SPARE)):
         try:
@@ -452,16 +422,16 @@ def _room_for(num_rows: int) -> _Room:
 
 @lru_cache(maxsize=64)
 def _no_salts(num_rows: int) -> array[int]:
-    """Zeros, one a row; shared, so not to be written to."""
+    """A zero for each row; shared, so never written to."""
     return array("q", [0] * num_rows)
 
 
 def address_of(numbers: array[int] | array[float]) -> int:
-    """The address of an array's memory; the array must live as long as it is used."""
+    """The address of an array's memory; the array must outlive its use."""
     return numbers.buffer_info()[0]
 
 
 def before_roots(histories: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """By text, the token before the last one, and the token before that."""
+    """By text, the token before the last one, and the token before that one."""
     before, earlier = ([ids[-n] if len(ids) >= n else NO_TOKEN for ids in histories] for n in (2, 3))
     return before, earlier

@@ -1,1 +1,1 @@
-"""What is measured and learned about a model on a machine, and kept in files: profiles, learned text, drafters."""
+"""Tuning: files with what was measured and learned about a model on a machine: profiles, learned text, drafters."""

@@ -1,4 +1,4 @@
-"""The drafters of a model: what each brought when `graft tune` measured it on this machine, and which is the best.
+"""Drafters of a model: their speed when `graft tune` measured them on this machine, and the fastest one.
 
 Results are kept in one small file for each model and machine, under GRAFT_HOME.
 """
@@ -26,18 +26,18 @@ from graft.request.stats import Stats
 from graft.tuning.profile import About, machine_digest
 
 NONE = "none"  # retrieval alone
-_MEASURED = 5  # of so many prompts one is measured, and the others are learned from
+_MEASURED = 5  # one of so many prompts is for measuring, the others are for learning
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a drafter brought, with grafts, on prompts that it had not seen."""
+    """Speed of a drafter, with grafts, on prompts that it had not seen."""
 
     draft: str  # as `--draft` takes it; an absolute path for a folder
-    speed: float  # tokens per second over those of plain decoding
+    speed: float  # tokens per second / those of plain decoding
     tokens_per_second: float
     mean_accepted: float
-    passes: float  # a round
+    passes: float  # per round
     prompts: int
     date: str
 
@@ -49,10 +49,10 @@ def measure(
     max_new_tokens: int,
     progress: Callable[[Report], None] = lambda report: None,
 ) -> Measured:
-    """Answers the prompts plainly and with the engine in turns, and compares. draft: what its drafter is called."""
+    """Answer the prompts in turns, plainly and with the engine, and compare. draft: the name of its drafter."""
     plain = Engine(engine.target.model, engine.tokenizer, policy="off")
     seconds, num_tokens, drafted = {plain: 0.0, engine: 0.0}, {plain: 0, engine: 0}, list[Stats]()
-    for each in (plain, engine):  # what is made once is made here
+    for each in (plain, engine):  # one-time work
         each.generate(prompts[0], max_new_tokens=min(max_new_tokens, 8))
     for number, prompt in enumerate(prompts, start=1):
         for each in (plain, engine):
@@ -75,7 +75,7 @@ def measure(
 
 
 def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to learn from, and those to measure with; none of the latter where there are few."""
+    """Prompts to learn from and prompts to measure with; if there are few, all are for learning."""
     if len(prompts) < _MEASURED:
         return list(prompts), []
     parts: tuple[list[list[int]], list[list[int]]] = ([], [])
@@ -85,45 +85,45 @@ def split_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[l
 
 
 def remember(about: About, result: Measured) -> None:
-    """Keeps a result, in place of an earlier one of the same drafter."""
+    """Store a result, which replaces an earlier one of the same drafter."""
     known = {each.draft: each for each in known_results(about)} | {result.draft: result}
     with replacing(_path(about)) as file:
         file.write((json.dumps([asdict(each) for each in known.values()], indent=1) + "\n").encode())
 
 
 def known_results(about: About) -> list[Measured]:
-    """What was measured for this model on this machine, the fastest first."""
+    """Stored results for this model on this machine, the fastest first."""
     path = _path(about)
     if not path.exists():
         return []
     try:
         results = [_read(each) for each in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"{path} is damaged ({error}) and passed over: graft tune makes it anew", stacklevel=2)
+        warnings.warn(f"{path} is damaged ({error}) and ignored: graft tune makes it anew", stacklevel=2)
         return []
     return sorted(results, key=lambda each: -each.speed)
 
 
 def best_draft(about: About) -> str | None:
-    """The drafter that was measured as the fastest, of those that are still there; None if nothing was measured."""
+    """The fastest drafter that is still available; None if nothing was measured."""
     return next((each.draft for each in known_results(about) if is_here(each.draft)), None)
 
 
 def best_variant(about: About, name: str) -> str | None:
-    """The drafter NAME:VARIANT that was measured as the fastest; None if none was."""
+    """The fastest drafter NAME:VARIANT; None if none was measured."""
     return next((each.draft for each in known_results(about) if each.draft.startswith(f"{name}:")), None)
 
 
 def is_here(draft: str) -> bool:
-    """Whether a drafter can be used without fetching it. A hub id is believed to be in the cache."""
+    """Whether a drafter can be used without fetching it. Hub ids are assumed to be in the cache."""
     if draft in PACKAGED_MODELS:
         return packaged_head(draft) is not None or model_folder(draft).is_dir()
     return draft == NONE or Path(draft).is_dir() or is_gguf(draft) or not Path(draft).is_absolute()
 
 
 def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
-    """Names of drafters that the model of that name may have: none, its packaged head, those that come from the model
-    itself, packaged models smaller than it, and those measured before."""
+    """Names of drafters that fit a model: none, its packaged head, those made of the model itself, smaller packaged
+    models, and those measured before."""
     heads = [name] if packaged_head(name) is not None else []
     most_bytes = 2 * model.num_parameters()  # packaged models are in bf16
     smaller = [other for other, each in PACKAGED_MODELS.items() if each.converted_bytes < most_bytes and other != name]
@@ -133,7 +133,7 @@ def drafts_for(name: str, model: PreTrainedModel) -> list[str]:
 
 
 def full_name(draft: str | None) -> str:
-    """A drafter's name that holds in any folder."""
+    """A drafter's name, with paths made absolute."""
     if draft is None:
         return NONE
     path = Path(draft).expanduser()

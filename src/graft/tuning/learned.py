@@ -1,8 +1,8 @@
-"""What a process has learned, kept for the next: n-gram tables, finished texts and acceptance, a file for each model.
+"""Learned state, kept from one process to the next: n-gram tables, finished texts and acceptance, a file per model.
 
-The file holds pieces of the user's texts: only the user can read it, and it is never read where texts are isolated. It
-is bounded, as the tables and the finished texts are. Several processes may write it, one after the other: each adds
-what it has learned to what is there.
+The file holds pieces of the user's texts, so only the user can read it, and it is never used where texts are isolated.
+Its size is bounded, as the tables and the finished texts are. Several processes may write it, one after the other: each
+merges what it has learned into the file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from graft.spec_decode.policies import Policy
 
 VARIABLE = "GRAFT_KEEP_LEARNED"
-_PATIENCE = 5  # seconds that a process waits at its end for another that writes
+_PATIENCE = 5  # seconds that an ending process waits for another one that writes
 _TABLES = ("adjacency", "bigram", "trigram")
 
 log = logging.getLogger("graft.learned")
 
 
 def is_wanted(keep: bool | None) -> bool:
-    """Whether what is learned is kept: as the caller says, else as the environment does, else it is."""
+    """Whether to keep learned state: the caller decides, then the environment; the default is yes."""
     if keep is not None:
         return keep
     word = os.environ.get(VARIABLE, "1")
@@ -50,12 +50,12 @@ def is_wanted(keep: bool | None) -> bool:
 
 
 def keep_learned(engine: Engine) -> None:
-    """Gives an engine what earlier processes have learned of its model, and keeps what it learns when it goes."""
+    """Restore what earlier processes learned about the engine's model, and store what it learns when it ends."""
     about = About.of(engine)
     path = learned_path(about)
     remove_partial_files(path.parent)  # they hold pieces of the user's texts
     state = _read(path, about)
-    # A profile that the user has made since is what the user wants.
+    # A newer profile of the user's own takes precedence.
     tuned = profile_path(about)
     if state is not None and not _is_newer(tuned, path):
         before = engine.policy.state()
@@ -63,12 +63,12 @@ def keep_learned(engine: Engine) -> None:
             engine.policy.restore(state)
         except (KeyError, IndexError, RuntimeError, ValueError) as error:
             engine.policy.restore(before)
-            _pass_over(path, f"{type(error).__name__}: {error}")
+            _ignore(path, f"{type(error).__name__}: {error}")
     weakref.finalize(engine, _add, engine.policy, about, path)
 
 
 def _is_newer(one: Path, other: Path) -> bool:
-    """Whether a file is there and newer than another, which may have gone."""
+    """Whether both files exist and the first is newer."""
     try:
         return one.stat().st_mtime > other.stat().st_mtime
     except OSError:
@@ -76,27 +76,27 @@ def _is_newer(one: Path, other: Path) -> bool:
 
 
 def learned_path(about: About) -> Path:
-    # A folder for each user: a GRAFT_HOME may be shared, and what was learned may not.
+    # A folder for each user, because users may share a GRAFT_HOME but not learned text.
     return graft_home() / f"learned-{os.geteuid()}" / f"{about.model}-{about.head or 'no-head'}.safetensors"
 
 
 def _add(policy: Policy, about: About, path: Path) -> None:
-    """Adds what a policy knows to the file, if it has learned from any text."""
+    """Merge a policy's state into the file, if it has learned from any text."""
     if not policy.num_texts:
         return
     try:
         write(policy.state(), about, path)
-    except Exception as error:  # at the end of a process nobody can do anything about it
-        log.warning("what was learned is not kept: %s", str(error).partition("\n")[0] or type(error).__name__)
+    except Exception as error:  # at the end of a process there is nobody to handle it
+        log.warning("learned state is not stored: %s", str(error).partition("\n")[0] or type(error).__name__)
 
 
 def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
-    """Adds a state to what is in the file."""
+    """Merge a state into the file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with FileLock(path.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
         try:
             both = merged(_read(path, about) or {}, state)
-        except (KeyError, IndexError, RuntimeError, ValueError):  # what is there does not fit together
+        except (KeyError, IndexError, RuntimeError, ValueError):  # the file's parts do not fit together
             both = dict(state)
         remove_partial_files(path.parent)
         tensors = {name: value.cpu().contiguous() for name, value in both.items()}
@@ -106,7 +106,7 @@ def write(state: Mapping[str, Tensor], about: About, path: Path) -> None:
 
 
 def merged(known: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both states: of a table's row the new one, of texts the latest; acceptance is the new one's."""
+    """Both states merged: the new rows of tables, the latest texts, and the new acceptance."""
     both = {**known, **new}
     for table in _TABLES:
         if f"{table}/rows" not in known or f"{table}/rows" not in new:
@@ -128,7 +128,7 @@ def _split(state: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
 
 
 def _texts(texts: dict[tuple[int, ...], None]) -> dict[str, Tensor]:
-    """The latest of the texts, as many as an index takes."""
+    """The latest texts, as many as an index holds."""
     kept: list[tuple[int, ...]] = []
     room = MAX_PAST_TOKENS
     for text in reversed(texts):
@@ -144,24 +144,24 @@ def _texts(texts: dict[tuple[int, ...], None]) -> dict[str, Tensor]:
 
 
 def _read(path: Path, about: About) -> dict[str, Tensor] | None:
-    """What is in the file; None if there is none, it is damaged, or it is another user's."""
+    """The file's state; None if it is missing, damaged or another user's."""
     try:
         if path.stat().st_uid != os.geteuid():
-            _pass_over(path, "it belongs to another user")
+            _ignore(path, "it belongs to another user")
             return None
     except FileNotFoundError:
         return None
     except OSError as error:
-        _pass_over(path, str(error))
+        _ignore(path, str(error))
         return None
     try:
         profile = Profile.read(path)
         require((profile.about.model, profile.about.head) == (about.model, about.head), "it is another model's")
     except GraftError as error:
-        _pass_over(path, str(error))
+        _ignore(path, str(error))
         return None
     return profile.state
 
 
-def _pass_over(path: Path, why: str) -> None:
-    warnings.warn(f"what was learned before is passed over, {path.name}: {why.splitlines()[0]}", stacklevel=4)
+def _ignore(path: Path, why: str) -> None:
+    warnings.warn(f"earlier learned state is ignored, {path.name}: {why.splitlines()[0]}", stacklevel=4)

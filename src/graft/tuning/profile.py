@@ -1,6 +1,6 @@
-"""Profile: what `graft tune` learned about a model, a head and a machine, in one small file that `graft.load` reads.
+"""Profile: one small file with what `graft tune` learned about a model, a head and a machine; `graft.load` reads it.
 
-It holds a policy's state, and the costs of draft passes and verifies. `tuning` makes it.
+It holds a policy's state, and the costs of draft passes and verify steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT = "graft-profile-1"
 _HEADS = Path(__file__).parents[1] / "heads"
 _ANEW = "make one with graft tune"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NUM_WEIGHTS = 8  # of each tensor that go into a fingerprint
+_NUM_WEIGHTS = 8  # of each tensor, in a fingerprint
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class About:
     """The model, head and machine that a profile belongs to."""
 
     model: str  # a fingerprint
-    head: str | None  # likewise; None without a head
+    head: str | None  # a fingerprint; None without a head
     device: str | None  # None: a portable profile
     dtype: str | None
 
@@ -65,12 +65,12 @@ class About:
 
 
 class _OtherFormatError(GraftError):
-    """A profile of another version's format, which may be intact."""
+    """A profile in the format of another version."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A policy's state, and its measured costs; a portable profile has none."""
+    """A policy's state and its measured costs; a portable profile has no costs."""
 
     about: About
     state: dict[str, Tensor]
@@ -91,10 +91,10 @@ class Profile:
 
 
 def equip(engine: Engine, profile: str | Path | None) -> None:
-    """Restores the engine's policy from a profile; it goes on learning from there.
+    """Restore the engine's policy from a profile; it continues to learn from there.
 
-    profile: a file, which must belong to this model and head; auto takes the user's own for this machine, else one that
-    comes with the package, else none; None takes none.
+    profile: a file, which must belong to this model and head; auto takes the user's own for this machine, or one that
+    comes with the package, or none; None takes none.
     """
     if profile is None:
         return
@@ -115,7 +115,7 @@ def equip(engine: Engine, profile: str | Path | None) -> None:
         except _OtherFormatError:
             continue
         except GraftError as error:
-            warnings.warn(f"{error}; it is passed over", stacklevel=3)
+            warnings.warn(f"{error}; it is ignored", stacklevel=3)
 
 
 def profile_path(about: About) -> Path:
@@ -125,7 +125,7 @@ def profile_path(about: About) -> Path:
 
 
 def machine_digest(about: About) -> str:
-    """Of a machine and a dtype, for file names."""
+    """A hash of the machine and the dtype, for file names."""
     return _digest(f"{about.device} {about.dtype}".encode())
 
 
@@ -139,7 +139,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def head_fingerprint(drafter: Drafter | None) -> str | None:
-    """A hash of a head's or draft model's shapes and a few weights, whatever its trees; None without a drafter."""
+    """A hash of the shapes and a few weights of a head or draft model; None without a drafter."""
     if drafter is None:
         return None
     head = getattr(drafter, "head", None) or getattr(drafter, "model", None)
@@ -151,7 +151,7 @@ def head_fingerprint(drafter: Drafter | None) -> str | None:
 
 
 def _fitting(path: Path, about: About) -> Profile:
-    """The profile that a user named; a GraftError if it belongs to another model or head."""
+    """The profile at a path that the user gave; a GraftError if it belongs to another model or head."""
     profile = Profile.read(path)
     require(profile.about.model == about.model, f"{path} is the profile of another model: {_ANEW} for this one")
     if profile.about.head != about.head:
@@ -164,9 +164,9 @@ def _fitting(path: Path, about: About) -> Profile:
 def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None:
     policy = engine.policy
     try:
-        # Tables hold pieces of texts: a policy whose texts are isolated starts without them.
-        is_of_texts = not policy.isolated
-        policy.restore({key: value for key, value in profile.state.items() if is_of_texts or _is_general(key)})
+        # Tables hold pieces of texts, so a policy with isolated texts starts without them.
+        takes_texts = not policy.isolated
+        policy.restore({key: value for key, value in profile.state.items() if takes_texts or _is_general(key)})
         if profile.costs and profile.about.is_for_machine_of(about):
             policy.restore_costs(profile.costs)
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
@@ -175,12 +175,12 @@ def _restore(engine: Engine, profile: Profile, about: About, path: Path) -> None
 
 
 def _is_general(key: str) -> bool:
-    """Whether a part of a state holds no text: acceptance probabilities, not tokens."""
+    """Whether a part of a state holds no tokens of texts, such as acceptance probabilities."""
     return key.startswith(("calibration/", "paths/", "prospect/"))
 
 
 def _candidates() -> list[Path]:
-    """The user's own profiles, the newest first, then those that come with heads."""
+    """The user's own profiles, newest first, then those that come with heads."""
     own = sorted(_folder().glob("*.safetensors"), key=lambda path: -path.stat().st_mtime)
     return own + sorted(_HEADS.glob("*/profile*.safetensors"))
 

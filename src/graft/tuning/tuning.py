@@ -1,4 +1,4 @@
-"""Tuning: a profile from warm-up prompts, with the state that `graft` learns and measured costs."""
+"""Tuning: makes a profile of the state that policy `graft` learns from warm-up prompts, and of measured costs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def tune(
     portable: bool = False,
     progress: Progress = lambda report: None,
 ) -> Profile:
-    """The profile of an engine whose policy is `graft`, learned from the prompts while it answers them.
+    """The profile of an engine with policy `graft`, learned from the prompts while it answers them.
 
-    portable: small and for any machine: learned at the usual budget with all draft passes, whatever pays here; without
-    costs, n-gram tables and past texts.
+    portable: a small profile for any machine, learned at the usual budget with all draft passes, even if they do not
+    pay here; without costs, n-gram tables and past texts.
     """
     about = About.of(engine)
     if portable:
@@ -50,14 +50,14 @@ def tune(
 
 
 def _measured(engine: Engine) -> dict[str, Tensor]:
-    """Costs as a new policy measures them in this warm process; what only rounds can tell, from the rounds so far."""
+    """Costs that a new policy measures in this warm process, and those that only rounds can tell, from past rounds."""
     policy = make_policy("graft", engine.target, engine.drafter)
     policy.measure()
     return engine.policy.costs() | policy.costs()
 
 
 def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
-    """The state with only those adjacency rows whose tokens were the most frequent; `counts` by token."""
+    """The state with the adjacency rows of the most frequent tokens alone. counts: by token."""
     rows = state["adjacency/rows"].cpu()
     kept = counts[rows].argsort(descending=True, stable=True)[:_MAX_ROWS].sort().values
     fields = {key: value.cpu()[kept] for key, value in state.items() if key.startswith("adjacency/")}
@@ -65,9 +65,9 @@ def _most_seen(state: dict[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
 
 
 def _engine_with_whole_trees(engine: Engine) -> Engine:
-    """The same model and drafter with trees of the default size and every draft pass, as on no particular machine."""
+    """The same model and drafter, with trees of the default size and every draft pass, whatever the machine."""
     drafter = engine.drafter
-    if drafter is not None:  # on a CPU the engine drafts narrower trees
+    if drafter is not None:  # the engine drafts narrower trees on a CPU
         drafter = with_tree(drafter, TreeSettings())
     target = target_for(engine.target.model, drafter.hidden_layers if drafter is not None else ())
     policy = policy_with(PolicySettings(USUAL_BUDGET, pass_cost=0.0), DEFAULT_POLICY, target, drafter)

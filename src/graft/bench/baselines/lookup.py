@@ -29,6 +29,6 @@ class Lookup(Policy):
         with clock("graft"):
             candidates = self.new_candidates(batch, roots)
             first = ROOT + 1
-            self._suffix.propose(candidates, batch.sequences, first, self._prior.chances, batch.max_depth)
+            self._suffix.propose(candidates, batch.sequences, first, self._prior.acceptance_probs, batch.max_depth)
             candidates.merge()
             return DraftResult.without_drafts(candidates.best(self._budget, batch.max_depth)[0].trimmed())

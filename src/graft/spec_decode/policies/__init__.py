@@ -1,7 +1,7 @@
-"""Policies: what a round's tree is, chosen by name.
+"""Policies by name: they choose the tree of each round.
 
-Users choose between plain decoding, `off`, and `graft`. The methods that these are compared with register themselves
-when the benchmark's package `graft.bench.baselines` is imported.
+Users choose between `off`, plain decoding, and `graft`. Baselines register themselves when `graft.bench.baselines` is
+imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_POLICY = "graft"
 
 
 def register_policy(name: str, policy: type[Policy]) -> None:
-    """Makes a policy known by name, in this process, wherever `policy=` is taken."""
+    """Add a policy to the names that `policy=` takes in this process."""
     if POLICIES.setdefault(name, policy) is not policy:
         raise ValueError(f"policy {name!r} is registered already")
 
@@ -37,10 +37,10 @@ def make_policy(
 ) -> Policy:
     """The policy of that name for one target, with nothing learned yet.
 
-    budget: how many nodes a round verifies beside the root; None lets measured costs decide (`graft`), or is 60.
-    pass_cost: the cost of a draft pass, in verifies; None measures it.
-    isolated: texts learn from themselves and from those of the same owner (`Sequence.owner`) only.
-    datastore: an index on disk that `graft` retrieves from too.
+    budget: nodes that a round verifies beside the root; None: measured costs decide (`graft`), or 60.
+    pass_cost: of a draft pass, in verify steps; None: measured.
+    isolated: texts learn only from themselves and from texts of the same owner (`Sequence.owner`).
+    datastore: an index on disk that `graft` retrieves from as well.
     """
     return policy_with(PolicySettings(budget, pass_cost, isolated, datastore), name, target, drafter)
 

@@ -1,6 +1,6 @@
-"""The policy contract: propose the round's tree before the target verifies it, learn from the round afterwards.
+"""The policy contract: propose a round's tree before the target verifies it, and learn from the round afterwards.
 
-What every policy does alike is here too: keeping its drafter and retrievers up to date.
+The base class keeps the drafter and the retrievers up to date, which all policies do alike.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from graft.tree.tree import DraftTree
 
 @dataclass(frozen=True)
 class DraftResult:
-    """A round's trees to verify, and how many draft passes each row took."""
+    """A round's trees to verify, and the number of draft passes of each row."""
 
     tree: DraftTree
     passes: list[int]
-    considered: DraftTree | None = None  # the same nodes and, behind them, pruned candidates, for whoever watches
+    considered: DraftTree | None = None  # the same nodes, then pruned candidates, for the record of a round
 
     @classmethod
     def without_drafts(cls, tree: DraftTree) -> DraftResult:
@@ -36,72 +36,72 @@ class DraftResult:
 
 
 class Policy(ABC):
-    """Decides which candidates a round verifies. It never decides what is accepted."""
+    """Decides which candidates a round verifies, but never what is accepted."""
 
-    drafts = False  # whether it cannot do without a drafter
-    sources: tuple[str, ...] = ("root",)  # names by source number
+    drafts = False  # whether it needs a drafter
+    sources: tuple[str, ...] = ("root",)  # names, by source number
     drafter: Drafter | None = None
     retrievers: Sequence[Learner] = ()
     isolated = False
-    num_texts = 0  # finished ones that it has learned from
-    kept_of_a_level: int | None = None  # drafted nodes of a depth that it asks for, the likeliest; None: all
-    _unlearned: tuple[TargetTopK, ...] = ()  # of prompts that were read
+    num_texts = 0  # finished texts that it has learned from
+    kept_of_a_level: int | None = None  # drafted nodes of a depth that it uses, the likeliest; None: all
+    _unlearned: tuple[TargetTopK, ...] = ()  # of prefilled prompts
     _unlearned_round: TargetTopK | None = None  # of a plain round
 
     @property
     def common_sources(self) -> frozenset[str]:
-        """Sources that may propose other users' text: of their nodes, a watched round shows only the accepted ones."""
+        """Sources that may propose other users' text: round records show only their accepted nodes."""
         return frozenset(name for retriever in self.retrievers for name in retriever.common)
 
     @abstractmethod
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None: ...
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Called before every run: measures, once, what it cannot begin without."""
+        """Called before every run: measure, once, what the policy cannot start without."""
 
     def measure(self) -> None:  # noqa: B027 - optional
-        """Measures the costs that it would else learn from rounds, once: a server does so at start-up."""
+        """Measure, once, costs that rounds would teach otherwise; a server does so at start-up."""
 
     @abstractmethod
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        """The trees to verify below `roots` [B], no deeper than the batch's `max_depth`."""
+        """Trees to verify below `roots` [B], no deeper than the batch's `max_depth`."""
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> DraftState | None:
-        """The drafter's state for the rows of a new batch, whose texts these are; None without a drafter."""
+        """The drafter's state for the rows and texts of a new batch; None without a drafter."""
         return self.drafter.open(cache, texts) if self.drafter is not None else None
 
     def read(self, batch: Batch, row: int, verified: VerifyOutput, following: list[int]) -> None:
-        """Learns from a prefilled chunk of a row's prompt; `following` are the tokens after each of its tokens."""
+        """Learn from a prefilled chunk of a row's prompt. following: the tokens after each of its tokens."""
         if self.retrievers:
             start = batch.cache.lengths[row] - verified.tokens.shape[1]
             sequence = batch.sequences[row]
             preceding = sequence.ids[max(start - 2, 0) : start]
-            # Later, while the device works; what the next step writes over is copied.
+            # Learned later, while the device works; this copies what the next step overwrites.
             self._unlearned = (*self._unlearned, TargetTopK.of_chunk(verified, preceding, self.salt_of(sequence)))
         if self.drafter is not None:
             self.drafter.read(batch.draft, row, verified, following)
 
     def learn(self, batch: Batch, tree: DraftTree, verified: VerifyOutput, accepted: Accepted, seconds: float) -> None:
-        """Learns from a finished round, whose verify took `seconds`."""
-        if self.drafter is not None:  # first, so that a device can go on while the host learns
+        """Learn from a finished round, whose verify step took `seconds`."""
+        if self.drafter is not None:  # first, so that the device works while the host learns
             self.drafter.learn(batch.draft, verified, accepted.nodes, accepted.tokens)
         if self.retrievers:
             histories = [sequence.ids for sequence in batch.sequences]
             top_k = TargetTopK.of_trees(verified, tree, histories, self._salts(batch))
-            self._learn_plain_round()  # the one before, if nobody has caught up since
-            if tree.width == 1:  # mostly another plain round comes, before which nobody asks
+            self._learn_plain_round()  # the one before, if it still waits
+            if tree.width == 1:  # it can wait: usually another plain round follows, which retrieves nothing
                 self._unlearned_round = top_k
             else:
                 self.learn_top_k(top_k)
         self.learn_accepted(tree, accepted, seconds)
 
     def draft_ahead(self, batch: Batch, verified: VerifyOutput, choices: Choices) -> None:
-        """Lets the drafter begin the next round on the device before the host knows what this one accepted."""
+        """Let the drafter begin the next round on the device, before the host knows what this one accepted."""
         if self.drafter is not None:
             self.drafter.draft_ahead(batch.draft, verified, choices.there)
 
     def catch_up(self) -> None:
-        """Does postponed learning, while the device works."""
+        """Do postponed learning, while the device works."""
         self._learn_plain_round()
         unlearned, self._unlearned = self._unlearned, ()
         for top_k in unlearned:
@@ -113,15 +113,15 @@ class Policy(ABC):
             self.learn_top_k(top_k)
 
     def learn_top_k(self, top_k: TargetTopK) -> None:
-        """Learns the target's top-k successors of verified tokens."""
+        """Learn the target's top-k successors of verified tokens."""
         for retriever in self.retrievers:
             retriever.learn(top_k)
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:  # noqa: B027 - optional
-        """Learns which of the round's candidates were accepted."""
+        """Learn which of the round's candidates were accepted."""
 
     def finish(self, history: History) -> None:
-        """Learns from a finished text."""
+        """Learn from a finished text."""
         self.num_texts += 1
         for retriever in self.retrievers:
             retriever.finish(history)
@@ -132,25 +132,25 @@ class Policy(ABC):
         return {key: value for retriever in self.retrievers for key, value in retriever.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces what was learned by what `state` once gave, on any device; what is missing there starts anew."""
+        """Restore everything learned from `state`, made on any device; missing parts start anew."""
         self._unlearned, self._unlearned_round = (), None
         for retriever in self.retrievers:
             retriever.restore(state)
 
     def costs(self) -> dict[str, Tensor]:
-        """The costs that `prepare` measured, by name; empty for a policy that needs none."""
+        """Measured costs, by name; empty for a policy that needs none."""
         return {}
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional
-        """Takes over what `costs` once gave on this machine, so that `prepare` need not measure again."""
+        """Restore costs from `costs`, made on this machine, so that they need not be measured again."""
 
     def new_candidates(self, batch: Batch, roots: Tensor) -> Candidates:
-        """Candidates of the batch's roots and nothing else. What a plain round has taught is known from now on."""
+        """Candidates with the batch's roots alone. Waiting lessons of a plain round are learned first."""
         self._learn_plain_round()
         return Candidates(roots, [sequence.ids for sequence in batch.sequences], self._salts(batch))
 
     def _salts(self, batch: Batch) -> list[int]:
-        """By row, the salt of its entries in the tables."""
+        """By row, the salt of its table entries."""
         return [self.salt_of(sequence) for sequence in batch.sequences]
 
     def salt_of(self, history: History) -> int:

@@ -1,7 +1,6 @@
-"""graft: candidates of all proposers, ranked by acceptance probability, and the budget that pays best.
+"""graft: candidates of all proposers, ranked by acceptance probability, within the budget that pays best.
 
-What is decided is in `grafter`, which knows no engine; here our own engine's drafter, step times and rounds are brought
-to it.
+The decisions are in `grafter`, which knows no engine. This policy gives it our engine's drafter, step times and rounds.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from graft.model import TargetRunner, VerifyOutput
 from graft.request.batch import Batch
 from graft.request.stats import Clock
 from graft.spec_decode.acceptance import Accepted, Choices
-from graft.spec_decode.budget import Budget
 from graft.spec_decode.cost_model import StepCost, time_pass, time_step, usual_shape
 from graft.spec_decode.grafter import KEPT_OF_A_LEVEL, Grafter, Round
 from graft.spec_decode.policies.base import DraftResult, Policy
 from graft.spec_decode.policy_settings import MAX_BUDGET, PolicySettings
-from graft.spec_decode.proposers.base import History, TargetTopK
 from graft.spec_decode.proposers.drafter import Drafter, num_setups_of
 from graft.tree.tree import DraftTree
 
 
 class Graft(Policy):
-    """Ranks what the drafter and all retrievers propose, and verifies the nodes worth their cost."""
+    """Ranks the proposals of the drafter and all retrievers, and verifies the nodes that pay."""
 
     kept_of_a_level = KEPT_OF_A_LEVEL
     grafter_class: type[Grafter] = Grafter
@@ -39,15 +36,12 @@ class Graft(Policy):
         num_passes = drafter.max_passes if drafter is not None else 0
         self.grafter = self.grafter_class(target.vocab_size, num_passes, settings, step)
         self.retrievers, self.sources = self.grafter.retrievers, self.grafter.sources
-        self._round: Round | None = None  # this one; None if plain
-        self._num_others = 0  # tokens of this round's step that are no rows'
-        self._drafts_ahead = False  # whether it was decided already, in the last round, that this one drafts
+        self.budget = self.grafter.budget
+        self._round: Round | None = None  # the current one; None if plain
+        self._num_prefill_tokens = 0  # in the current step
+        self._drafts_ahead = False  # whether the last round decided that this one drafts
         self._setups_before = 0
-        self._ended = 0.0  # when the last round had been learned from
-
-    @property
-    def budget(self) -> Budget:
-        return self.grafter.budget
+        self._ended = 0.0  # when the last round ended
 
     def prepare(self) -> None:
         budget = self.budget
@@ -62,9 +56,11 @@ class Graft(Policy):
                 self.budget.drafting.observe(1, time_pass(self.drafter, self._target))
 
     def grow(self, batch: Batch, roots: Tensor, clock: Clock) -> DraftResult:
-        self._num_others = batch.num_other_tokens
+        self._num_prefill_tokens = batch.num_prefill_tokens
         self._setups_before = num_setups_of(self._target, self.drafter)
-        caps, limits = self._caps(batch), (batch.max_depth, self._num_others)
+        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
+        caps = [most if sequence.speculates else 0 for sequence in batch.sequences]
+        limits = (batch.max_depth, batch.num_prefill_tokens)
         if not self.grafter.may_begin(caps, *limits):
             self._round = None
             return DraftResult.without_drafts(DraftTree.roots(roots))
@@ -92,17 +88,11 @@ class Graft(Policy):
 
     def learn_accepted(self, tree: DraftTree, accepted: Accepted, seconds: float) -> None:
         ended, self._ended = self._ended, time.perf_counter()
-        took = self._ended - ended if ended else 0.0
-        # A round that included one-time work such as a graph capture tells nothing of the others.
+        round_seconds = self._ended - ended if ended else 0.0
+        # The time of a round with one-time work, such as a graph capture, says nothing about others.
         is_usual = num_setups_of(self._target, self.drafter) == self._setups_before
-        self.grafter.learn(self._round, tree, accepted, seconds, took, is_usual, self._num_others)
-
-    def learn_top_k(self, top_k: TargetTopK) -> None:
-        self.grafter.learn_top_k(top_k)
-
-    def finish(self, history: History) -> None:
-        self.num_texts += 1
-        self.grafter.finish(history)
+        prefill = self._num_prefill_tokens
+        self.grafter.learn(self._round, tree, accepted, seconds, round_seconds, is_usual, prefill)
 
     def catch_up(self) -> None:
         super().catch_up()
@@ -121,8 +111,3 @@ class Graft(Policy):
 
     def restore_costs(self, costs: Mapping[str, Tensor]) -> None:
         self.grafter.restore_costs(costs)
-
-    def _caps(self, batch: Batch) -> list[int]:
-        """By row, the most nodes that it may get: none where it is to be decoded plainly."""
-        most = MAX_BUDGET if self.budget.fixed is None else self.budget.fixed
-        return [most if sequence.speculates else 0 for sequence in batch.sequences]

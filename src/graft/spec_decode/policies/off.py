@@ -1,4 +1,4 @@
-"""off: plain decoding, a tree of one node in the same engine."""
+"""off: plain decoding, by the same engine with trees of one node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graft.tree.tree import DraftTree
 
 
 class Off(Policy):
-    """Verifies the root alone."""
+    """Verifies roots alone."""
 
     def __init__(self, target: TargetRunner, drafter: Drafter | None, settings: PolicySettings) -> None:
         pass

@@ -93,7 +93,7 @@ class Retriever(Learner, Protocol):
     ) -> None:
         """Adds its proposals to the candidates, at most `max_depth` deep.
 
-        first: the number of its source 0 among all sources. chances: `Calibration.chances`.
+        first: the number of its source 0 among all sources. chances: `Calibration.acceptance_probs`.
         """
         ...
 

@@ -1,0 +1,148 @@
+"""Page allocator: the scheduler's view of the KV cache. It decides how many pages requests need, get and leave behind.
+
+Who has to give up pages when none are free is the scheduler's decision.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from graft.engine.engine import Engine
+from graft.engine.jobs import Job, SchedulerSettings
+from graft.engine.memory import num_pages_for
+from graft.model import Row
+from graft.model.kv_cache import PAGE
+from graft.request.batch import Batch
+from graft.request.sequence import Sequence
+from graft.settings import require
+from graft.spec_decode.policies import MAX_BUDGET
+
+log = logging.getLogger("graft.server")
+
+
+class PageAllocator:
+    """Allocates the KV cache when it is made, and then its pages to requests."""
+
+    def __init__(self, engine: Engine, settings: SchedulerSettings, max_batched_tokens: int) -> None:
+        self.engine, self.settings = engine, settings
+        # Slots that a round may write after a row's committed text: the target's tree, or the drafter's.
+        self.slots_ahead = max(MAX_BUDGET + 1, engine.drafter.num_slots if engine.drafter is not None else 0)
+        num_pages = num_pages_for(engine, settings, max_batched_tokens)
+        least = _pages(self.slots_ahead + 2)
+        require(
+            num_pages >= least,
+            f"there is memory for {PAGE * num_pages} tokens of KV cache and {PAGE * least} are needed: raise memory, "
+            "or max_cache_tokens if it is set",
+        )
+        engine.target.limit_pages(num_pages, settings.max_rows)
+        self.pool = engine.target.pool
+
+    def check(self, job: Job) -> None:
+        """Raise a GraftError if the request needs more pages than there are."""
+        needed = sum(map(self._num_pages, job.sequences))
+        require(
+            needed <= self.pool.num_pages,
+            f"the request needs {PAGE * needed} tokens of cache and there are {PAGE * self.pool.num_pages}: ask for "
+            "fewer or shorter answers",
+        )
+
+    def has_room_for(self, job: Job, num_rows: int) -> bool:
+        """Whether a request can start beside `num_rows` others, each of which needs a page to continue."""
+        answers = job.open_answers
+        needed = _pages(len(answers[0].ids) + self.slots_ahead) + (len(answers) - 1) * _pages(self.slots_ahead)
+        if job.is_preempted:  # each answer has a text of its own
+            needed = sum(_pages(len(sequence.ids) + self.slots_ahead) for sequence in answers)
+        return num_rows + len(answers) <= self.settings.max_rows and needed + num_rows <= self.pool.num_free
+
+    def open_rows(self, job: Job) -> tuple[Batch, list[int]]:
+        """A batch of the request's open answers, and its rows that must be prefilled.
+
+        Answers to one prompt share its prefill. Those of a preempted request have texts of their own, and samplers that
+        know what they have drawn.
+        """
+        sequences, is_preempted = job.open_answers, job.is_preempted
+        unread = list(range(len(sequences))) if is_preempted else [0]
+        rows: list[Row] = []
+        try:
+            for number, sequence in enumerate(sequences):
+                if number in unread:
+                    salt = self.salt(job, sequence)
+                    rows.append(self.pool.open_with_prefix(sequence.ids, salt, self._num_slots(sequence)))
+                else:
+                    rows.append(self.pool.open_row(0))
+            chooser = functools.reduce(lambda one, other: one.concat(other), job.choosers) if job.choosers else None
+            batch = self.engine.batch_of(sequences, self.engine.target.cache_of(rows), chooser)
+        except Exception:
+            for row in rows:
+                self.pool.release(row)
+            raise
+        if not is_preempted:
+            job.num_cached_tokens = rows[0].length
+        return batch, unread
+
+    def short_rows(self, batch: Batch) -> list[tuple[Sequence, Row]]:
+        """Rows without enough pages for what the coming round writes."""
+        return [
+            (sequence, row)
+            for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True)
+            if PAGE * len(row.pages) < row.length + self.slots_ahead
+        ]
+
+    def extend(self, row: Row) -> None:
+        """Give a row pages for what the coming round writes."""
+        self.pool.ensure(row, row.length + self.slots_ahead)
+
+    def trim(self, batches: Iterable[Batch]) -> bool:
+        """Take back pages that rows do not need yet. Whether there were any."""
+        before = self.pool.num_free
+        for batch in batches:
+            for sequence, row in zip(batch.sequences, batch.cache.rows, strict=True):
+                self.pool.trim(row, len(sequence.ids) + self.slots_ahead)
+        return self.pool.num_free > before
+
+    def keep(self, job: Job, batch: Batch, row: int) -> None:
+        """Put a row's pages into the prefix cache."""
+        if self.settings.prefix_cache_tokens != 0:
+            with failures_logged("the prefix cache does not keep a text"):
+                self.engine.keep_pages(batch, row, job.salt)
+
+    def release(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            with failures_logged("pages are released later, with their row"):
+                self.pool.release(row)
+
+    def shrink_prefix_cache(self) -> None:
+        """Forget the oldest texts beyond the limit of the prefix cache."""
+        if self.settings.prefix_cache_tokens is not None:
+            with failures_logged("the prefix cache keeps texts beyond its limit"):
+                self.pool.evict(self.settings.prefix_cache_tokens)
+
+    def salt(self, job: Job, sequence: Sequence) -> str:
+        return self.engine.page_salt(sequence, job.salt)
+
+    def _num_pages(self, sequence: Sequence) -> int:
+        """Pages for the prompt and the longest possible answer."""
+        return _pages(sequence.num_prompt_tokens + sequence.settings.most_new_tokens + self.slots_ahead)
+
+    def _num_slots(self, sequence: Sequence) -> int:
+        """Slots to start with: for the whole answer if plenty is free, because adjacent pages are read faster."""
+        whole = self._num_pages(sequence)
+        if self.pool.num_free - whole > self.pool.num_pages // 2:
+            return PAGE * whole
+        return len(sequence.ids) + self.slots_ahead
+
+
+@contextmanager
+def failures_logged(what: str) -> Iterator[None]:
+    """Log and ignore failures of optional work."""
+    try:
+        yield
+    except Exception:
+        log.warning("%s", what, exc_info=True)
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
