@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from graft.server.tools import FORMATS, Function, Thinking
+from graft.server.tool_formats import FORMATS, Function
+from graft.server.tool_parsers import Thinking
 
 FUNCTIONS = [Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})]
 CALL = '<tool_call>{"name": "f", "arguments": {}}'

@@ -20,7 +20,7 @@ from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
-from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
+from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
 
 _EVENT_SIZE = 256  # bytes that a padded event's length is a multiple of
 
@@ -326,7 +326,7 @@ class Answer:
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its markers among them."""
         text = self.sequence.text
-        return text.num_tokens(self._parser.num_reasoning) if text is not None else 0
+        return text.num_tokens(self._parser.num_reasoning_chars) if text is not None else 0
 
     def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
         """What an update brings: pieces of the answer, and rounds."""

@@ -11,7 +11,8 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import Message, Tool
-from graft.server.tools import FORMATS, THINK_MARKERS, Format, format_of
+from graft.server.tool_formats import FORMATS, Format, format_of
+from graft.server.tool_parsers import THINK_MARKERS
 from graft.settings import require
 
 Thinks = Literal["may", "does"]
@@ -50,7 +51,7 @@ class ChatTemplate:
         self.splits_reasoning = "<think>" in text if reasoning_parser == "auto" else reasoning_parser == "think"
         added = engine.tokenizer.get_added_vocab()  # type: ignore[union-attr]
         markers = (*self.format.markers, *THINK_MARKERS)
-        self.mark_ids = {marker: added[marker] for marker in markers if marker in added}
+        self.marker_ids = {marker: added[marker] for marker in markers if marker in added}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Json) -> str:
         """The prompt's text. options: variables of the template."""
@@ -83,7 +84,7 @@ class ChatTemplate:
     def kept_ids(self, has_tools: bool, thinks: Thinks | None) -> frozenset[int]:
         """Markers that the parser of an answer looks for: they are text, even where they are special tokens."""
         markers = (*(self.format.markers if has_tools else ()), *(THINK_MARKERS if thinks is not None else ()))
-        return frozenset(self.mark_ids[marker] for marker in markers if marker in self.mark_ids)
+        return frozenset(self.marker_ids[marker] for marker in markers if marker in self.marker_ids)
 
     def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
         try:

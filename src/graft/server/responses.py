@@ -24,7 +24,7 @@ from graft.server.schema import (
     Strict,
     Text,
 )
-from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
+from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText
 
 
 class InputText(Strict):

@@ -404,7 +404,7 @@ class ChatRequest(Sampling):
         return self.offered
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice) else 1 << 10
 
     @property

@@ -28,7 +28,8 @@ from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
-from graft.server.tools import Function, Parser, PlainText, Thinking, call_grammar
+from graft.server.tool_formats import Function, call_grammar
+from graft.server.tool_parsers import Parser, PlainText, Thinking
 
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
 _LONG_TEXT = 20_000  # characters
@@ -173,11 +174,11 @@ class Serving:
             self.template.format,
             functions,
             is_forced=body.must_call,
-            most=body.most_calls,
+            max_calls=body.max_calls,
             # One that may think need not, and where a call is forced that is what is wanted.
             thinks=None if body.must_call and thinks == "may" else thinks,
             answer=body.wanted_schema,
-            mark_ids=self.template.mark_ids,
+            marker_ids=self.template.marker_ids,
         )
         try:
             return Wanted("grammar", await self.off_loop(write), "tools")
