@@ -26,7 +26,7 @@ from graft.errors import GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
-from graft.server.guard import OPEN, Guard, count_refusal
+from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal
 from graft.server.openapi import (
     ChatCompletion,
     Completion,
@@ -49,7 +49,6 @@ from graft.server.settings import ServeSettings
 from graft.settings import require
 from graft.version import __version__
 
-PAGE = Path(__file__).parent / "static"
 # Seconds that an idle connection stays: longer than clients and proxies keep theirs (5 and 60 are usual), so that none
 # asks on a connection that is just being closed.
 _KEEP_ALIVE = 75
@@ -181,7 +180,8 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         return Response(request.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4")
 
     if settings.page:
-        _add_page(app)
+        for path, file in PAGE_FILES.items():
+            _add_file(app, path, file)
     return app
 
 
@@ -263,13 +263,8 @@ def _named(error: RequestValidationError) -> RefusedError:
     return RefusedError(400, f"{name}: {message}" if name else message, name or None)
 
 
-def _add_page(app: FastAPI) -> None:
-    for file in PAGE.iterdir():
-        _add_file(app, "/" if file.name == "index.html" else f"/{file.name}", file)
-
-
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    def serve() -> Response:  # without parameters: they would be the query's, and name any file
+    def serve() -> Response:  # without parameters: the query could set them, and name any file
         return FileResponse(file, headers=_PAGE_HEADERS)
 
     app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

@@ -7,14 +7,17 @@ import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.refusals import error_body, new_request_id, reason_for
 
-_PAGE = {"/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"}
-OPEN = _PAGE | {"/health", "/live", "/version"}  # to anybody
+_STATIC = Path(__file__).parent / "static"
+PAGE_FILES = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STATIC.rglob("*") if file.is_file()}
+PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
+OPEN = {*PAGE_FILES, "/health", "/live", "/version"}  # paths that need no API key
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # what a client may call its request
 

@@ -1,8 +1,8 @@
 // The page: a chat whose pieces show who guessed them, a race against plain decoding, and the rounds behind an answer.
 // No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
+import { Answer, answerIn } from "./answer.js";
 import { Trouble, hasKey, request, stream, useKey } from "./api.js";
-import { showMarkdown } from "./markdown.js";
 import { $, KINDS, button, element, kindOf, wordsOf } from "./parts.js";
 import { drawTree, wordsOfRound } from "./tree.js";
 
@@ -22,131 +22,6 @@ let shown = null; // the answer whose figures and rounds are shown
 let chosen = null; // the number of the round whose tree is shown
 
 const isPhone = () => getComputedStyle($("messages")).overflowY === "visible"; // the document scrolls
-const answerOf = new WeakMap(); // by the element that holds its text
-
-// An answer: its tokens as they come, and how it ended
-
-class Answer {
-  constructor(name, speculates) {
-    this.name = name;
-    this.speculates = speculates;
-    this.title = element("h3", "", name);
-    this.body = element("div", "message");
-    this.lane = element("div", "lane");
-    this.lane.append(this.title, this.body);
-    answerOf.set(this.body, this);
-    this.reset();
-  }
-
-  reset() {
-    this.rounds = [];
-    this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
-    this.ids = []; // of its tokens
-    this.counts = {}; // tokens by origin
-    this.text = ""; // to be sent back: without what the model thought before it, which the pieces have
-    this.thinks = false;
-    this.seconds = 0; // of decoding alone
-    this.since = null; // when the stream under way brought its first token
-    this.reason = null; // stop, length, stopped or failed; null: not begun, or not ended
-    this.trouble = null;
-    this.spoken = 0; // characters read out
-    this.body.replaceChildren();
-  }
-
-  take(choice) {
-    this.since ??= performance.now();
-    this.text += choice.delta?.content ?? choice.text ?? "";
-    this.thinks ||= Boolean(choice.delta?.reasoning_content);
-    for (const round of choice.rounds ?? []) this.addRound(round);
-    if (!choice.finish_reason) return;
-    this.reason = choice.finish_reason;
-    this.seconds += choice.speculation.decode_seconds;
-    this.since = null;
-  }
-
-  addRound(round) {
-    const number = this.rounds.push(round) - 1;
-    for (const { id, text, origin } of round.new) {
-      this.ids.push(id);
-      this.counts[origin] = (this.counts[origin] ?? 0) + 1;
-      if (!text) continue;
-      const last = this.pieces.at(-1);
-      this.pieces.push({ text, at: last ? last.at + last.text.length : 0, origin, round: number });
-    }
-  }
-
-  end(reason) {
-    this.reason = reason;
-    if (this.since !== null) this.seconds += (performance.now() - this.since) / 1000;
-    this.since = null;
-  }
-
-  // Makes ready to go on: the last tokens may be half a character that nobody has seen, and are written again.
-  dropUnseen() {
-    while (this.rounds.length && !this.rounds.at(-1).new.at(-1)?.text) {
-      const last = this.rounds.at(-1).new.pop();
-      if (last) this.counts[last.origin] -= 1;
-      if (last) this.ids.pop();
-      else this.rounds.pop();
-    }
-    if (!this.thinks) this.text = this.pieces.map((piece) => piece.text).join("");
-  }
-
-  render() {
-    showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
-    if (this === shown) markChosen();
-    const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
-    this.title.textContent = `${this.name}${speed}`;
-  }
-
-  // A text whose characters stand at these places of the whole answer, as one span for each token's part of it
-  spans(text, places) {
-    const spans = [];
-    let from = 0;
-    while (from < text.length) {
-      const piece = this.pieceAt(places[from]);
-      let to = from + 1;
-      while (to < text.length && places[to] < piece.at + piece.text.length) to += 1;
-      spans.push(tokenOf(text.slice(from, to), piece));
-      from = to;
-    }
-    return spans;
-  }
-
-  pieceAt(place) {
-    let [low, high] = [0, this.pieces.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.pieces[middle].at <= place) low = middle;
-      else high = middle - 1;
-    }
-    return this.pieces[low];
-  }
-
-  get numTokens() {
-    return this.ids.length;
-  }
-
-  get secondsSoFar() {
-    return this.seconds + (this.since === null ? 0 : (performance.now() - this.since) / 1000);
-  }
-
-  get speed() {
-    return this.secondsSoFar > 0 ? this.numTokens / this.secondsSoFar : 0;
-  }
-
-  get meanAccepted() {
-    const own = this.counts.model ?? 0;
-    return this.rounds.length ? 1 + (this.numTokens - own) / this.rounds.length : 0;
-  }
-}
-
-function tokenOf(text, { origin, round }) {
-  const span = element("span", `token ${kindOf(origin)}`, text);
-  span.title = `${wordsOf(origin)}, round ${round + 1}`;
-  span.dataset.round = round;
-  return span;
-}
 
 // A turn: what was asked, the answer or the two that race, and what can be done next
 
@@ -177,6 +52,7 @@ class Turn {
 
   render() {
     for (const answer of this.answers) answer.render();
+    if (this.answers.includes(shown)) markChosen();
     if (this.racing) this.renderVerdict();
   }
 
@@ -399,7 +275,6 @@ function scrollToEnd() {
   else $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-
 function bringIntoView(target, block) {
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
   target.scrollIntoView({ block, behavior: still ? "instant" : "smooth" });
@@ -610,7 +485,7 @@ $("rounds").addEventListener("keydown", (event) => {
 $("messages").addEventListener("click", (event) => {
   const token = event.target.closest(".token");
   if (!token) return;
-  const answer = answerOf.get(token.closest(".message"));
+  const answer = answerIn(token.closest(".message"));
   if (answer !== shown) show(answer);
   choose(Number(token.dataset.round));
 });
