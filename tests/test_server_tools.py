@@ -12,7 +12,7 @@ import pytest
 
 from graft import GraftError
 from graft.server.chat import ChatTemplate
-from graft.server.grammar import Grammars, Wanted
+from graft.server.grammar import Grammars, GrammarSpec
 from graft.server.refusals import RefusedError
 from graft.server.schema import FunctionTool, Message, Tool
 from graft.server.tool_formats import FORMATS, Function, call_grammar, format_of
@@ -352,7 +352,7 @@ def test_a_stream_that_fails_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tool_choice": "required"}, "tool_choice goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice requires tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
         ({"tools": [WEATHER, WEATHER]}, "two tools have the same name"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
@@ -378,7 +378,7 @@ def test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit(name):
     functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", {})]
     text = call_grammar(FORMATS[name], functions, is_forced=True, max_calls=3, thinks=None, answer=None, marker_ids={})
     tokenizer = byte_tokenizer()
-    grammar = asyncio.run(Grammars(tokenizer, BYTE_VOCAB, [2]).compile(Wanted("grammar", text)))
+    grammar = asyncio.run(Grammars(tokenizer, BYTE_VOCAB, [2]).compile(GrammarSpec("grammar", text)))
     dice, numbers = random.Random(0), set()
     for _ in range(10):
         matcher, ids = grammar.deep_copy(), []
@@ -460,7 +460,7 @@ def test_where_no_call_is_forced_a_strict_function_is_called_by_its_schema(name)
     functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", None)]
     text = call_grammar(form, functions, is_forced=False, max_calls=1, thinks="may", answer=None, marker_ids={})
     grammars = Grammars(tokenizer, BYTE_VOCAB, [2])
-    matcher = asyncio.run(grammars.compile(Wanted("grammar", text)))
+    matcher = asyncio.run(grammars.compile(GrammarSpec("grammar", text)))
 
     def is_whole(answer):
         state, ids = matcher.deep_copy(), tokenizer.encode(answer)

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's endpoints over the scheduler. Requests are checked here; decoding is the scheduler's."""
+"""The HTTP app: OpenAI's endpoints, errors and the page's files. `serving` answers the requests."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from graft.server.settings import ServeSettings
 from graft.settings import require
 from graft.version import __version__
 
-# Seconds that an idle connection stays: longer than clients and proxies keep theirs (5 and 60 are usual), so that none
-# asks on a connection that is just being closed.
+# Seconds until an idle connection is closed. Clients and proxies close theirs earlier (usually after 5 or 60), so none
+# sends a request on a connection that is just being closed.
 _KEEP_ALIVE = 75
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -61,7 +61,7 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-_LONGEST_NAME = 64  # characters of an unknown field that are repeated
+_MAX_NAME = 64  # characters of an unknown field's name in an error
 _PLAIN_TYPES = ("str", "int", "float", "bool")
 
 log = logging.getLogger("graft.server")
@@ -85,10 +85,10 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 
 
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
-    """The FastAPI app for one engine. The scheduler lives from the app's start to its end."""
+    """The FastAPI app for one engine. The scheduler starts and ends with the app."""
     name = settings.served_model_name or model_name
     is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
-    require(is_apart, "users are to be kept apart, and the engine's texts learn from each other: load it with isolated")
+    require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)
     started = int(time.time())
@@ -97,13 +97,13 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         scheduler = Scheduler(engine, settings)
         app.state.serving = Serving(engine, settings, name, grammars, template, scheduler)
-        starting = asyncio.create_task(_start(app.state.serving))  # meanwhile it listens, and says that it is not ready
+        starting = asyncio.create_task(_start(app.state.serving))  # meanwhile the server answers that it is starting
         yield
         starting.cancel()
         gc.unfreeze()
         await asyncio.to_thread(scheduler.close)
 
-    # Its documentation pages would load scripts from elsewhere.
+    # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = lambda: document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, hosts=settings.hosts)
@@ -160,7 +160,7 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     @app.get("/health", responses=answers(Health, 503))
     async def health(request: Request) -> Json:
         serving(request)
-        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # why is for the log
+        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # the reason is in the log
 
     @app.get("/live", responses=answers(Live, 503))
     async def live(request: Request) -> Json:
@@ -185,9 +185,6 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     return app
 
 
-# Errors and static files
-
-
 def _model_card(name: str, created: int, engine: Engine) -> Json:
     return {
         "id": name,
@@ -199,16 +196,15 @@ def _model_card(name: str, created: int, engine: Engine) -> Json:
 
 
 async def _start(serving: Serving) -> None:
-    """What takes long at first is done before the first request, which would wait for it."""
+    """Warm up before the first request."""
     try:
         await asyncio.to_thread(serving.scheduler.is_ready.wait)
         await serving.warm_up()
     except BusyError:
-        return  # it stops already
+        return  # the server is stopping already
     except Exception:
-        log.exception("the first answer, to warm up, failed")
-    # What is there now stays. The collector need not look at hundreds of thousands of objects again, which takes long
-    # in the middle of somebody's answer.
+        log.exception("the warm-up failed")
+    # Exclude today's objects from garbage collection: a full pass over them would stall the answers.
     gc.collect()
     gc.freeze()
     serving.is_warm = True
@@ -239,21 +235,21 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_crash(request: Request, error: Exception) -> Response:
-        # Outside the middleware that names responses.
+        # This runs outside the middleware that adds request ids.
         message, name = "the request failed; the server's log says why", request.scope.get("graft.id", "")
         return refused(request, RefusedError(500, message, x_request_id=name))
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The first validation error, naming the field. Of a union's members the one that went furthest."""
-    found = max(error.errors(), key=lambda each: len(each["loc"]))  # the first of those
+    """The validation error with the longest path, which names the field: in a union, the member that fitted best."""
+    found = max(error.errors(), key=lambda each: len(each["loc"]))
     parts = [str(part) for part in found["loc"][1:]]
-    # Locations name the members of unions too, by their types.
+    # A location also contains the types of a union's members.
     known = [part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES]
     name = ".".join(known)
     if found["type"] == "extra_forbidden":
-        # The last part is the client's own, and can be anything.
-        name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_LONGEST_NAME]])
+        # The last part is chosen by the client and can be anything.
+        name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_MAX_NAME]])
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: a request as a chat, and its answer as items and events. Nothing is stored."""
+"""OpenAI's Responses API. A request becomes a chat; its answer becomes items and events. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from graft.engine.jobs import Job, Update
-from graft.server.answers import Answers, Echo, Shape, dumped, speculation
+from graft.server.answers import Answers, Echo, Serializer, dump_json, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     SEED,
@@ -44,7 +44,7 @@ class InputMessage(Strict):
 
 
 class FunctionCall(Strict):
-    """A call of the past, in whatever words the model made it."""
+    """An earlier call, with the name and arguments as the model wrote them."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -98,7 +98,7 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema goes with type json_schema")
+            raise ValueError("schema and type json_schema require each other")
         return self
 
 
@@ -111,7 +111,10 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponsesRequest(Strict):
-    """Fields of a response. What would need stored state is refused: previous_response_id, conversation, background."""
+    """A request for a response.
+
+    What would need stored state is refused: previous_response_id, conversation, background.
+    """
 
     input: (
         Text
@@ -145,7 +148,7 @@ class ResponsesRequest(Strict):
     speculate: Bool | None = True
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat completion."""
+        """This request as a chat completion."""
         given: Json = {name: getattr(self, name) for name in _SAME}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
@@ -170,32 +173,32 @@ class ResponsesRequest(Strict):
             raise RefusedError(400, str(first["msg"]).removeprefix("Value error, ")) from error
 
     def _messages(self) -> list[Json]:
-        said: list[Json] = []
+        messages: list[Json] = []
         if self.instructions is not None:
-            said.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*said, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         thought: str | None = None
         for item in self.input:
-            is_ours = isinstance(item, FunctionCall) or (isinstance(item, InputMessage) and item.role == "assistant")
-            if thought is not None and not is_ours:
-                said.append(_thought_alone(thought))
+            is_answer = isinstance(item, FunctionCall) or (isinstance(item, InputMessage) and item.role == "assistant")
+            if thought is not None and not is_answer:
+                messages.append(_reasoning_message(thought))
                 thought = None
             if isinstance(item, ReasoningItem):
                 thought = "".join(part.text for part in item.content or ()) or None
             elif isinstance(item, FunctionCallOutput):
-                said.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
             elif isinstance(item, InputMessage):
-                said.append({"role": item.role, "content": _joined(item.content)})
+                messages.append({"role": item.role, "content": _joined(item.content)})
                 if item.role == "assistant":
-                    said[-1]["reasoning_content"], thought = thought, None
+                    messages[-1]["reasoning_content"], thought = thought, None
             else:
-                if thought is not None or not said or said[-1]["role"] != "assistant":
-                    said.append(_thought_alone(thought))
+                if thought is not None or not messages or messages[-1]["role"] != "assistant":
+                    messages.append(_reasoning_message(thought))
                     thought = None
                 function = {"name": item.name, "arguments": item.arguments}
-                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-        return said if thought is None else [*said, _thought_alone(thought)]
+                messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        return messages if thought is None else [*messages, _reasoning_message(thought)]
 
 
 _SAME = (
@@ -203,8 +206,8 @@ _SAME = (
 )  # fmt: skip
 
 
-def _thought_alone(thought: str | None) -> Json:
-    """An answer that says nothing, such as one that was cut while it reasoned."""
+def _reasoning_message(thought: str | None) -> Json:
+    """An answer without text, for instance one that was cut during its reasoning."""
     return {"role": "assistant", "content": None, "reasoning_content": thought}
 
 
@@ -213,7 +216,7 @@ def _joined(content: str | list[InputText]) -> str:
 
 
 class ResponseAnswers(Answers):
-    """The one answer to a request, as a response: items of output, told by events in a stream."""
+    """The one answer to a request as a response: a list of output items, which a stream sends as events."""
 
     ending = b""
 
@@ -221,14 +224,14 @@ class ResponseAnswers(Answers):
         self,
         request: ResponsesRequest,
         model_name: str,
-        shape: Shape,
+        serializer: Serializer,
         jobs: list[Job],
         tokenizer: Any,
         with_rounds: bool,
         parser: Callable[[], Parser] = PlainText,
         echo: Echo | None = None,
     ) -> None:
-        super().__init__(shape, jobs, tokenizer, with_rounds, parser, echo)
+        super().__init__(serializer, jobs, tokenizer, with_rounds, parser, echo)
         self._request, self._model = request, model_name
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._items: list[Json] = []
@@ -238,20 +241,20 @@ class ResponseAnswers(Answers):
     def id(self) -> str:
         return self._id
 
-    # A stream
+    # Events of a stream
 
     def opening(self) -> list[Json]:
         begun = self._response("in_progress", [])
-        # Made before the events of the first token are, but sent before them: they have the first numbers.
+        # The events of the first token are made earlier and sent later: they leave the numbers 0 and 1 to these.
         return [
             {"type": "response.created", "sequence_number": 0, "response": begun},
             {"type": "response.in_progress", "sequence_number": 1, "response": begun},
         ]
 
-    def take(self, job: int, update: Update) -> list[Json]:
+    def chunks_for(self, job: int, update: Update) -> list[Json]:
         answer = self.answers[0]
-        pieces, _ = answer.take(update)
-        events = [event for piece in pieces for event in self._told(piece)]
+        pieces, _ = answer.add(update)
+        events = [event for piece in pieces for event in self._events_for(piece)]
         if answer.reason is not None:
             if not self._items:
                 events += self._begin(_message())
@@ -270,14 +273,14 @@ class ResponseAnswers(Answers):
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
         padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
-        return f"event: {chunk['type']}\n".encode() + b"data: " + dumped(chunk, padded) + b"\n\n"
+        return f"event: {chunk['type']}\n".encode() + b"data: " + dump_json(chunk, padded) + b"\n\n"
 
     def _numbered(self, event: Json) -> Json:
         self._num_events += 1
         return {**event, "sequence_number": self._num_events + 1}
 
-    def _told(self, piece: Piece) -> list[Json]:
-        """Events of a piece of the answer, the end of another item among them."""
+    def _events_for(self, piece: Piece) -> list[Json]:
+        """Events of a piece of the answer, which may end one item and begin another."""
         if isinstance(piece, CallStart):
             return [*self._end(), *self._begin(_call(piece))]
         if isinstance(piece, Arguments):
@@ -306,15 +309,15 @@ class ResponseAnswers(Answers):
         return events
 
     def _end(self, is_cut: bool = False) -> list[Json]:
-        """Events of the end of the item that is being told, if there is one."""
+        """Events that end the current item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item, place = self._items[-1], self._place
         item["status"] = "incomplete" if is_cut else "completed"
         events: list[Json] = []
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events.append({"type": "response.function_call_arguments.done", **place, **told})
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events.append({"type": "response.function_call_arguments.done", **place, **call})
         else:
             part = {**item["content"][0]}
             is_text = item["type"] == "message"
@@ -329,7 +332,7 @@ class ResponseAnswers(Answers):
     def _last(self) -> int:
         return len(self._items) - 1
 
-    # The whole
+    # The whole response
 
     def whole(self) -> Json:
         cut = self.answers[0].reason == "length"
@@ -391,5 +394,5 @@ def _thought() -> Json:
 
 
 def _call(start: CallStart) -> Json:
-    told = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
-    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **told}
+    call = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
+    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **call}
