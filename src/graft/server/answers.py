@@ -181,15 +181,13 @@ class Answers:
         self,
         serializer: Serializer,
         jobs: list[Job],
-        tokenizer: Any,
-        with_rounds: bool,
+        tokenizer: Any | None = None,
         parser: Callable[[], Parser] = PlainText,
         echo: Echo | None = None,
     ) -> None:
-        """parser: makes a parser for each answer, which separates text, reasoning and tool calls."""
+        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
         self.serializer, self.jobs, self.echo = serializer, jobs, echo or Echo()
         self.sequences = [sequence for job in jobs for sequence in job.sequences]
-        tokenizer = tokenizer if with_rounds else None
         self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
         self._per_job = len(jobs[0].sequences)
         self._echoed: dict[int, Json] = {}  # log-probabilities of the prompts, by job
@@ -277,11 +275,18 @@ class Answers:
 
     @property
     def usage(self) -> Json:
-        found = usage(self.jobs, self.echo.is_prompt_only)
+        prompt = sum(job.sequences[0].num_prompt_tokens for job in self.jobs)
+        new = 0 if self.echo.is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
+        usage: Json = {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached_tokens for job in self.jobs)},
+        }
         if self.serializer.counts_reasoning:
             count = sum(answer.num_reasoning_tokens for answer in self.answers)
-            found["completion_tokens_details"] = {"reasoning_tokens": count}
-        return found
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
 
     def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
         """Log-probabilities of an answer's tokens, the first of them after those of an echoed prompt."""
@@ -382,18 +387,6 @@ def dump_json(content: Json, is_padded: bool = False) -> bytes:
         return data
     size = len(dump_json({**content, "obfuscation": ""}))
     return dump_json({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
-
-
-def usage(jobs: Sequence[Job], is_prompt_only: bool = False) -> Json:
-    prompt = sum(job.sequences[0].num_prompt_tokens for job in jobs)
-    new = 0 if is_prompt_only else sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
-    cached = sum(job.num_cached_tokens for job in jobs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def speculation(stats: Stats) -> Json:

@@ -204,7 +204,7 @@ async def _start(serving: Serving) -> None:
         return  # the server is stopping already
     except Exception:
         log.exception("the warm-up failed")
-    # Exclude today's objects from garbage collection: a full pass over them would stall the answers.
+    # Exclude the objects of the start from garbage collection: a full pass over them would stall answers.
     gc.collect()
     gc.freeze()
     serving.is_warm = True

@@ -13,6 +13,9 @@ from graft.request.stats import Stats
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
+Described = dict[str, tuple[str, float]]  # a metric's help text and value, by name
+
+
 class Metrics:
     """Counters and histograms of one server. Tokens count as they come, speculation when an answer ends."""
 
@@ -30,8 +33,8 @@ class Metrics:
 
         self._successes = counter("request_success", "Finished answers.", "finished_reason")
         self._failures = counter("request_failure", "Requests that failed.", "reason")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
-        self._new_tokens = counter("generation_tokens", "Generated tokens.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
+        self.new_tokens = counter("generation_tokens", "Generated tokens.").labels(model_name)
         self._rounds = counter("spec_decode_num_drafts", "Rounds that verified a tree.")
         self._proposed = counter("spec_decode_num_draft_tokens", "Proposed tokens that were verified.", "source")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", "source")
@@ -40,12 +43,6 @@ class Metrics:
         self.inter_token_latency = histogram("inter_token_latency_seconds", "From a token to the next.")
         self.queue_time = histogram("request_queue_time_seconds", "From a request to its first round.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From a request to its last token.")
-
-    def asked(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
-
-    def written(self, num_tokens: int) -> None:
-        self._new_tokens.labels(self._model).inc(num_tokens)
 
     def answered(self, reason: str) -> None:
         self._successes.labels(self._model, reason).inc()
@@ -76,21 +73,18 @@ class _SchedulerCollector:
 
     def collect(self) -> Iterator[Metric]:
         scheduler, pool = self._scheduler, self._scheduler.pool
-        gauges = {
+        gauges: Described = {
             "num_requests_running": ("Requests in prefill or decode.", scheduler.num_running),
             "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
             "kv_cache_usage_perc": ("Share of the KV cache's pages used by running requests.", scheduler.cache_use),
             "prefix_cache_tokens": ("Tokens in the prefix cache.", pool.num_kept_tokens),
         }
-        for name, (words, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"graft:{name}", words, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        counts = {
+        counters: Described = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", pool.num_asked),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", pool.num_found),
         }
-        for name, (words, value) in counts.items():
-            counter = CounterMetricFamily(f"graft:{name}", words, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (words, value) in metrics.items():
+                metric = family(f"graft:{name}", words, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric

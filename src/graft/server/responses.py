@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from graft.engine.jobs import Job, Update
-from graft.server.answers import Answers, Echo, Serializer, dump_json, speculation
+from graft.engine.jobs import Update
+from graft.server.answers import Answers, dump_json, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
-    SEED,
     Bool,
     ChatRequest,
     FunctionName,
     JsonObject,
-    Metadata,
     No,
+    RequestBody,
     StreamOptions,
     Strict,
     Text,
 )
-from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText
+from graft.server.tool_parsers import Arguments, CallStart, Content, Piece
 
 
 class InputText(Strict):
@@ -110,7 +108,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Bool | None = False
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(RequestBody):
     """A request for a response.
 
     What would need stored state is refused: previous_response_id, conversation, background.
@@ -123,29 +121,16 @@ class ResponsesRequest(Strict):
             Field(min_length=1, fail_fast=True),
         ]
     )
-    model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
-    stream: Bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: Bool | None = True
-    store: No | None = None
     background: No | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
-    user: Text | None = None
-    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
-    speculate: Bool | None = True
 
     def as_chat(self) -> ChatRequest:
         """This request as a chat completion."""
@@ -220,18 +205,9 @@ class ResponseAnswers(Answers):
 
     ending = b""
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        model_name: str,
-        serializer: Serializer,
-        jobs: list[Job],
-        tokenizer: Any,
-        with_rounds: bool,
-        parser: Callable[[], Parser] = PlainText,
-        echo: Echo | None = None,
-    ) -> None:
-        super().__init__(serializer, jobs, tokenizer, with_rounds, parser, echo)
+    def __init__(self, request: ResponsesRequest, model_name: str, *args: Any, **options: Any) -> None:
+        """args, options: for `Answers`."""
+        super().__init__(*args, **options)
         self._request, self._model = request, model_name
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._items: list[Json] = []

@@ -20,7 +20,7 @@ from pydantic import (
 
 from graft.server.grammar import GrammarSpec
 
-SEED = 2**62 - 2**16  # limit; further answers of a request use the seeds after its own
+SEED_LIMIT = 2**62 - 2**16  # further answers of a request use the seeds after its own
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # keys of JSON objects are strings
@@ -130,22 +130,14 @@ class StructuredOutputs(Strict):
         return self
 
 
-class Sampling(Strict):
-    """Fields of both kinds of completion: OpenAI's (some of them without effect), vLLM's and Graft's own."""
+class RequestBody(Strict):
+    """Fields of completions and responses: OpenAI's (some of them without effect), and Graft's own."""
 
     model: Text | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
+    seed: Annotated[int, Field(strict=True, gt=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stream: Bool | None = False
-    stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
-    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    logit_bias: _Biases | None = None
-    response_format: ResponseFormat | None = None
     user: Text | None = None
     store: No | None = None  # nothing is stored
     metadata: Metadata | None = None
@@ -153,6 +145,20 @@ class Sampling(Strict):
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
+    speculate: Bool | None = True  # False: plain decoding
+
+
+class Sampling(RequestBody):
+    """More fields of both kinds of completion: OpenAI's, vLLM's and Graft's own."""
+
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
+    stream_options: StreamOptions | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    logit_bias: _Biases | None = None
+    response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1: off
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
@@ -163,7 +169,6 @@ class Sampling(Strict):
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None  # newer name of the same
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    speculate: Bool | None = True  # False: plain decoding
     return_rounds: Bool | None = False  # add every round's tree and each token's origin
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatSerializer, Echo, Serializer, TextSerializer
+from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
@@ -40,7 +40,7 @@ _MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
 
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
-MakeAnswers = Callable[[Serializer, list[Job], Any, bool, Callable[[], Parser], Echo], Answers]
+MakeAnswers = Callable[..., Answers]
 
 
 class AsciiJson(JSONResponse):
@@ -150,14 +150,14 @@ class Serving:
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
         spec = await self._call_grammar(body, thinks) or body.grammar_spec
-        form = ChatSerializer(self.model_name, self.grammars)
-        tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
-        echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
+        make = partial(
+            make_answers,
+            ChatSerializer(self.model_name, self.grammars),
+            tokenizer=self.engine.tokenizer if body.return_rounds else None,
+            parser=self.parser_for(body, thinks),
+            echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
+        )
         kept = self.template.kept_ids(bool(body.callable), thinks)
-
-        def make(jobs: list[Job]) -> Answers:
-            return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
-
         return await self.answer(body, [prompt], request, spec, make, arrived, kept)
 
     async def _call_grammar(self, body: ChatRequest, thinks: Thinks | None) -> GrammarSpec | None:
@@ -199,17 +199,16 @@ class Serving:
         arrived = time.monotonic()
         self.check_model(body.model)
         prompts = [await self.encode(prompt) for prompt in body.prompts]
-        shape, echoed = TextSerializer(self.model_name, self.grammars), list[str]()
+        echoed: list[str] = []
         if body.echo:
-            given = body.prompts
-            size = sum(map(len, prompts))
-            texts = await self.off_loop(lambda: [self._decode(prompt) for prompt in prompts], size)
-            echoed = [own if isinstance(own, str) else text for own, text in zip(given, texts, strict=True)]
-        echo = Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None)
-
-        def make(jobs: list[Job]) -> Answers:
-            return Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), echo=echo)
-
+            echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+            echoed = echoed or await self.off_loop(lambda: list(map(self._decode, prompts)), sum(map(len, prompts)))
+        make = partial(
+            Answers,
+            TextSerializer(self.model_name, self.grammars),
+            tokenizer=self.engine.tokenizer if body.return_rounds else None,
+            echo=Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None),
+        )
         return await self.answer(body, prompts, request, body.grammar_spec, make, arrived)
 
     async def answer(
@@ -356,7 +355,7 @@ class Serving:
         early cancels the request.
         """
         for job in answers.jobs:
-            self.metrics.asked(job.sequences[0].num_prompt_tokens)
+            self.metrics.prompt_tokens.inc(job.sequences[0].num_prompt_tokens)
         last: dict[tuple[int, int], float] = {}
         reason = "cancelled"
         try:
@@ -403,7 +402,7 @@ class Serving:
         now: float,
         last: dict[tuple[int, int], float],
     ) -> None:
-        self.metrics.written(len(update.ids))
+        self.metrics.new_tokens.inc(len(update.ids))
         if answer not in last:
             self.metrics.time_to_first_token.observe(now - arrived)
             self.metrics.queue_time.observe((job.joined or now) - arrived)

@@ -23,11 +23,11 @@ export class Answer {
     this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
     this.ids = []; // of its tokens
     this.counts = {}; // tokens by origin
-    this.text = ""; // to be sent back: without what the model thought before it, which the pieces have
+    this.text = ""; // sent back as history: without the reasoning, which the pieces include
     this.thinks = false;
     this.seconds = 0; // of decoding alone
-    this.since = null; // when the stream under way brought its first token
-    this.reason = null; // stop, length, stopped or failed; null: not begun, or not ended
+    this.since = null; // when the current stream brought its first token
+    this.reason = null; // stop, length, stopped or failed; null: not ended
     this.trouble = null;
     this.spoken = 0; // characters read out
     this.body.replaceChildren();
@@ -61,7 +61,7 @@ export class Answer {
     this.since = null;
   }
 
-  // Makes ready to go on: the last tokens may be half a character that nobody has seen, and are written again.
+  // Prepares to continue: drop last tokens that are an incomplete character, which nobody has seen.
   dropUnseen() {
     while (this.rounds.length && !this.rounds.at(-1).new.at(-1)?.text) {
       const last = this.rounds.at(-1).new.pop();
@@ -78,7 +78,7 @@ export class Answer {
     this.title.textContent = `${this.name}${speed}`;
   }
 
-  // A text whose characters stand at these places of the whole answer, as one span for each token's part of it
+  // One span for each token of a text. places: where its characters stand in the answer
   spans(text, places) {
     const spans = [];
     let from = 0;

@@ -1,4 +1,4 @@
-// The page: a chat whose pieces show who guessed them, a race against plain decoding, and the rounds behind an answer.
+// The page: a chat whose tokens are coloured by their origin, a race against plain decoding, and the rounds of an answer.
 // No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
 import { Answer, answerIn } from "./answer.js";
@@ -13,11 +13,11 @@ const EXAMPLES = [
   "Repeat this text, word for word: The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote " +
     "down the weather in a small blue book.",
 ];
-const MUCH_COPIED = 0.2; // the share of an answer taken from an earlier one that a race must mention
+const MUCH_COPIED = 0.2; // share of an answer copied from an earlier one; from here on a race mentions it
 
 let turns = []; // the conversation
-let stop = null; // an AbortController while an answer comes
-let running = null; // a promise that the latest answer has ended
+let stop = null; // an AbortController while an answer is streamed
+let running = null; // a promise that resolves when the latest answer has ended
 let shown = null; // the answer whose figures and rounds are shown
 let chosen = null; // the number of the round whose tree is shown
 
@@ -29,7 +29,7 @@ class Turn {
   constructor(prompt, racing) {
     this.prompt = prompt;
     this.racing = racing;
-    // Graft goes first: nothing of the plain answer is there to be copied.
+    // Graft goes first, so that it cannot copy from the plain answer.
     this.answers = [new Answer("With Graft", true), ...(racing ? [new Answer("Plain decoding", false)] : [])];
     this.box = element("div", racing ? "turn racing" : "turn");
     this.verdict = element("div", "verdict");
@@ -38,7 +38,7 @@ class Turn {
     this.lanes.append(...this.answers.map((answer) => answer.lane));
     this.ending = element("div", "ending");
     this.box.append(element("div", "user", prompt), this.verdict, this.lanes, this.ending);
-    if (!racing) this.answer.title.classList.add("unseen"); // its speed stands beside it
+    if (!racing) this.answer.title.classList.add("unseen"); // its speed is shown at its end
   }
 
   get answer() {
@@ -130,7 +130,7 @@ function lapOf(answer, longest) {
 
 function ask(text, racing = $("race").checked) {
   const last = turns.at(-1);
-  if (last && !last.answer.pieces.length) forget(last); // was never answered
+  if (last && !last.answer.pieces.length) forget(last); // it was never answered
   $("welcome").hidden = true;
   const turn = new Turn(text, racing);
   turns.push(turn);
@@ -176,7 +176,7 @@ async function answerAll(turn, answers) {
       await follow(turn, answer, signal);
       if (!["stop", "length"].includes(answer.reason)) break;
     }
-  } finally { // whatever went wrong, the next question can be asked
+  } finally { // whatever went wrong, allow the next question
     stop = null;
     $("send").textContent = "Send";
   }
@@ -216,8 +216,8 @@ async function follow(turn, answer, signal) {
   answer.body.classList.remove("waiting");
 }
 
-// An answer that was cut goes on from its own tokens. The draw's noise depends on the seed and the position alone, so it
-// becomes what it would have been with a higher limit.
+// A cut answer continues from its own tokens. Sampling depends only on the seed and the position, so the result is what
+// a higher limit would have given.
 async function askedFor(answer, messages, signal) {
   if (!answer.numTokens) return ["v1/chat/completions", { messages }];
   const { tokens } = await (await request("tokenize", { messages }, signal)).json();
@@ -235,7 +235,7 @@ function settings(answer) {
   };
 }
 
-let painting = false; // at most once a frame
+let painting = false; // paint at most once a frame
 function paint(turn, answer) {
   if (painting) return;
   painting = true;
@@ -250,7 +250,7 @@ function paint(turn, answer) {
   });
 }
 
-// Read out for those who listen: whole sentences, not tokens
+// For screen readers: whole sentences, not tokens
 
 function speak(answer, isOver = false) {
   const fresh = answer.text.slice(answer.spoken);
@@ -261,9 +261,9 @@ function speak(answer, isOver = false) {
   answer.spoken += upTo;
 }
 
-// Scrolling: the end of the text stays in sight while it grows, unless the reader has left it
+// Scrolling: follow the end of a growing text, unless the reader has scrolled away
 
-function pastTheEnd() { // pixels of the messages that are out of sight at their end
+function pastTheEnd() { // pixels of the messages below the visible part
   if (!isPhone()) return $("messages").scrollHeight - $("messages").scrollTop - $("messages").clientHeight;
   return $("messages").getBoundingClientRect().bottom - $("foot").getBoundingClientRect().top;
 }
@@ -340,7 +340,7 @@ function addRoundBar(number) {
   if (round.new.length > 12) bar.classList.add("high");
   for (const piece of round.new) {
     const block = element("i", kindOf(piece.origin));
-    block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // a very good round is no tower
+    block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // limits the height of a very good round
     bar.append(block);
   }
   const box = $("rounds");
@@ -373,7 +373,7 @@ function markChosen() {
   shown.body.querySelectorAll(`[data-round="${chosen}"]`).forEach((token) => token.classList.add("chosen"));
 }
 
-// The conversation stays over a reload, and goes with the tab
+// Storage: the conversation survives a reload and ends with the tab
 
 function keep() {
   const told = turns.map(({ prompt, racing, answers }) => ({
@@ -384,7 +384,7 @@ function keep() {
   const put = () => sessionStorage.setItem("graft.turns", JSON.stringify(told));
   try {
     put();
-  } catch { // more than a browser stores: of the trees only the last are kept, of the texts all
+  } catch { // too much for the browser: keep all texts, but only the trees of the last turn
     for (const { answers } of told.slice(0, -1)) {
       for (const answer of answers) answer.rounds = answer.rounds.map((round) => ({ new: round.new }));
     }
@@ -416,7 +416,7 @@ function restore() {
   scrollToEnd();
 }
 
-// The key, where the server wants one
+// The API key, if the server needs one
 
 function askForKey() {
   $("key-trouble").textContent = hasKey() ? "The one given was not taken." : "";
@@ -448,7 +448,7 @@ async function nameModel() {
   }
 }
 
-// Hands
+// Mouse and keyboard
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
