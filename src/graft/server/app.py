@@ -38,10 +38,11 @@ from graft.server.openapi import (
     ModelResponse,
     Tokens,
     Version,
-    answers,
     document,
+    errors,
+    streamable,
 )
-from graft.server.refusals import Json, RefusedError
+from graft.server.refusals import RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import AsciiJson, Serving
@@ -91,7 +92,6 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
     require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)
-    started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -114,68 +114,69 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         found.check_ready()
         return found
 
-    usual = (400, 401, 404, 408, 413, 429, 500, 503, 504)
-
-    @app.post("/v1/chat/completions", responses=answers(ChatCompletion, *usual, events="a chat.completion.chunk"))
+    @app.post("/v1/chat/completions", responses=streamable(ChatCompletion, "a chat.completion.chunk"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body, request)
 
-    @app.post("/v1/completions", responses=answers(Completion, *usual, events="a text_completion"))
+    @app.post("/v1/completions", responses=streamable(Completion, "a text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
 
-    @app.post("/v1/responses", responses=answers(ModelResponse, *usual, events="an event of its type"))
+    @app.post("/v1/responses", responses=streamable(ModelResponse, "an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         make = functools.partial(ResponseAnswers, body, name)
         return await serving(request).answer_chat(body.as_chat(), request, make)
 
-    @app.get("/v1/models", responses=answers(ModelList, 401))
-    async def models() -> Json:
-        return {"object": "list", "data": [_model_card(name, started, engine)]}
+    limit, now = engine.target.max_positions, int(time.time())
+    card = ModelCard(id=name, object="model", created=now, owned_by="graft", max_model_len=limit)
 
-    @app.get("/v1/models/{model:path}", responses=answers(ModelCard, 401, 404))
-    async def model(model: str, request: Request) -> Json:
+    @app.get("/v1/models", responses=errors(401))
+    async def models() -> ModelList:
+        return ModelList(object="list", data=[card])
+
+    @app.get("/v1/models/{model:path}", responses=errors(401, 404))
+    async def model(model: str, request: Request) -> ModelCard:
         request.app.state.serving.check_model(model)
-        return _model_card(name, started, engine)
+        return card
 
-    @app.post("/tokenize", responses=answers(Tokens, *usual))
-    async def tokenize(body: TokenizeRequest, request: Request) -> Json:
+    @app.post("/tokenize", responses=errors())
+    async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
         here = serving(request)
         here.check_model(body.model)
         if body.messages is not None:
             ids, _ = await here.encode_chat(body)
         else:
             ids = await here.encode(body.prompt) if body.prompt else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": engine.target.max_positions}
+        return Tokens(tokens=ids, count=len(ids), max_model_len=limit)
 
-    @app.post("/detokenize", responses=answers(Detokenized, *usual))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
+    @app.post("/detokenize", responses=errors())
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
         here = serving(request)
         here.check_model(body.model)
         tokenizer, ids = engine.tokenizer, await here.encode(body.tokens) if body.tokens else []
         assert tokenizer is not None
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
-        return {"prompt": text}
+        return Detokenized(prompt=text)
 
-    @app.get("/health", responses=answers(Health, 503))
-    async def health(request: Request) -> Json:
+    @app.get("/health", responses=errors(503))
+    async def health(request: Request) -> Health:
         serving(request)
-        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # the reason is in the log
+        return Health(status="ok", steps=engine.target.mode.partition(":")[0])  # the reason is in the log
 
-    @app.get("/live", responses=answers(Live, 503))
-    async def live(request: Request) -> Json:
+    @app.get("/live", responses=errors(503))
+    async def live(request: Request) -> Live:
         here: Serving = request.app.state.serving
         if not here.scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
-        return {"status": here.status}
+        return Live(status=here.status)
 
-    @app.get("/version", responses=answers(Version))
-    async def version() -> Json:
-        return {"version": __version__}
+    @app.get("/version")
+    async def version() -> Version:
+        return Version(version=__version__)
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
-    @app.get("/metrics", response_class=Response, responses={**answers(None, 401), 200: {"content": text}})
+    @app.get("/metrics", response_class=Response, responses={**errors(401), 200: {"content": text}})
     async def metrics(request: Request) -> Response:
         return Response(request.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -183,16 +184,6 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         for path, file in PAGE_FILES.items():
             _add_file(app, path, file)
     return app
-
-
-def _model_card(name: str, created: int, engine: Engine) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "graft",
-        "max_model_len": engine.target.max_positions,
-    }
 
 
 async def _start(serving: Serving) -> None:

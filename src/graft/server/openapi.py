@@ -254,15 +254,16 @@ _EVENT: Json = {
 }
 
 
-def answers(model: type[BaseModel] | None, *statuses: int, events: str | None = None) -> dict[int | str, Json]:
-    """The responses of a route, for FastAPI. events: what the events of a stream contain, if it can stream."""
-    found: dict[int | str, Json] = {status: {"description": _REFUSALS[status], "model": Error} for status in statuses}
-    if model is not None:
-        found[200] = {"description": "The answer.", "model": model}
-        if events is not None:
-            words = f"Server-sent events, if `stream` is true. Their data is JSON: {events}."
-            found[200]["content"] = {"text/event-stream": {"itemSchema": {**_EVENT, "description": words}}}
-    return found
+def errors(*statuses: int) -> dict[int | str, Json]:
+    """Error responses of a route, for FastAPI; without statuses, those of routes that tokenize or decode."""
+    return {status: {"description": _REFUSALS[status], "model": Error} for status in statuses or _REFUSALS}
+
+
+def streamable(model: type[BaseModel], events: str) -> dict[int | str, Json]:
+    """The responses of a route that can stream, for FastAPI. events: what the data of the events is."""
+    words = f"Server-sent events, if `stream` is true. Their data is JSON: {events}."
+    content = {"text/event-stream": {"itemSchema": {**_EVENT, "description": words}}}
+    return {**errors(), 200: {"description": "The answer.", "model": model, "content": content}}
 
 
 def document(app: FastAPI, has_keys: bool, open_paths: set[str]) -> Json:

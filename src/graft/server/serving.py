@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -68,7 +68,7 @@ class Serving:
         self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
 
     @property
-    def status(self) -> str:
+    def status(self) -> Literal["starting", "ok", "stopping"]:
         if not self.scheduler.is_alive or self.scheduler.is_closing:
             return "stopping"
         return "ok" if self.is_warm else "starting"
