@@ -14,8 +14,9 @@ from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
     Bool,
     ChatRequest,
-    FunctionName,
-    JsonObject,
+    FunctionChoice,
+    FunctionTool,
+    JsonSchema,
     No,
     RequestBody,
     StreamOptions,
@@ -32,32 +33,34 @@ class InputText(Strict):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Strict):
-    type: Literal["message"] | None = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
+TextParts = Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
+
+
+class InputItem(Strict):
     id: Text | None = None
     status: Text | None = None
+
+
+class InputMessage(InputItem):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | TextParts
     phase: Text | None = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(InputItem):
     """An earlier call, with the name and arguments as the model wrote them."""
 
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Text
-    id: Text | None = None
-    status: Text | None = None
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
-    id: Text | None = None
-    status: Text | None = None
+    output: Text | TextParts
 
 
 class ReasoningText(Strict):
@@ -65,33 +68,23 @@ class ReasoningText(Strict):
     text: Text
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(InputItem):
     type: Literal["reasoning"]
-    id: Text | None = None
     summary: list[Any] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    status: Text | None = None
 
 
-class ResponseTool(Strict):
+class ResponseTool(FunctionTool):
     type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: Bool | None = None
 
 
-class ResponseToolChoice(Strict):
+class ResponseToolChoice(FunctionChoice):
     type: Literal["function"]
-    name: FunctionName
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
-    description: Text | None = None
-    schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: Bool | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
@@ -278,7 +271,8 @@ class ResponseAnswers(Answers):
     def _begin(self, item: Json) -> list[Json]:
         self._items.append(item)
         bare = {**item, "content": []} if "content" in item else {**item}
-        events: list[Json] = [{"type": "response.output_item.added", "output_index": self._last, "item": bare}]
+        place = len(self._items) - 1
+        events: list[Json] = [{"type": "response.output_item.added", "output_index": place, "item": bare}]
         if item["type"] == "message":
             part = {**item["content"][0]}
             events.append({"type": "response.content_part.added", **self._place, "content_index": 0, "part": part})
@@ -302,11 +296,10 @@ class ResponseAnswers(Answers):
             events.append({**done, "logprobs": []} if is_text else done)
             if is_text:
                 events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
-        return [*events, {"type": "response.output_item.done", "output_index": self._last, "item": {**item}}]
-
-    @property
-    def _last(self) -> int:
-        return len(self._items) - 1
+        return [
+            *events,
+            {"type": "response.output_item.done", "output_index": place["output_index"], "item": {**item}},
+        ]
 
     # The whole response
 

@@ -21,7 +21,7 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer
+from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer, dump_json
 from graft.server.chat import ChatTemplate, Thinks
 from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
@@ -47,7 +47,7 @@ class AsciiJson(JSONResponse):
     """A JSON response in ASCII, which can repeat even lone surrogates of a request."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+        return dump_json(content)
 
 
 @dataclass
