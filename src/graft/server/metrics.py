@@ -13,6 +13,7 @@ from graft.request.stats import Stats
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Described = dict[str, tuple[str, float]]  # a metric's help text and value, by name
 
 
@@ -83,7 +84,8 @@ class _SchedulerCollector:
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", pool.num_asked),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", pool.num_found),
         }
-        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        families: list[tuple[Family, Described]] = [(GaugeMetricFamily, gauges), (CounterMetricFamily, counters)]
+        for family, metrics in families:
             for name, (words, value) in metrics.items():
                 metric = family(f"graft:{name}", words, labels=["model_name"])
                 metric.add_metric([self._model], value)
