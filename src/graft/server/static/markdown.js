@@ -1,4 +1,4 @@
-// Markdown as elements. `marked` finds the structure; the elements are made here. Whatever was written only ever becomes
+// Markdown as elements. `marked` finds the structure, and the elements are made here. Whatever was written only becomes
 // text nodes, so nothing in it can run: HTML is shown as it is spelt, and only links to the web are links.
 
 import { element } from "./parts.js";

@@ -1,4 +1,4 @@
-// The page: a chat whose tokens are coloured by their origin, a race against plain decoding, and the rounds of an answer.
+// The page: a chat with tokens coloured by their origin, a race against plain decoding, and the rounds of an answer.
 // No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
 import { Answer, answerIn } from "./answer.js";
