@@ -33,7 +33,9 @@ _SCHEDULER = "src/graft/engine/scheduler.py"
 _SEQUENCE = "src/graft/request/sequence.py"
 _SERVING = "src/graft/server/serving.py"
 _SUFFIX = "src/graft/spec_decode/proposers/suffix.py"
-_TOOLS = "src/graft/server/tools.py"
+_TOOL_CALLS = "src/graft/server/tool_calls.py"
+_TOOL_FORMATS = "src/graft/server/tool_formats.py"
+_TOOL_PARSERS = "src/graft/server/tool_parsers.py"
 
 # Tests that several faults name
 _MEANING = "test_captured.py::test_each_setting_has_the_meaning_that_transformers_gives_it_in_captured_steps_too"
@@ -557,14 +559,14 @@ FAULTS = (
     ),
     Fault(
         "grammar: a forced call may have arguments that its schema does not name",
-        _TOOLS,
-        '        there.setdefault("additionalProperties", False)\n',
+        _TOOL_FORMATS,
+        '        closed.setdefault("additionalProperties", False)\n',
         "",
         ("test_server_tools.py::test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit",),
     ),
     Fault(
         "grammar: a forced call may lack an argument that is required",
-        _TOOLS,
+        _TOOL_FORMATS,
         'skipped = "" if name in required else',
         'skipped = "" if name not in required else',
         ("test_server_tools.py::test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit",),
@@ -743,35 +745,35 @@ FAULTS = (
     # Tool calls
     Fault(
         "tools: an escaped quote ends a string",
-        _TOOLS,
+        _TOOL_CALLS,
         '            elif letter == "\\\\":\n                self._is_escaped = True\n',
         '            elif letter == "\\\\":\n                self._is_escaped = False\n',
         (_CALLS,),
     ),
     Fault(
         "tools: the beginning of a marker is shown as text",
-        _TOOLS,
+        _TOOL_PARSERS,
         "for length in range(min(len(marker) - 1, len(text)), 0, -1):",
         "for length in range(min(len(marker) - 2, len(text)), 0, -1):",
         (_CALLS,),
     ),
     Fault(
         "tools: JSON that names no function is taken for a call",
-        _TOOLS,
-        "if name is not None and (self._is_marked or name in self._names):",
-        "if name is not None:",
+        _TOOL_PARSERS,
+        "return self._is_marked or name in self._names",
+        "return True",
         (_CALLS,),
     ),
     Fault(
         "tools: a string argument becomes a number",
-        _TOOLS,
+        _TOOL_CALLS,
         'return text if "string" in types and (kind == "string" or not is_other) else value',
         "return value",
         ("test_server_tools.py::test_a_value_without_quotes_has_the_type_that_its_schema_names",),
     ),
     Fault(
         "tools: the end marker of reasoning is shown",
-        _TOOLS,
+        _TOOL_PARSERS,
         'safe = len(before) - _overlap(before, "</think>")',
         "safe = len(before)",
         ("test_server_tools.py::test_reasoning_is_told_apart",),

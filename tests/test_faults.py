@@ -29,7 +29,7 @@ from graft.engine.jobs import Failure, Job, SchedulerSettings, Update
 from graft.engine.scheduler import Scheduler
 from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import _decoded_before
-from graft.server.grammar import Grammars, LLMatcher, Wanted
+from graft.server.grammar import Grammars, GrammarSpec, LLMatcher
 from graft.spec_decode.policies import make_policy
 from graft.spec_decode.proposers.eagle3.drafter import Eagle3Drafter
 from heads import SMALL_TREE, make_head
@@ -172,7 +172,7 @@ class Shared:
         self.tokenizer = byte_tokenizer()
         self.head = make_head(self.model)
         self.grammars = Grammars(self.tokenizer, BYTE_VOCAB, [2])
-        self.matcher = self.grammars._compiled(Wanted("JSON schema", SCHEMA))
+        self.matcher = self.grammars._compiled(GrammarSpec("JSON schema", SCHEMA))
         self.make_drafter = make_drafter
         self.expected = {}
         plain = Engine(self.model, self.tokenizer, policy="off")

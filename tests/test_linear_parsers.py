@@ -12,7 +12,8 @@ import pytest
 
 import graft.server
 from graft.server.chat import _without_tools
-from graft.server.tools import FORMATS, Function, Thinking
+from graft.server.tool_formats import FORMATS, Function
+from graft.server.tool_parsers import Thinking
 
 FUNCTIONS = [Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})]
 CALL = '<tool_call>{"name": "f", "arguments": {}}'
@@ -129,8 +130,7 @@ MARKDOWN = {
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 @pytest.mark.parametrize("case", MARKDOWN)
 def test_markdown_is_shown_in_linear_time(case, tmp_path):
-    for name in ("markdown.js", "parts.js"):
-        shutil.copy(Path(graft.server.__file__).parent / "static" / name, tmp_path)
+    shutil.copytree(Path(graft.server.__file__).parent / "static", tmp_path, dirs_exist_ok=True)
     (tmp_path / "package.json").write_text('{"type": "module"}')
     command = ["node", "--input-type=module", "--eval", SHOW, str(tmp_path / "markdown.js")]
     ratios = []

@@ -146,7 +146,7 @@ def in_view(page, selector):
 
 
 def test_the_pages_files_are_all_that_is_served_whatever_the_query_asks_for(url):
-    for path in ("/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"):
+    for path in ("/", "/page.css", "/page.js", "/answer.js", "/markdown.js", "/vendor/marked.js"):
         plain = httpx.get(url + path)
         assert plain.status_code == 200 and plain.headers["content-security-policy"].startswith("default-src 'self'")
         assert httpx.get(url + path, params={"file": __file__}).content == plain.content
@@ -448,6 +448,12 @@ def test_markdown_is_shown_as_elements_and_nothing_in_it_is_run(open_page):
         .map((one) => Number(one.tagName[1]))"""
     )
     assert levels[0] == 1 and all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    deep = """async () => {
+        const box = document.createElement("div");
+        (await import("./markdown.js")).showMarkdown(box, ">".repeat(10000), (text) => [text]);
+        return box.textContent.length;
+    }"""
+    assert page.evaluate(deep) == 10_000, "what is nested too deeply is shown as it is spelt"
 
 
 def test_every_character_keeps_the_colour_of_its_token(open_page):

@@ -15,7 +15,7 @@ from graft.engine.scheduler import Scheduler
 from graft.model import PagePool
 from graft.model.kv_cache import PAGE
 from graft.model.sampler import Sampler
-from graft.server.grammar import Grammars, Wanted
+from graft.server.grammar import Grammars, GrammarSpec
 from graft.spec_decode.policies import Policy
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eager import EagerState
@@ -565,7 +565,7 @@ def test_a_constrained_request_that_was_preempted_goes_on_in_its_grammar(schedul
     schema = '{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 10, "maxItems": 20}'
     scheduler, backs = unsettled(schedule, monkeypatch)
     grammars = Grammars(scheduler.engine.tokenizer, BYTE_VOCAB, [2])
-    matcher = grammars._compiled(Wanted("JSON schema", schema))
+    matcher = grammars._compiled(GrammarSpec("JSON schema", schema))
 
     def ask(number):
         options = {"max_new_tokens": 150, "temperature": 1.0, "seed": 3, "n": 2}

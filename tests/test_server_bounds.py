@@ -16,7 +16,7 @@ from graft.model.sampler import SamplingSettings
 from graft.request.detokenizer import TextStream
 from graft.request.sequence import Sequence
 from graft.server import answers
-from graft.server.answers import Answers, Shape, TextShape
+from graft.server.answers import Answers, Serializer, TextSerializer
 from graft.server.grammar import Grammars, SchemasBusyError
 from graft.server.responses import ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -86,9 +86,9 @@ def test_more_log_probabilities_of_prompts_than_a_response_holds_are_refused(url
 
 def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(url, monkeypatch):
     threads, built = [], []
-    whole, of_prompt = Answers.whole, Shape.prompt_logprobs
+    whole, of_prompt = Answers.whole, Serializer.prompt_logprobs
     monkeypatch.setattr(Answers, "whole", lambda self: (threads.append(threading.current_thread()), whole(self))[1])
-    monkeypatch.setattr(Shape, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
+    monkeypatch.setattr(Serializer, "prompt_logprobs", lambda self, job: (built.append(job), of_prompt(self, job))[1])
     answer = post(url, prompt=["ab", "cd"], n=3, prompt_logprobs=1, max_tokens=1)
     assert len(answer.json()["choices"]) == 6 and len(built) == 2
     assert [thread.name.startswith("graft-text") for thread in threads] == [True]
@@ -96,7 +96,7 @@ def test_a_whole_response_is_built_beside_the_event_loop_with_each_prompt_once(u
 
 def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
     threads = {"spelt": [], "written": []}
-    of_prompt, written = TextShape.of_prompt, answers.dumped
+    of_prompt, written = TextSerializer.echoed_logprobs, answers.dump_json
 
     def spell(self, *given):
         threads["spelt"].append(threading.current_thread().name)
@@ -107,8 +107,8 @@ def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
             threads["written"].append(threading.current_thread().name)
         return written(content, is_padded)
 
-    monkeypatch.setattr(TextShape, "of_prompt", spell)
-    monkeypatch.setattr(answers, "dumped", write)
+    monkeypatch.setattr(TextSerializer, "echoed_logprobs", spell)
+    monkeypatch.setattr(answers, "dump_json", write)
     body = {"prompt": ["y" * 300, "y" * 301], "echo": True, "logprobs": 0, "n": 2, "stream": True}
     told = post(url, **body, **GREEDY).text
     assert told.count("y" * 300) == 4 and told.rstrip().endswith("[DONE]")
@@ -118,8 +118,8 @@ def test_an_echoed_prompt_is_written_beside_the_event_loop(url, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echoed_prompt_is_spelt_once(url, monkeypatch, stream):
-    spelt, spell = [], Shape.spell
-    monkeypatch.setattr(Shape, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
+    spelt, spell = [], Serializer.spell
+    monkeypatch.setattr(Serializer, "spell", lambda self, token: (spelt.append(token), spell(self, token))[1])
     body = {"prompt": "y" * 300, "echo": True, "logprobs": 0, "n": 2, "speculate": False, "ignore_eos": True}
     assert post(url, **body, **GREEDY, stream=stream).status_code == 200
     assert 300 <= len(spelt) < 500
@@ -242,7 +242,7 @@ def test_an_answer_whose_calls_have_a_grammar_ends_where_it_ends(url, rule):
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     for asked in ({"tools": [strict]}, {"tools": [TOOL], "parallel_tool_calls": False}):
         answer = post(url, "/v1/chat/completions", **CHAT, **asked, **rule)
-        assert "do not go with calls that are forced, strict" in message_of(answer)
+        assert "cannot be combined with calls that are forced, strict" in message_of(answer)
     ChatRequest(**CHAT, tools=[TOOL], **rule)
     ChatRequest(**CHAT, tools=[strict], tool_choice="none", **rule)
 
@@ -250,7 +250,7 @@ def test_an_answer_whose_calls_have_a_grammar_ends_where_it_ends(url, rule):
 def test_nothing_given_is_silently_ignored(url):
     assert "guided_regex" in message_of(post(url, prompt="x", guided_regex=""))
     for more in ({"tools": [TOOL]}, {"chat_template_kwargs": {"a": True}}):
-        assert "go with messages" in message_of(post(url, "/tokenize", prompt="x", **more))
+        assert "require messages" in message_of(post(url, "/tokenize", prompt="x", **more))
 
 
 def test_a_chunked_body_that_is_too_large_is_counted_as_such():

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from graft import Engine, GraftError
 from graft.request.detokenizer import TextStream
-from graft.server.grammar import Wanted
+from graft.server.grammar import GrammarSpec
 from graft.server.serving import Serving
 from served import CHAT, post, running
 from served_tools import NAMED, SHORT, TOOLS, WITH_TOOLS, engine_with, fits
@@ -60,9 +60,9 @@ def says(monkeypatch):
         rule = " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts)
 
         async def wanted(self, body, thinks):
-            return Wanted("grammar", f"start: {rule}\n")
+            return GrammarSpec("grammar", f"start: {rule}\n")
 
-        monkeypatch.setattr(Serving, "_wanted_calls", wanted)
+        monkeypatch.setattr(Serving, "_call_grammar", wanted)
 
     return say
 

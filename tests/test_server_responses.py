@@ -141,7 +141,7 @@ def test_json_of_a_schema(client):
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"tool_choice": "required"}, "tool_choice goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice requires tools"),
         ({"max_output_tokens": 500}, "more than the 400"),
         ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
     ],

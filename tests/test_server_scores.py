@@ -109,7 +109,7 @@ def test_answers_fit_what_they_must(url, wanted, pattern):
     ("body", "words"),
     [
         ({"guided_regex": "("}, "this regular expression cannot be used"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "give one of"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "give only one of"),
         ({"structured_outputs": {}}, "give one of json, regex and choice"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),
         ({"guided_choice": []}, "guided_choice"),

@@ -12,21 +12,11 @@ import pytest
 
 from graft import GraftError
 from graft.server.chat import ChatTemplate
-from graft.server.grammar import Grammars, Wanted
+from graft.server.grammar import Grammars, GrammarSpec
 from graft.server.refusals import RefusedError
 from graft.server.schema import FunctionTool, Message, Tool
-from graft.server.tools import (
-    FORMATS,
-    Arguments,
-    CallStart,
-    Content,
-    Function,
-    PlainText,
-    Reasoning,
-    Thinking,
-    call_grammar,
-    format_of,
-)
+from graft.server.tool_formats import FORMATS, Function, call_grammar, format_of
+from graft.server.tool_parsers import Arguments, CallStart, Content, PlainText, Reasoning, Thinking
 from served import CHAT, post, running
 from served_tools import CLOCK, NAMED, SHORT, TOOLS, WEATHER, WITH_TOOLS, engine_with, fits
 from tiny import BYTE_VOCAB, byte_tokenizer
@@ -302,9 +292,9 @@ DEFS = {f"d{i}": {"type": "string", "pattern": "x" * 40} for i in range(100)}
 BAD_SCHEMAS = [
     ({"properties": {f"a{i}": {"type": "integer"} for i in range(4000)}}, "JSON schemas have"),
     ({"$defs": DEFS, "properties": {f"a{i}": {"$ref": "#/$defs/d1"} for i in range(500)}}, "more than the 65536"),
-    ({"properties": {"a": {}}, "required": 5}, "required is no list of names"),
-    ({"properties": {"a": {}}, "required": [{}]}, "required is no list of names"),
-    ({"properties": ["a"]}, "properties is no object"),
+    ({"properties": {"a": {}}, "required": 5}, "required must be a list of names"),
+    ({"properties": {"a": {}}, "required": [{}]}, "required must be a list of names"),
+    ({"properties": ["a"]}, "properties must be an object"),
     (nested(3000), "nested too deeply"),
 ]
 
@@ -313,13 +303,17 @@ BAD_SCHEMAS = [
 def test_a_schema_that_makes_no_grammar_is_refused_before_it_is_written(schema, words):
     functions = [Function("f", schema)]
     with pytest.raises(GraftError, match=words):
-        call_grammar(FORMATS["pythonic"], functions, is_forced=True, most=1, thinks=None, answer=None, mark_ids={})
+        call_grammar(
+            FORMATS["pythonic"], functions, is_forced=True, max_calls=1, thinks=None, answer=None, marker_ids={}
+        )
 
 
 def test_definitions_are_written_only_where_they_are_referred_to():
     properties = {f"a{i}": {"type": "integer"} for i in range(100)} | {"b": {"$ref": "#/$defs/d1"}}
     functions = [Function("f", {"$defs": DEFS, "properties": properties})]
-    text = call_grammar(FORMATS["pythonic"], functions, is_forced=True, most=1, thinks=None, answer=None, mark_ids={})
+    text = call_grammar(
+        FORMATS["pythonic"], functions, is_forced=True, max_calls=1, thinks=None, answer=None, marker_ids={}
+    )
     assert text.count('"$defs"') == 1
 
 
@@ -358,7 +352,7 @@ def test_a_stream_that_fails_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tool_choice": "required"}, "tool_choice goes with tools"),
+        ({"tool_choice": "required"}, "tool_choice requires tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
         ({"tools": [WEATHER, WEATHER]}, "two tools have the same name"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
@@ -382,9 +376,9 @@ def test_what_makes_no_sense_is_refused_by_name(url, body, words):
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_whatever_a_forced_grammar_allows_is_read_as_calls_that_fit(name):
     functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", {})]
-    text = call_grammar(FORMATS[name], functions, is_forced=True, most=3, thinks=None, answer=None, mark_ids={})
+    text = call_grammar(FORMATS[name], functions, is_forced=True, max_calls=3, thinks=None, answer=None, marker_ids={})
     tokenizer = byte_tokenizer()
-    grammar = asyncio.run(Grammars(tokenizer, BYTE_VOCAB, [2]).compile(Wanted("grammar", text)))
+    grammar = asyncio.run(Grammars(tokenizer, BYTE_VOCAB, [2]).compile(GrammarSpec("grammar", text)))
     dice, numbers = random.Random(0), set()
     for _ in range(10):
         matcher, ids = grammar.deep_copy(), []
@@ -464,9 +458,9 @@ def test_the_official_clients_round_trip(client):
 def test_where_no_call_is_forced_a_strict_function_is_called_by_its_schema(name):
     form, tokenizer = FORMATS[name], byte_tokenizer()
     functions = [Function("get_weather", WEATHER["function"]["parameters"]), Function("clock", None)]
-    text = call_grammar(form, functions, is_forced=False, most=1, thinks="may", answer=None, mark_ids={})
+    text = call_grammar(form, functions, is_forced=False, max_calls=1, thinks="may", answer=None, marker_ids={})
     grammars = Grammars(tokenizer, BYTE_VOCAB, [2])
-    matcher = asyncio.run(grammars.compile(Wanted("grammar", text)))
+    matcher = asyncio.run(grammars.compile(GrammarSpec("grammar", text)))
 
     def is_whole(answer):
         state, ids = matcher.deep_copy(), tokenizer.encode(answer)

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format, made from the scheduler's updates: chunks of a stream, or one object at the end."""
+"""Answers in OpenAI's format: the scheduler's updates become chunks of a stream, or one object at the end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from graft.request.stats import Stats
 from graft.server.grammar import Grammars
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import StreamOptions
-from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
+from graft.server.tool_parsers import Arguments, CallStart, Content, Parser, Piece, PlainText, Reasoning
 
-_EVENT_SIZE = 256  # bytes that a padded event's length is a multiple of
+_EVENT_SIZE = 256  # bytes; padded events are a multiple of it long
 
 
-class Shape(ABC):
+class Serializer(ABC):
     """JSON format of one kind of completion."""
 
     object: str
     chunk_object: str
     prefix: str
-    tells_reasoning = False  # whether usage says how many of the tokens were reasoning
+    counts_reasoning = False  # whether the usage has the number of reasoning tokens
 
     def __init__(self, model_name: str, grammars: Grammars) -> None:
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_name}
@@ -52,18 +52,18 @@ class Shape(ABC):
 
     @abstractmethod
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
-        """An answer in a response that is not streamed."""
+        """A complete answer."""
 
     @abstractmethod
     def delta(self, answer: Answer, pieces: Sequence[Piece], logprobs: Json | None, reason: str | None) -> Json:
-        """What is new of an answer in one chunk of a stream."""
+        """The new part of an answer, for one chunk of a stream."""
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Log-probabilities of tokens. text_offset: where the first of them starts in the answer's text."""
+        """Log-probabilities of tokens. text_offset: where the first token starts in the answer's text."""
 
     def prompt_logprobs(self, job: Job) -> list[Json | None]:
-        """Log-probabilities of the prompt's tokens, by vLLM's names; the first has none."""
+        """Log-probabilities of the prompt's tokens, with vLLM's field names. The first token has none."""
         return [
             None,
             *(
@@ -75,8 +75,8 @@ class Shape(ABC):
             ),
         ]
 
-    def first(self, index: int) -> Json | None:
-        """The chunk that a stream sends before an answer's first token, if any."""
+    def opening(self, index: int) -> Json | None:
+        """The delta that a stream sends before an answer's first token, if any."""
         return None
 
     def spell(self, token: int) -> str:
@@ -84,9 +84,9 @@ class Shape(ABC):
         return self._grammars.bytes_of(token).decode(errors="replace")
 
 
-class ChatShape(Shape):
+class ChatSerializer(Serializer):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    tells_reasoning = True
+    counts_reasoning = True
 
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
         message: Json = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
@@ -108,13 +108,13 @@ class ChatShape(Shape):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + piece.text
             else:
                 function = {"arguments": piece.text} if isinstance(piece, Arguments) else {"name": piece.name}
-                told: Json = {"index": piece.index, "function": function}
+                call: Json = {"index": piece.index, "function": function}
                 if isinstance(piece, CallStart):
-                    told |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
-                delta.setdefault("tool_calls", []).append(told)
+                    call |= {"id": piece.id, "type": "function", "function": {**function, "arguments": ""}}
+                delta.setdefault("tool_calls", []).append(call)
         return {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def first(self, index: int) -> Json:
+    def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -134,7 +134,7 @@ class ChatShape(Shape):
         return {"token": spelt.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(spelt)}
 
 
-class TextShape(Shape):
+class TextSerializer(Serializer):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
     def choice(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -157,43 +157,41 @@ class TextShape(Shape):
             "text_offset": offsets[:-1],
         }
 
-    def of_prompt(self, prompt: Sequence[int], read: Sequence[TokenLogprob]) -> Json:
-        """Log-probabilities of a prompt's tokens, of which the first has none."""
+    def echoed_logprobs(self, prompt: Sequence[int], read: Sequence[TokenLogprob]) -> Json:
+        """Log-probabilities of a prompt's tokens, in the format of `logprobs`. The first token has none."""
         first = self.spell(prompt[0])
         others = self.logprobs(read, len(first))
-        unknown = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        return {name: [value, *others[name]] for name, value in unknown.items()}
+        unscored = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [value, *others[name]] for name, value in unscored.items()}
 
 
 @dataclass(frozen=True)
 class Echo:
-    """What comes with answers beside what they say."""
+    """What a response repeats of its prompts."""
 
-    texts: Sequence[str] = ()  # of the prompts, to begin the answers with
-    is_silent: bool = False  # nothing but the prompts is wanted
+    texts: Sequence[str] = ()  # of the prompts; the answers begin with them
+    is_prompt_only: bool = False  # the answers themselves are not wanted
     with_prompt_logprobs: bool = False
 
 
 class Answers:
-    """The answers of one request while they are decoded. Answer i of prompt j has the index j * n + i."""
+    """The answers of one request during decoding. Answer i of prompt j has the index j * n + i."""
 
     def __init__(
         self,
-        shape: Shape,
+        serializer: Serializer,
         jobs: list[Job],
-        tokenizer: Any,
-        with_rounds: bool,
+        tokenizer: Any | None = None,
         parser: Callable[[], Parser] = PlainText,
         echo: Echo | None = None,
     ) -> None:
-        """parser: makes one for each answer, which tells text, reasoning and tool calls apart."""
-        self.shape, self.jobs, self.echo = shape, jobs, echo or Echo()
-        sequences = [sequence for job in jobs for sequence in job.sequences]
-        tokenizer = tokenizer if with_rounds else None
-        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(sequences)]
+        """tokenizer: spells the tokens of rounds; None: without rounds. parser: makes a parser for each answer."""
+        self.serializer, self.jobs, self.echo = serializer, jobs, echo or Echo()
+        self.sequences = [sequence for job in jobs for sequence in job.sequences]
+        self.answers = [Answer(index, sequence, tokenizer, parser()) for index, sequence in enumerate(self.sequences)]
         self._per_job = len(jobs[0].sequences)
-        self._echoed: dict[int, Json] = {}  # log-probabilities of the prompts, by job: all its answers have the same
-        self.is_streamed = True  # False: what `take` returns is dropped, and `whole` alone is sent
+        self._echoed: dict[int, Json] = {}  # log-probabilities of the prompts, by job
+        self.is_streamed = True  # False: only `whole` is sent
 
     @property
     def is_done(self) -> bool:
@@ -201,68 +199,70 @@ class Answers:
 
     @property
     def id(self) -> str:
-        return self.shape.id
+        return self.serializer.id
 
     def opening(self) -> list[Json]:
         """Chunks of a stream before its first token."""
-        choices = [self.shape.first(index) for index in range(len(self.answers))]
-        return [self.shape.chunk([c for c in choices if c is not None])] if choices[0] is not None else []
+        choices = [self.serializer.opening(index) for index in range(len(self.answers))]
+        return [self.serializer.chunk([c for c in choices if c is not None])] if choices[0] is not None else []
 
     def closing(self, with_usage: bool) -> list[Json]:
-        """Chunks of a stream behind its last token."""
-        return [self.shape.usage_chunk(self.usage)] if with_usage else []
+        """Chunks of a stream after its last token."""
+        return [self.serializer.usage_chunk(self.usage)] if with_usage else []
 
     def failure(self, error: RefusedError) -> list[Json]:
-        """Chunks of a stream that breaks off."""
+        """Chunks of a stream that fails."""
         return [error.body]
 
-    ending = b"data: [DONE]\n\n"  # of a stream that does not
+    ending = b"data: [DONE]\n\n"  # of a stream that does not fail
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
         """A chunk as a server-sent event."""
         if options.continuous_usage_stats and "choices" in chunk:
             chunk = {**chunk, "usage": self.usage}
-        return b"data: " + dumped(chunk, bool(options.include_obfuscation)) + b"\n\n"
+        return b"data: " + dump_json(chunk, bool(options.include_obfuscation)) + b"\n\n"
 
     def size_of_echo(self, job: int, update: Update) -> int:
-        """Characters and log-probabilities of the prompt that an update's chunks begin with."""
+        """Characters and log-probabilities of the prompt that the chunks of an update repeat."""
         answer = self.answers[job * self._per_job + update.index]
         if not self.echo.texts or not answer.is_fresh:
             return 0
         return len(self.echo.texts[job]) + len(self.jobs[job].sequences[0].prompt_logprobs)
 
-    def take(self, job: int, update: Update) -> list[Json]:
-        """The chunks for an update; none while there is nothing to send."""
+    def chunks_for(self, job: int, update: Update) -> list[Json]:
+        """Add an update to its answer. Returns the chunks to send."""
         answer = self.answers[job * self._per_job + update.index]
         is_first = answer.is_fresh
-        if self.echo.is_silent:
+        if self.echo.is_prompt_only:
             reason: FinishReason | None = "length" if update.finish_reason is not None else None
             update = replace(update, text="", logprobs=[], finish_reason=reason)
-        (pieces, rounds), offset = answer.take(update), answer.spelt
+        (pieces, rounds), offset = answer.add(update), answer.num_spelt_chars
         logprobs = None
         if is_first and self.echo.texts:
             pieces.insert(0, Content(self.echo.texts[job]))
         asked = self.is_streamed and answer.sequence.settings.logprobs is not None
         if asked and (update.logprobs or (is_first and self.echo.texts)):
             logprobs = self._logprobs(answer, update.logprobs, offset, is_first)
-            answer.spelt += sum(len(self.shape.spell(token.token)) for token in update.logprobs)
+            answer.num_spelt_chars += sum(len(self.serializer.spell(token.token)) for token in update.logprobs)
         if not (pieces or logprobs or rounds or answer.reason):
             return []
-        choice = self.shape.delta(answer, pieces, logprobs, answer.reason)
+        choice = self.serializer.delta(answer, pieces, logprobs, answer.reason)
         if rounds:
             choice["rounds"] = rounds
         if answer.reason is not None:
             choice["speculation"] = speculation(answer.sequence.stats)
-        return [self.shape.chunk([choice])]
+        return [self.serializer.chunk([choice])]
 
     def whole(self) -> Json:
         choices = []
-        of_prompts = [self.shape.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
+        of_prompts = (
+            [self.serializer.prompt_logprobs(job) for job in self.jobs] if self.echo.with_prompt_logprobs else []
+        )
         for answer in self.answers:
             sequence = answer.sequence
             asked = sequence.settings.logprobs is not None
-            new = [] if self.echo.is_silent else sequence.logprobs
-            choice = self.shape.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
+            new = [] if self.echo.is_prompt_only else sequence.logprobs
+            choice = self.serializer.choice(answer, self._logprobs(answer, new, 0, True) if asked else None)
             if self.echo.texts:
                 choice["text"] = self.echo.texts[answer.index // self._per_job] + choice["text"]
             if of_prompts:
@@ -271,27 +271,36 @@ class Answers:
             if answer.rounds:
                 choice["rounds"] = answer.rounds
             choices.append(choice)
-        return self.shape.whole(choices, self.usage)
+        return self.serializer.whole(choices, self.usage)
 
     @property
     def usage(self) -> Json:
-        found = usage(self.jobs, self.echo.is_silent)
-        if self.shape.tells_reasoning:
+        prompt = sum(job.sequences[0].num_prompt_tokens for job in self.jobs)
+        new = 0 if self.echo.is_prompt_only else sum(sequence.stats.tokens for sequence in self.sequences)
+        usage: Json = {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(job.num_cached_tokens for job in self.jobs)},
+        }
+        if self.serializer.counts_reasoning:
             count = sum(answer.num_reasoning_tokens for answer in self.answers)
-            found["completion_tokens_details"] = {"reasoning_tokens": count}
-        return found
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
 
     def _logprobs(self, answer: Answer, tokens: Sequence[TokenLogprob], offset: int, is_first: bool) -> Json:
-        """Of tokens of an answer; the first of an echoed prompt come with those of the prompt."""
-        shape = self.shape
-        if not self.echo.texts or not isinstance(shape, TextShape):
-            return shape.logprobs(tokens, offset)
+        """Log-probabilities of an answer's tokens, the first of them after those of an echoed prompt."""
+        serializer = self.serializer
+        if not self.echo.texts or not isinstance(serializer, TextSerializer):
+            return serializer.logprobs(tokens, offset)
         number = answer.index // self._per_job
         if number not in self._echoed:
             first = self.jobs[number].sequences[0]
-            self._echoed[number] = shape.of_prompt(first.ids[: first.num_prompt_tokens], first.prompt_logprobs)
+            self._echoed[number] = serializer.echoed_logprobs(
+                first.ids[: first.num_prompt_tokens], first.prompt_logprobs
+            )
         before = self._echoed[number]
-        new = shape.logprobs(tokens, offset + before["text_offset"][-1] + len(before["tokens"][-1]))
+        new = serializer.logprobs(tokens, offset + before["text_offset"][-1] + len(before["tokens"][-1]))
         return {name: [*before[name], *new[name]] for name in new} if is_first else new
 
 
@@ -305,31 +314,31 @@ class Call:
 
 
 class Answer:
-    """One answer: its text, reasoning and tool calls so far, with its rounds if they were asked for."""
+    """One answer: its text, reasoning and tool calls so far, and its rounds if the request asks for them."""
 
     def __init__(self, index: int, sequence: TokenSequence, tokenizer: Any | None, parser: Parser) -> None:
         self.index, self.sequence = index, sequence
         self.text = ""
         self.reasoning = ""
         self.calls: list[Call] = []
-        self.spelt = 0  # characters of its tokens, as log-probabilities spell them
+        self.num_spelt_chars = 0  # characters of the tokens that log-probabilities were sent for
         self.reason: str | None = None
-        self.is_fresh = True  # nothing has come yet
+        self.is_fresh = True  # no update has come yet
         self.rounds: list[Json] = []
         self._parser = parser
         self._tokenizer = tokenizer
         kept = sequence.text.kept if sequence.text is not None else frozenset()
-        # Knows no stop strings: the answer is a prefix of its text.
+        # It has no stop strings, so its text may be longer than the answer.
         self._spelling = TextStream(tokenizer, sequence.ids, kept=kept) if tokenizer is not None else None
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its markers among them."""
+        """Tokens of the reasoning so far, with its markers."""
         text = self.sequence.text
-        return text.num_tokens(self._parser.num_reasoning) if text is not None else 0
+        return text.num_tokens(self._parser.num_reasoning_chars) if text is not None else 0
 
-    def take(self, update: Update) -> tuple[list[Piece], list[Json]]:
-        """What an update brings: pieces of the answer, and rounds."""
+    def add(self, update: Update) -> tuple[list[Piece], list[Json]]:
+        """Add an update. Returns its pieces and rounds."""
         self.is_fresh = False
         pieces = self._parser.feed(update.text)
         if update.finish_reason is not None:
@@ -354,7 +363,7 @@ class Answer:
 
 
 def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) -> Json:
-    """A round as JSON, for drawing: its tree, and the new text by proposer."""
+    """A round as JSON: its tree, and each new token with the proposer it came from."""
     new = []
     for token, origin in zip(record.new_tokens, record.origins, strict=True):
         spelling.push(token)
@@ -371,29 +380,17 @@ def _round_as_json(record: RoundRecord, tokenizer: Any, spelling: TextStream) ->
     }
 
 
-def dumped(content: Json, is_padded: bool = False) -> bytes:
-    """JSON of an event; padded, its size does not tell how much text it has."""
+def dump_json(content: Json, is_padded: bool = False) -> bytes:
+    """JSON of an event. Padding hides how much text it has."""
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if not is_padded:
         return data
-    size = len(dumped({**content, "obfuscation": ""}))
-    return dumped({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
-
-
-def usage(jobs: Sequence[Job], is_silent: bool = False) -> Json:
-    prompt = sum(job.sequences[0].num_prompt_tokens for job in jobs)
-    new = 0 if is_silent else sum(sequence.stats.tokens for job in jobs for sequence in job.sequences)
-    cached = sum(job.num_cached_tokens for job in jobs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    size = len(dump_json({**content, "obfuscation": ""}))
+    return dump_json({**content, "obfuscation": secrets.token_hex(_EVENT_SIZE)[: -size % _EVENT_SIZE]})
 
 
 def speculation(stats: Stats) -> Json:
-    """Speculation counters of one answer, by vLLM's names where it has them."""
+    """Speculation counters of one answer, with vLLM's names where it has them."""
     return {
         "num_rounds": stats.rounds,
         "num_draft_tokens": stats.nodes,

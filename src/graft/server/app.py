@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's endpoints over the scheduler. Requests are checked here; decoding is the scheduler's."""
+"""The HTTP app: OpenAI's endpoints, errors and the page's files. `serving` answers the requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graft.errors import GraftError
 from graft.server.chat import ChatTemplate
 from graft.server.connection import DrainingServer, make_protocol
 from graft.server.grammar import Grammars
-from graft.server.guard import OPEN, Guard, count_refusal
+from graft.server.guard import OPEN, PAGE_FILES, Guard, count_refusal
 from graft.server.openapi import (
     ChatCompletion,
     Completion,
@@ -38,10 +38,11 @@ from graft.server.openapi import (
     ModelResponse,
     Tokens,
     Version,
-    answers,
     document,
+    errors,
+    streamable,
 )
-from graft.server.refusals import Json, RefusedError
+from graft.server.refusals import RefusedError
 from graft.server.responses import ResponseAnswers, ResponsesRequest
 from graft.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from graft.server.serving import AsciiJson, Serving
@@ -49,9 +50,8 @@ from graft.server.settings import ServeSettings
 from graft.settings import require
 from graft.version import __version__
 
-PAGE = Path(__file__).parent / "static"
-# Seconds that an idle connection stays: longer than clients and proxies keep theirs (5 and 60 are usual), so that none
-# asks on a connection that is just being closed.
+# Seconds until an idle connection is closed. Clients and proxies close theirs earlier (usually after 5 or 60), so none
+# sends a request on a connection that is just being closed.
 _KEEP_ALIVE = 75
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -62,7 +62,7 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-_LONGEST_NAME = 64  # characters of an unknown field that are repeated
+_MAX_NAME = 64  # characters of an unknown field's name in an error
 _PLAIN_TYPES = ("str", "int", "float", "bool")
 
 log = logging.getLogger("graft.server")
@@ -86,25 +86,24 @@ def make_server(app: FastAPI, settings: ServeSettings, **logging_options: Any) -
 
 
 def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAPI:
-    """The FastAPI app for one engine. The scheduler lives from the app's start to its end."""
+    """The FastAPI app for one engine. The scheduler starts and ends with the app."""
     name = settings.served_model_name or model_name
     is_apart = settings.shared_by == "all" or engine.policy.isolated or not engine.policy.retrievers
-    require(is_apart, "users are to be kept apart, and the engine's texts learn from each other: load it with isolated")
+    require(is_apart, "the server isolates its users, but the engine learns across texts: load it with isolated")
     grammars = Grammars(engine.tokenizer, engine.target.vocab_size, engine.eos_token_ids)
     template = ChatTemplate(engine, settings.tool_parser, settings.reasoning_parser)
-    started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         scheduler = Scheduler(engine, settings)
         app.state.serving = Serving(engine, settings, name, grammars, template, scheduler)
-        starting = asyncio.create_task(_start(app.state.serving))  # meanwhile it listens, and says that it is not ready
+        starting = asyncio.create_task(_start(app.state.serving))  # meanwhile the server answers that it is starting
         yield
         starting.cancel()
         gc.unfreeze()
         await asyncio.to_thread(scheduler.close)
 
-    # Its documentation pages would load scripts from elsewhere.
+    # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(title="Graft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = lambda: document(app, bool(settings.api_keys), OPEN)  # type: ignore[method-assign]
     app.add_middleware(Guard, keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, hosts=settings.hosts)
@@ -115,100 +114,88 @@ def make_app(engine: Engine, settings: ServeSettings, model_name: str) -> FastAP
         found.check_ready()
         return found
 
-    usual = (400, 401, 404, 408, 413, 429, 500, 503, 504)
-
-    @app.post("/v1/chat/completions", responses=answers(ChatCompletion, *usual, events="a chat.completion.chunk"))
+    @app.post("/v1/chat/completions", responses=streamable(ChatCompletion, "a chat.completion.chunk"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await serving(request).answer_chat(body, request)
 
-    @app.post("/v1/completions", responses=answers(Completion, *usual, events="a text_completion"))
+    @app.post("/v1/completions", responses=streamable(Completion, "a text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await serving(request).answer_text(body, request)
 
-    @app.post("/v1/responses", responses=answers(ModelResponse, *usual, events="an event of its type"))
+    @app.post("/v1/responses", responses=streamable(ModelResponse, "an event of its type"))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         make = functools.partial(ResponseAnswers, body, name)
         return await serving(request).answer_chat(body.as_chat(), request, make)
 
-    @app.get("/v1/models", responses=answers(ModelList, 401))
-    async def models() -> Json:
-        return {"object": "list", "data": [_model_card(name, started, engine)]}
+    limit, now = engine.target.max_positions, int(time.time())
+    card = ModelCard(id=name, object="model", created=now, owned_by="graft", max_model_len=limit)
 
-    @app.get("/v1/models/{model:path}", responses=answers(ModelCard, 401, 404))
-    async def model(model: str, request: Request) -> Json:
+    @app.get("/v1/models", responses=errors(401))
+    async def models() -> ModelList:
+        return ModelList(object="list", data=[card])
+
+    @app.get("/v1/models/{model:path}", responses=errors(401, 404))
+    async def model(model: str, request: Request) -> ModelCard:
         request.app.state.serving.check_model(model)
-        return _model_card(name, started, engine)
+        return card
 
-    @app.post("/tokenize", responses=answers(Tokens, *usual))
-    async def tokenize(body: TokenizeRequest, request: Request) -> Json:
+    @app.post("/tokenize", responses=errors())
+    async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
         here = serving(request)
         here.check_model(body.model)
         if body.messages is not None:
             ids, _ = await here.encode_chat(body)
         else:
             ids = await here.encode(body.prompt) if body.prompt else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": engine.target.max_positions}
+        return Tokens(tokens=ids, count=len(ids), max_model_len=limit)
 
-    @app.post("/detokenize", responses=answers(Detokenized, *usual))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Json:
+    @app.post("/detokenize", responses=errors())
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
         here = serving(request)
         here.check_model(body.model)
         tokenizer, ids = engine.tokenizer, await here.encode(body.tokens) if body.tokens else []
         assert tokenizer is not None
         text = await here.off_loop(lambda: tokenizer.decode(ids, clean_up_tokenization_spaces=False), len(ids))
-        return {"prompt": text}
+        return Detokenized(prompt=text)
 
-    @app.get("/health", responses=answers(Health, 503))
-    async def health(request: Request) -> Json:
+    @app.get("/health", responses=errors(503))
+    async def health(request: Request) -> Health:
         serving(request)
-        return {"status": "ok", "steps": engine.target.mode.partition(":")[0]}  # why is for the log
+        return Health(status="ok", steps=engine.target.mode.partition(":")[0])  # the reason is in the log
 
-    @app.get("/live", responses=answers(Live, 503))
-    async def live(request: Request) -> Json:
+    @app.get("/live", responses=errors(503))
+    async def live(request: Request) -> Live:
         here: Serving = request.app.state.serving
         if not here.scheduler.is_alive:
             raise RefusedError(503, "the server no longer decodes; its log says why")
-        return {"status": here.status}
+        return Live(status=here.status)
 
-    @app.get("/version", responses=answers(Version))
-    async def version() -> Json:
-        return {"version": __version__}
+    @app.get("/version")
+    async def version() -> Version:
+        return Version(version=__version__)
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
-    @app.get("/metrics", response_class=Response, responses={**answers(None, 401), 200: {"content": text}})
+    @app.get("/metrics", response_class=Response, responses={**errors(401), 200: {"content": text}})
     async def metrics(request: Request) -> Response:
         return Response(request.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4")
 
     if settings.page:
-        _add_page(app)
+        for path, file in PAGE_FILES.items():
+            _add_file(app, path, file)
     return app
 
 
-# Errors and static files
-
-
-def _model_card(name: str, created: int, engine: Engine) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "graft",
-        "max_model_len": engine.target.max_positions,
-    }
-
-
 async def _start(serving: Serving) -> None:
-    """What takes long at first is done before the first request, which would wait for it."""
+    """Warm up before the first request."""
     try:
         await asyncio.to_thread(serving.scheduler.is_ready.wait)
         await serving.warm_up()
     except BusyError:
-        return  # it stops already
+        return  # the server is stopping already
     except Exception:
-        log.exception("the first answer, to warm up, failed")
-    # What is there now stays. The collector need not look at hundreds of thousands of objects again, which takes long
-    # in the middle of somebody's answer.
+        log.exception("the warm-up failed")
+    # Exclude the objects of the start from garbage collection: a full pass over them would stall answers.
     gc.collect()
     gc.freeze()
     serving.is_warm = True
@@ -239,21 +226,21 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_crash(request: Request, error: Exception) -> Response:
-        # Outside the middleware that names responses.
+        # This runs outside the middleware that adds request ids.
         message, name = "the request failed; the server's log says why", request.scope.get("graft.id", "")
         return refused(request, RefusedError(500, message, x_request_id=name))
 
 
 def _named(error: RequestValidationError) -> RefusedError:
-    """The first validation error, naming the field. Of a union's members the one that went furthest."""
-    found = max(error.errors(), key=lambda each: len(each["loc"]))  # the first of those
+    """The validation error with the longest path, which names the field: in a union, the member that fitted best."""
+    found = max(error.errors(), key=lambda each: len(each["loc"]))
     parts = [str(part) for part in found["loc"][1:]]
-    # Locations name the members of unions too, by their types.
+    # A location also contains the types of a union's members.
     known = [part for part in parts if re.fullmatch(r"[a-z0-9_]+", part) and part not in _PLAIN_TYPES]
     name = ".".join(known)
     if found["type"] == "extra_forbidden":
-        # The last part is the client's own, and can be anything.
-        name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_LONGEST_NAME]])
+        # The last part is chosen by the client and can be anything.
+        name = ".".join([*(known[:-1] if known and known[-1] == parts[-1] else known), parts[-1][:_MAX_NAME]])
         return RefusedError(400, f"{name} is not supported", name)
     if found["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}")
@@ -263,13 +250,8 @@ def _named(error: RequestValidationError) -> RefusedError:
     return RefusedError(400, f"{name}: {message}" if name else message, name or None)
 
 
-def _add_page(app: FastAPI) -> None:
-    for file in PAGE.iterdir():
-        _add_file(app, "/" if file.name == "index.html" else f"/{file.name}", file)
-
-
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    def serve() -> Response:  # without parameters: they would be the query's, and name any file
+    def serve() -> Response:  # without parameters: the query could set them, and name any file
         return FileResponse(file, headers=_PAGE_HEADERS)
 
     app.add_api_route(path, serve, include_in_schema=False, response_class=Response)

@@ -1,4 +1,4 @@
-"""From chat messages to a prompt: the model's chat template, and a stand-in where a template knows no tools."""
+"""From chat messages to a prompt, by the model's chat template. Templates without tools get them as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from graft.engine import Engine
 from graft.errors import GraftError
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import Message, Tool
-from graft.server.tools import FORMATS, THINK_MARKERS, Format, format_of
+from graft.server.tool_formats import FORMATS, Format, format_of
+from graft.server.tool_parsers import THINK_MARKERS
 from graft.settings import require
 
 Thinks = Literal["may", "does"]
@@ -45,15 +46,15 @@ class ChatTemplate:
         self.format: Format = found if tool_parser == "auto" else FORMATS[tool_parser]
         require(
             self.renders_tools or not text or self.format.name in ("hermes", "qwen"),
-            f"the model's chat template has no tools, which are then written as hermes: {tool_parser} would not fit",
+            f"the model's chat template has no tools, so they are written as hermes: use that instead of {tool_parser}",
         )
         self.splits_reasoning = "<think>" in text if reasoning_parser == "auto" else reasoning_parser == "think"
         added = engine.tokenizer.get_added_vocab()  # type: ignore[union-attr]
         markers = (*self.format.markers, *THINK_MARKERS)
-        self.mark_ids = {marker: added[marker] for marker in markers if marker in added}
+        self.marker_ids = {marker: added[marker] for marker in markers if marker in added}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Json) -> str:
-        """The prompt's text. options: variables of the template."""
+        """The text of the prompt. options: variables of the template."""
         for name in sorted(options.keys() & self._own_names):
             raise RefusedError(400, f"chat_template_kwargs.{name} is not supported", f"chat_template_kwargs.{name}")
         listed = [tool.as_dict() for tool in tools]
@@ -65,25 +66,25 @@ class ChatTemplate:
             except RecursionError:
                 raise RefusedError(400, "the tools are nested too deeply", "tools") from None
         text = self._render(given, listed, options)
-        # The first named message of each role. Roles are tried one by one: a template may write names of some only.
+        # Check for each role that the template writes names: render again without the names of that role.
         named = [place for place, m in enumerate(messages) if m.name is not None and m.role != "tool"]
         for role, place in {roles[place]: place for place in reversed(named)}.items():
             nameless = [{k: v for k, v in m.items() if k != "name" or m["role"] != role} for m in given]
             if self._render(nameless, listed, options) == text:
                 name = f"messages.{place}.name"
-                raise RefusedError(400, f"{name} is not supported: the model's chat template leaves it out", name)
+                raise RefusedError(400, f"{name} is not supported: the model's chat template ignores it", name)
         return text
 
     def thinks(self, prompt: str) -> Thinks | None:
-        """Whether an answer to this prompt may begin with reasoning, or has begun with it in the prompt."""
+        """Whether an answer may begin with reasoning, or the prompt has begun the reasoning already."""
         if not self.splits_reasoning:
             return None
         return "does" if prompt.rstrip().endswith("<think>") else "may"
 
     def kept_ids(self, has_tools: bool, thinks: Thinks | None) -> frozenset[int]:
-        """Markers that the parser of an answer looks for: they are text, even where they are special tokens."""
+        """Special tokens that the parser of an answer looks for, and that must therefore stay in its text."""
         markers = (*(self.format.markers if has_tools else ()), *(THINK_MARKERS if thinks is not None else ()))
-        return frozenset(self.mark_ids[marker] for marker in markers if marker in self.mark_ids)
+        return frozenset(self.marker_ids[marker] for marker in markers if marker in self.marker_ids)
 
     def _render(self, messages: list[Json], tools: list[Json], options: Json) -> str:
         try:
@@ -91,20 +92,20 @@ class ChatTemplate:
         except GraftError as error:
             raise RefusedError(400, str(error), "messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            what = f"the model's chat template refuses these messages: {error}"
-            raise RefusedError(400, what, "messages") from error
+            message = f"the model's chat template refuses these messages: {error}"
+            raise RefusedError(400, message, "messages") from error
 
     def _probe(self) -> bool:
         """Whether the template writes tools into the prompt."""
         messages = [{"role": "user", "content": "x"}]
         try:
             return self._engine.render_chat(messages) != self._engine.render_chat(messages, tools=[_PROBE])
-        except Exception:  # there is none, or it wants other messages
+        except Exception:  # there is no template, or it refuses these messages
             return False
 
 
 def with_names(messages: list[Json]) -> list[Json]:
-    """Messages in which every tool's result has the name of the function, which some templates write."""
+    """Add the function's name to every tool result; some templates write it."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -114,7 +115,7 @@ def with_names(messages: list[Json]) -> list[Json]:
 
 
 def _without_tools(messages: list[Json], tools: list[Json]) -> list[Json]:
-    """Messages for a template that knows nothing of tools: all there is to say of them is text."""
+    """Messages for a template without tools: tools, calls and results become text."""
     said: list[Json] = []
     for message in messages:
         content = message["content"]

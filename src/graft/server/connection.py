@@ -1,7 +1,7 @@
-"""Connections under uvicorn: requests that are never wholly sent are ended, and a server that stops ends its answers.
+"""Time limits that uvicorn has no setting for: on receiving a request, and on answers during shutdown.
 
-uvicorn itself waits for ever for the rest of a request, and when its patience with answers ends it breaks them off,
-which clients see as plain text or as nothing. Here the scheduler ends them first, with an error they can read.
+uvicorn waits for ever for the rest of a request. When its shutdown time is over, it cuts answers off without an error
+that clients can read. Here the scheduler ends them first, with an error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from graft.server.refusals import error_body, new_request_id
 
-_GRACE = 3.0  # seconds that clients have to read the end of their answers when the server stops
+_GRACE = 3.0  # seconds that clients have to read the last events when the server stops
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a limit on the seconds from a request's first byte (or the connection's start) to its last."""
+    """HTTP/1.1 with a time limit from a request's first byte (or the connection's start) to its last byte."""
 
     read_timeout = 30.0  # see `make_protocol`
     _timer: asyncio.TimerHandle | None = None
@@ -34,7 +34,7 @@ class TimedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Data, and still no whole request: a head or a body of which a part is missing.
+        # In these states a part of the head or body is still missing.
         self._watch(self.conn.their_state in (h11.IDLE, h11.SEND_BODY))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -42,7 +42,7 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Called when the server begins to stop: a request of which a part is missing is no longer waited for."""
+        """Called when the server begins to stop. Refuse a request that is still incomplete."""
         if self._timer is not None:
             self._watch(False)
             self._refuse(503, "the server is shutting down")
@@ -58,15 +58,15 @@ class TimedProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._timer = None
-        self._refuse(408, f"the request was not wholly sent within {self.read_timeout:g} s")
+        self._refuse(408, f"the request was not complete within {self.read_timeout:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, unless nothing has been asked or an answer has begun, and closes the connection."""
+        """Close the connection, with an error if a request has begun and its response has not."""
         if self.transport.is_closing():
             return
         is_asked = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         if is_asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            if self.conn.their_state is h11.SEND_BODY:  # its handler waits for the rest, and may end now
+            if self.conn.their_state is h11.SEND_BODY:  # its handler waits for the rest: end it
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             body = json.dumps(error_body(status, message)).encode()
@@ -87,10 +87,10 @@ def make_protocol(read_timeout: float) -> type[TimedProtocol]:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server whose answers are ended by the app itself when it stops and they take too long."""
+    """A uvicorn server that lets the app itself end the answers that take too long at shutdown."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[float], Any], seconds: float) -> None:
-        """drain: lets what is under way go on for so many seconds, then ends it; may be called again to hurry."""
+        """drain: gives running requests so many seconds, then ends them; may be called again with fewer."""
         super().__init__(config)
         self._drain, self._seconds = drain, seconds
 
@@ -106,6 +106,6 @@ class DrainingServer(uvicorn.Server):
         end = time.monotonic() + _GRACE
         while self.server_state.tasks and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
-        for connection in list(self.server_state.connections):  # of clients that do not read
+        for connection in list(self.server_state.connections):  # the clients do not read
             if connection.transport is not None:
                 connection.transport.abort()

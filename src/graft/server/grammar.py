@@ -1,10 +1,8 @@
-"""JSON schemas, regular expressions and grammars of tool calls, compiled by llguidance: they constrain the tokens that
-may be accepted.
+"""JSON schemas, regular expressions and grammars of tool calls, compiled by llguidance to constrain decoding.
 
-A schema comes from a stranger, so its size and its compile time are bounded. It is compiled in a thread: llguidance
-releases the interpreter lock meanwhile, but cannot be interrupted, so a schema that takes too long is refused while its
-thread runs on to its end. When all threads are taken that way, further schemas are refused; requests without a schema
-are not affected.
+Schemas are untrusted, so their size and compile time are bounded. They are compiled in threads. llguidance releases the
+interpreter lock but cannot be interrupted: a schema that takes too long is refused while its thread runs on. When all
+threads are taken that way, further schemas are refused; requests without a schema are not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from graft.errors import GraftError
 
-# One space where people put one, and none elsewhere: a model in doubt could write spaces for ever.
+# One space where people put one, and none elsewhere: else an unsure model could write spaces for ever.
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SIZE = 64 << 10  # characters
 _MAX_SECONDS = 5.0
@@ -36,70 +34,70 @@ T = TypeVar("T")
 
 
 class SchemasBusyError(Exception):
-    """All compiler threads are busy with schemas that take long."""
+    """All compiler threads are busy with slow schemas."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an answer must fit, in one of llguidance's languages. param: the request's field that asks for it."""
+class GrammarSpec:
+    """A grammar in one of llguidance's languages. param: the request's field that it comes from."""
 
     kind: Literal["JSON schema", "regular expression", "grammar"]
     text: str
     param: str = "response_format"
 
     @classmethod
-    def schema(cls, schema: Any, param: str = "response_format") -> Wanted:
+    def schema(cls, schema: Any, param: str = "response_format") -> GrammarSpec:
         try:
             return cls("JSON schema", json.dumps(schema), param)
         except (ValueError, RecursionError) as error:
             raise GraftError(f"this JSON schema cannot be used: {error}") from error
 
     @classmethod
-    def choice(cls, texts: Sequence[str], param: str) -> Wanted:
+    def choice(cls, texts: Sequence[str], param: str) -> GrammarSpec:
         return cls("grammar", "start: " + " | ".join(json.dumps(text) for text in texts), param)
 
 
 class Grammars:
-    """Compiles what answers must fit for one model's tokenizer."""
+    """Compiles grammars for one model's tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         self._threads = _Threads(_NUM_THREADS)
 
-    async def compile(self, wanted: Wanted) -> LLMatcher:
+    async def compile(self, spec: GrammarSpec) -> LLMatcher:
         """The grammar in its start state.
 
-        A GraftError if it is invalid, nothing fits it, or it is too large or takes too long; a SchemasBusyError if no
-        compiler thread becomes free.
+        Raises a GraftError if the grammar is invalid, empty, too large or too slow to compile, and a SchemasBusyError
+        if no compiler thread becomes free.
         """
-        what, size = f"this {wanted.kind}", len(wanted.text)
+        what, size = f"this {spec.kind}", len(spec.text)
         if size > MAX_SIZE:
             raise GraftError(f"{what} has {size} characters, more than the {MAX_SIZE} allowed here")
         try:
-            return await self._threads.run(lambda: self._compiled(wanted), _MAX_SECONDS)
+            return await self._threads.run(lambda: self._compiled(spec), _MAX_SECONDS)
         except TimeoutError:
             raise GraftError(f"{what} takes longer than {_MAX_SECONDS:g} s to compile: make it simpler") from None
 
-    def _compiled(self, wanted: Wanted) -> LLMatcher:
+    def _compiled(self, spec: GrammarSpec) -> LLMatcher:
         try:
-            if wanted.kind == "JSON schema":
-                grammar = LLMatcher.grammar_from_json_schema(wanted.text, defaults=SPACING)
-            elif wanted.kind == "regular expression":
-                grammar = LLMatcher.grammar_from_regex(wanted.text)
+            if spec.kind == "JSON schema":
+                grammar = LLMatcher.grammar_from_json_schema(spec.text, defaults=SPACING)
+            elif spec.kind == "regular expression":
+                grammar = LLMatcher.grammar_from_regex(spec.text)
             else:
-                grammar = LLMatcher.grammar_from_lark(wanted.text)
+                grammar = LLMatcher.grammar_from_lark(spec.text)
             error = LLMatcher.validate_grammar(grammar, self._tokenizer)
             if not error:
                 return LLMatcher(self._tokenizer, grammar, log_level=0)
-        except BaseException as caught:  # the library's errors are of many kinds, and its panics are no `Exception`
+        except BaseException as caught:  # many kinds of errors, and panics, which are not an `Exception`
             error = str(caught)
-        raise GraftError(f"this {wanted.kind} cannot be used: {' '.join(error.split())}")
+        raise GraftError(f"this {spec.kind} cannot be used: {' '.join(error.split())}")
 
     def constraint(self, grammar: LLMatcher) -> GrammarConstraint:
         return GrammarConstraint(grammar.deep_copy())
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token; they may be part of a character."""
+        """The bytes of a token, which may be part of a character."""
         return bytes(self._tokenizer.decode_bytes([token]))
 
 
@@ -121,14 +119,16 @@ class GrammarConstraint:
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(scores)].astype(bool))
         masked = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if not bool(masked.isfinite().any()):
-            self.error = "what the answer must fit cannot be met: nothing that it allows here may be written"
+            self.error = (
+                "the grammar cannot be followed: the request's other settings forbid every token that it allows here"
+            )
             return scores
         return masked
 
     def take(self, token: int) -> None:
         if self._ended or self.error is not None:
             return
-        self._ended = self._ask(lambda: self._matcher.is_stopped()) is True  # then the token is the answer's end
+        self._ended = self._ask(lambda: self._matcher.is_stopped()) is True  # then this token ends the answer
         if not self._ended and self.error is None and not self._ask(lambda: self._matcher.consume_token(token)):
             self._has_failed()
 
@@ -143,7 +143,7 @@ class GrammarConstraint:
         return self.error is not None
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """Calls the matcher. A panic inside it is no `Exception`, and ends this answer only."""
+        """Call the matcher. A panic in it is not an `Exception`; it ends this answer only."""
         try:
             return question()
         except BaseException as error:
@@ -152,26 +152,26 @@ class GrammarConstraint:
 
 
 class _Threads:
-    """At most `count` threads for work that may never end: work that was given up keeps its thread.
+    """At most `count` threads for work that may never end; abandoned work keeps its thread.
 
-    Not an executor: later work would queue behind such work, and so would the interpreter's exit.
+    An executor would not do: later work, and the interpreter's exit, would wait for abandoned work.
     """
 
     def __init__(self, count: int) -> None:
         self._free = asyncio.Semaphore(count)
 
     async def run(self, work: Callable[[], T], seconds: float) -> T:
-        """Runs the work; a TimeoutError if it takes longer, a SchemasBusyError if no thread is free in that time."""
+        """Run the work. Raises a TimeoutError if it takes longer, a SchemasBusyError if no thread becomes free."""
         try:
             await asyncio.wait_for(self._free.acquire(), seconds)
         except TimeoutError:
-            raise SchemasBusyError("JSON schemas that take long are being compiled") from None
+            raise SchemasBusyError("the server is busy compiling slow JSON schemas") from None
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
         def end(finish: Callable[[], None]) -> None:
             self._free.release()
-            if not answer.done():  # else nobody waits any more
+            if not answer.done():  # somebody still waits
                 finish()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Middleware before every request: hosts, API keys, the limit on body size, and the request's id."""
+"""Middleware for every request: allowed hosts, API keys, the limit on body size, and request ids."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.server.refusals import error_body, new_request_id, reason_for
 
-_PAGE = {"/", "/page.css", "/page.js", "/api.js", "/parts.js", "/tree.js", "/markdown.js"}
-OPEN = _PAGE | {"/health", "/live", "/version"}  # to anybody
-_COUNTED = ("/v1/", "/tokenize", "/detokenize")  # requests that the metrics count when they are refused
-_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what a client may call its request
+_STATIC = Path(__file__).parent / "static"
+PAGE_FILES = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STATIC.rglob("*") if file.is_file()}
+PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
+OPEN = {*PAGE_FILES, "/health", "/live", "/version"}  # paths that need no API key
+_COUNTED = ("/v1/", "/tokenize", "/detokenize")  # their refusals are counted in the metrics
+_ID = re.compile(r"[\x21-\x7e]{1,128}")  # a request id that a client may choose
 
 
 class _TooLargeError(Exception):
@@ -24,12 +27,12 @@ class _TooLargeError(Exception):
 
 
 class Guard:
-    """ASGI middleware that refuses other hosts, unknown API keys and too large bodies before anything reads them."""
+    """ASGI middleware that refuses wrong hosts, unknown API keys and large bodies before anything reads them."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int, hosts: Sequence[str]) -> None:
-        """hosts: those that a request may name, `*.example.com` for all below; none: any."""
+        """hosts: allowed Host headers, `*.example.com` for all subdomains; empty: any."""
         self._app = app
-        self._keys = [sha256(key.encode()).digest() for key in keys]  # of one length, whatever the keys' is
+        self._keys = [sha256(key.encode()).digest() for key in keys]  # equal lengths, whatever the keys' are
         self._max_body_bytes = max_body_bytes
         self._hosts = [host.lower() for host in hosts]
 
@@ -51,7 +54,7 @@ class Guard:
             await _refuse(named, status, message, *more)
 
         if self._hosts and not self._is_known_host(headers.get("host", "")):
-            await refuse(400, "this server does not answer for this Host: --allowed-hosts names those it does")
+            await refuse(400, "this Host is not allowed here: see --allowed-hosts")
             return
         if self._keys and scope["path"] not in OPEN:
             key = self._known_key(headers.get("authorization", ""))
@@ -76,7 +79,7 @@ class Guard:
             return message
 
         async def unless_too_large(message: Message) -> None:
-            # The app may have turned the error into a response of its own.
+            # The app may have made a response of the error.
             if num_received <= self._max_body_bytes:
                 await named(message)
             elif message["type"] == "http.response.start":
@@ -91,7 +94,7 @@ class Guard:
         )
 
     def _known_key(self, authorization: str) -> str | None:
-        """A digest of the given key if it is valid, else None. All keys are compared, each in constant time."""
+        """The digest of a valid key, else None. Compares with all keys, each in constant time."""
         scheme, _, given = authorization.partition(" ")
         digest = sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
@@ -99,9 +102,9 @@ class Guard:
 
 
 def count_refusal(scope: Scope, status: int) -> None:
-    """Counts in the metrics a request that was refused before it was decoded."""
+    """Count a request that was refused before decoding."""
     if scope.get("graft.too_large"):
-        status = 413  # whatever the app made of a body that broke off
+        status = 413  # whatever the app made of the incomplete body
     if scope["path"].startswith(_COUNTED):
         scope["app"].state.serving.metrics.failed(reason_for(status))
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics, by vLLM's names with the prefix `graft:`."""
+"""Prometheus metrics, with vLLM's names and the prefix `graft:`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from graft.request.stats import Stats
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+Described = dict[str, tuple[str, float]]  # a metric's help text and value, by name
+
+
 class Metrics:
-    """Counters and histograms of one server. Speculation is counted when an answer ends, tokens as they come."""
+    """Counters and histograms of one server. Tokens count as they come, speculation when an answer ends."""
 
     def __init__(self, scheduler: Scheduler, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -28,10 +32,10 @@ class Metrics:
             made = Histogram(f"graft:{name}", words, ("model_name",), buckets=_SECONDS, registry=self._registry)
             return made.labels(model_name)
 
-        self._successes = counter("request_success", "Answers that came to their end.", "finished_reason")
-        self._failures = counter("request_failure", "Requests not answered.", "reason")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self._new_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._successes = counter("request_success", "Finished answers.", "finished_reason")
+        self._failures = counter("request_failure", "Requests that failed.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
+        self.new_tokens = counter("generation_tokens", "Generated tokens.").labels(model_name)
         self._rounds = counter("spec_decode_num_drafts", "Rounds that verified a tree.")
         self._proposed = counter("spec_decode_num_draft_tokens", "Proposed tokens that were verified.", "source")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", "source")
@@ -41,12 +45,6 @@ class Metrics:
         self.queue_time = histogram("request_queue_time_seconds", "From a request to its first round.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From a request to its last token.")
 
-    def asked(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens.labels(self._model).inc(num_prompt_tokens)
-
-    def written(self, num_tokens: int) -> None:
-        self._new_tokens.labels(self._model).inc(num_tokens)
-
     def answered(self, reason: str) -> None:
         self._successes.labels(self._model, reason).inc()
 
@@ -55,7 +53,9 @@ class Metrics:
 
     def speculated(self, stats: Stats) -> None:
         self._rounds.labels(self._model).inc(stats.rounds - stats.plain_rounds)
-        for source, count in list(stats.proposed_by_source.items()):  # its thread may still be at it
+        for source, count in list(
+            stats.proposed_by_source.items()
+        ):  # copies: the scheduler's thread may still add to it
             self._proposed.labels(self._model, source).inc(count)
         for source, count in list(stats.accepted_by_source.items()):
             self._accepted.labels(self._model, source).inc(count)
@@ -74,21 +74,19 @@ class _SchedulerCollector:
 
     def collect(self) -> Iterator[Metric]:
         scheduler, pool = self._scheduler, self._scheduler.pool
-        gauges = {
-            "num_requests_running": ("Requests with prompts or answers under way.", scheduler.num_running),
-            "num_requests_waiting": ("Requests with prompts that wait for room.", scheduler.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV cache's pages that running requests have.", scheduler.cache_use),
-            "prefix_cache_tokens": ("Tokens kept for requests that begin alike.", pool.num_prefix_tokens),
+        gauges: Described = {
+            "num_requests_running": ("Requests in prefill or decode.", scheduler.num_running),
+            "num_requests_waiting": ("Requests that wait for room.", scheduler.num_waiting),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages used by running requests.", scheduler.cache_use),
+            "prefix_cache_tokens": ("Tokens in the prefix cache.", pool.num_prefix_tokens),
         }
-        for name, (words, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"graft:{name}", words, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        counts = {
-            "prefix_cache_queries": ("Tokens of prompts looked for among those kept.", pool.num_prefix_queries),
-            "prefix_cache_hits": ("Of them, tokens that were not read again.", pool.num_prefix_hits),
+        counters: Described = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", pool.num_prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", pool.num_prefix_hits),
         }
-        for name, (words, value) in counts.items():
-            counter = CounterMetricFamily(f"graft:{name}", words, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        families: list[tuple[Family, Described]] = [(GaugeMetricFamily, gauges), (CounterMetricFamily, counters)]
+        for family, metrics in families:
+            for name, (words, value) in metrics.items():
+                metric = family(f"graft:{name}", words, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric

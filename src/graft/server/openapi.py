@@ -1,4 +1,4 @@
-"""What the API answers, as pydantic models, and the OpenAPI document that says so. Requests are in `schema`."""
+"""The API's answers as pydantic models, and the OpenAPI document. Models of requests are in `schema`."""
 
 from __future__ import annotations
 
@@ -240,11 +240,11 @@ _REFUSALS = {
     400: "The request is not understood or not supported; the message says what.",
     401: "No API key, or a wrong one.",
     404: "No such model.",
-    408: "The request was not wholly sent in time.",
+    408: "The request was not complete in time.",
     413: "The body is too large.",
     429: "Too many requests are waiting.",
     500: "The request failed; the server's log says why.",
-    503: "The server is starting, shutting down, or at work on JSON schemas that take long.",
+    503: "The server is starting, shutting down, or busy compiling slow JSON schemas.",
     504: "The request took longer than allowed.",
 }
 _EVENT: Json = {
@@ -254,23 +254,24 @@ _EVENT: Json = {
 }
 
 
-def answers(model: type[BaseModel] | None, *statuses: int, events: str | None = None) -> dict[int | str, Json]:
-    """What a route answers, for FastAPI. events: what a stream's events hold, where there can be one."""
-    found: dict[int | str, Json] = {status: {"description": _REFUSALS[status], "model": Error} for status in statuses}
-    if model is not None:
-        found[200] = {"description": "The answer.", "model": model}
-        if events is not None:
-            words = f"Server-sent events, if `stream` is true. Their data is JSON: {events}."
-            found[200]["content"] = {"text/event-stream": {"itemSchema": {**_EVENT, "description": words}}}
-    return found
+def errors(*statuses: int) -> dict[int | str, Json]:
+    """Error responses of a route, for FastAPI; without statuses, those of routes that tokenize or decode."""
+    return {status: {"description": _REFUSALS[status], "model": Error} for status in statuses or _REFUSALS}
+
+
+def streamable(model: type[BaseModel], events: str) -> dict[int | str, Json]:
+    """The responses of a route that can stream, for FastAPI. events: what the data of the events is."""
+    words = f"Server-sent events, if `stream` is true. Their data is JSON: {events}."
+    content = {"text/event-stream": {"itemSchema": {**_EVENT, "description": words}}}
+    return {**errors(), 200: {"description": "The answer.", "model": model, "content": content}}
 
 
 def document(app: FastAPI, has_keys: bool, open_paths: set[str]) -> Json:
-    """The OpenAPI document, without statuses that never come, and with the key that is asked for."""
+    """The OpenAPI document, without statuses that never occur, and with the API key if one is needed."""
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path, methods in made["paths"].items():
         for route in methods.values():
-            route["responses"].pop("422", None)  # FastAPI's own; here it is 400
+            route["responses"].pop("422", None)  # FastAPI's default; here it is 400
             if has_keys and path not in open_paths:
                 route["security"] = [{"key": []}]
             else:

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API in OpenAI's format: a status, a type that clients tell apart, and what was wrong."""
+"""Errors of the HTTP API in OpenAI's format: a status, a type, a code and a message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CODES = {
     503: "unavailable",
     504: "timeout",
 }
-# Why a request failed, as the metrics count it.
+# Labels of failed requests in the metrics
 _REASONS = {401: "key", 404: "model", 408: "timeout", 413: "size", 429: "busy", 503: "busy", 504: "timeout"}
 
 
@@ -34,7 +34,7 @@ def error_body(status: int, message: str, param: str | None = None) -> Json:
 
 
 def reason_for(status: int) -> str:
-    """The label under which the metrics count a refusal with this status."""
+    """The metrics' label of a refusal with this status."""
     return _REASONS.get(status, "request" if status < 500 else "server")
 
 
@@ -45,7 +45,7 @@ def new_request_id() -> str:
 class RefusedError(Exception):
     """An HTTP error in OpenAI's format."""
 
-    is_counted = False  # whether the metrics know of it already
+    is_counted = False  # in the metrics already
 
     def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
         super().__init__(message)
@@ -58,6 +58,6 @@ class RefusedError(Exception):
 
 
 class FailedError(RefusedError):
-    """The error of a request that was taken and could not be answered."""
+    """A failure after the request was accepted."""
 
     is_counted = True

@@ -1,30 +1,29 @@
-"""OpenAI's Responses API: a request as a chat, and its answer as items and events. Nothing is stored."""
+"""OpenAI's Responses API. A request becomes a chat; its answer becomes items and events. Nothing is stored."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from graft.engine.jobs import Job, Update
-from graft.server.answers import Answers, Echo, Shape, dumped, speculation
+from graft.engine.jobs import Update
+from graft.server.answers import Answers, dump_json, speculation
 from graft.server.refusals import Json, RefusedError
 from graft.server.schema import (
-    SEED,
     Bool,
     ChatRequest,
-    FunctionName,
-    JsonObject,
-    Metadata,
+    FunctionChoice,
+    FunctionTool,
+    JsonSchema,
     No,
+    RequestBody,
     StreamOptions,
     Strict,
     Text,
 )
-from graft.server.tools import Arguments, CallStart, Content, Parser, Piece, PlainText
+from graft.server.tool_parsers import Arguments, CallStart, Content, Piece
 
 
 class InputText(Strict):
@@ -34,32 +33,34 @@ class InputText(Strict):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Strict):
-    type: Literal["message"] | None = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
+TextParts = Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
+
+
+class InputItem(Strict):
     id: Text | None = None
     status: Text | None = None
+
+
+class InputMessage(InputItem):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | TextParts
     phase: Text | None = None
 
 
-class FunctionCall(Strict):
-    """A call of the past, in whatever words the model made it."""
+class FunctionCall(InputItem):
+    """An earlier call, with the name and arguments as the model wrote them."""
 
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Text
-    id: Text | None = None
-    status: Text | None = None
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
-    id: Text | None = None
-    status: Text | None = None
+    output: Text | TextParts
 
 
 class ReasoningText(Strict):
@@ -67,38 +68,28 @@ class ReasoningText(Strict):
     text: Text
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(InputItem):
     type: Literal["reasoning"]
-    id: Text | None = None
     summary: list[Any] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    status: Text | None = None
 
 
-class ResponseTool(Strict):
+class ResponseTool(FunctionTool):
     type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: Bool | None = None
 
 
-class ResponseToolChoice(Strict):
+class ResponseToolChoice(FunctionChoice):
     type: Literal["function"]
-    name: FunctionName
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
-    description: Text | None = None
-    schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: Bool | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema goes with type json_schema")
+            raise ValueError("schema and type json_schema require each other")
         return self
 
 
@@ -110,8 +101,11 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Bool | None = False
 
 
-class ResponsesRequest(Strict):
-    """Fields of a response. What would need stored state is refused: previous_response_id, conversation, background."""
+class ResponsesRequest(RequestBody):
+    """A request for a response.
+
+    What would need stored state is refused: previous_response_id, conversation, background.
+    """
 
     input: (
         Text
@@ -120,32 +114,19 @@ class ResponsesRequest(Strict):
             Field(min_length=1, fail_fast=True),
         ]
     )
-    model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
-    stream: Bool | None = False
     stream_options: ResponseStreamOptions | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: Bool | None = True
-    store: No | None = None
     background: No | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Any], Field(max_length=0)] | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    safety_identifier: Text | None = None
-    user: Text | None = None
-    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
-    speculate: Bool | None = True
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat completion."""
+        """This request as a chat completion."""
         given: Json = {name: getattr(self, name) for name in _SAME}
         given |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         if self.tools:
@@ -170,32 +151,32 @@ class ResponsesRequest(Strict):
             raise RefusedError(400, str(first["msg"]).removeprefix("Value error, ")) from error
 
     def _messages(self) -> list[Json]:
-        said: list[Json] = []
+        messages: list[Json] = []
         if self.instructions is not None:
-            said.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*said, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         thought: str | None = None
         for item in self.input:
-            is_ours = isinstance(item, FunctionCall) or (isinstance(item, InputMessage) and item.role == "assistant")
-            if thought is not None and not is_ours:
-                said.append(_thought_alone(thought))
+            is_answer = isinstance(item, FunctionCall) or (isinstance(item, InputMessage) and item.role == "assistant")
+            if thought is not None and not is_answer:
+                messages.append(_reasoning_message(thought))
                 thought = None
             if isinstance(item, ReasoningItem):
                 thought = "".join(part.text for part in item.content or ()) or None
             elif isinstance(item, FunctionCallOutput):
-                said.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
             elif isinstance(item, InputMessage):
-                said.append({"role": item.role, "content": _joined(item.content)})
+                messages.append({"role": item.role, "content": _joined(item.content)})
                 if item.role == "assistant":
-                    said[-1]["reasoning_content"], thought = thought, None
+                    messages[-1]["reasoning_content"], thought = thought, None
             else:
-                if thought is not None or not said or said[-1]["role"] != "assistant":
-                    said.append(_thought_alone(thought))
+                if thought is not None or not messages or messages[-1]["role"] != "assistant":
+                    messages.append(_reasoning_message(thought))
                     thought = None
                 function = {"name": item.name, "arguments": item.arguments}
-                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-        return said if thought is None else [*said, _thought_alone(thought)]
+                messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        return messages if thought is None else [*messages, _reasoning_message(thought)]
 
 
 _SAME = (
@@ -203,8 +184,8 @@ _SAME = (
 )  # fmt: skip
 
 
-def _thought_alone(thought: str | None) -> Json:
-    """An answer that says nothing, such as one that was cut while it reasoned."""
+def _reasoning_message(thought: str | None) -> Json:
+    """An answer without text, for instance one that was cut during its reasoning."""
     return {"role": "assistant", "content": None, "reasoning_content": thought}
 
 
@@ -213,22 +194,13 @@ def _joined(content: str | list[InputText]) -> str:
 
 
 class ResponseAnswers(Answers):
-    """The one answer to a request, as a response: items of output, told by events in a stream."""
+    """The one answer to a request as a response: a list of output items, which a stream sends as events."""
 
     ending = b""
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        model_name: str,
-        shape: Shape,
-        jobs: list[Job],
-        tokenizer: Any,
-        with_rounds: bool,
-        parser: Callable[[], Parser] = PlainText,
-        echo: Echo | None = None,
-    ) -> None:
-        super().__init__(shape, jobs, tokenizer, with_rounds, parser, echo)
+    def __init__(self, request: ResponsesRequest, model_name: str, *args: Any, **options: Any) -> None:
+        """args, options: for `Answers`."""
+        super().__init__(*args, **options)
         self._request, self._model = request, model_name
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._items: list[Json] = []
@@ -238,20 +210,20 @@ class ResponseAnswers(Answers):
     def id(self) -> str:
         return self._id
 
-    # A stream
+    # Events of a stream
 
     def opening(self) -> list[Json]:
         begun = self._response("in_progress", [])
-        # Made before the events of the first token are, but sent before them: they have the first numbers.
+        # The events of the first token are made earlier and sent later: they leave the numbers 0 and 1 to these.
         return [
             {"type": "response.created", "sequence_number": 0, "response": begun},
             {"type": "response.in_progress", "sequence_number": 1, "response": begun},
         ]
 
-    def take(self, job: int, update: Update) -> list[Json]:
+    def chunks_for(self, job: int, update: Update) -> list[Json]:
         answer = self.answers[0]
-        pieces, _ = answer.take(update)
-        events = [event for piece in pieces for event in self._told(piece)]
+        pieces, _ = answer.add(update)
+        events = [event for piece in pieces for event in self._events_for(piece)]
         if answer.reason is not None:
             if not self._items:
                 events += self._begin(_message())
@@ -270,14 +242,14 @@ class ResponseAnswers(Answers):
 
     def event(self, chunk: Json, options: StreamOptions) -> bytes:
         padded = bool(options.include_obfuscation) and str(chunk["type"]).endswith(".delta")
-        return f"event: {chunk['type']}\n".encode() + b"data: " + dumped(chunk, padded) + b"\n\n"
+        return f"event: {chunk['type']}\n".encode() + b"data: " + dump_json(chunk, padded) + b"\n\n"
 
     def _numbered(self, event: Json) -> Json:
         self._num_events += 1
         return {**event, "sequence_number": self._num_events + 1}
 
-    def _told(self, piece: Piece) -> list[Json]:
-        """Events of a piece of the answer, the end of another item among them."""
+    def _events_for(self, piece: Piece) -> list[Json]:
+        """Events of a piece of the answer, which may end one item and begin another."""
         if isinstance(piece, CallStart):
             return [*self._end(), *self._begin(_call(piece))]
         if isinstance(piece, Arguments):
@@ -299,22 +271,23 @@ class ResponseAnswers(Answers):
     def _begin(self, item: Json) -> list[Json]:
         self._items.append(item)
         bare = {**item, "content": []} if "content" in item else {**item}
-        events: list[Json] = [{"type": "response.output_item.added", "output_index": self._last, "item": bare}]
+        place = len(self._items) - 1
+        events: list[Json] = [{"type": "response.output_item.added", "output_index": place, "item": bare}]
         if item["type"] == "message":
             part = {**item["content"][0]}
             events.append({"type": "response.content_part.added", **self._place, "content_index": 0, "part": part})
         return events
 
     def _end(self, is_cut: bool = False) -> list[Json]:
-        """Events of the end of the item that is being told, if there is one."""
+        """Events that end the current item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item, place = self._items[-1], self._place
         item["status"] = "incomplete" if is_cut else "completed"
         events: list[Json] = []
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events.append({"type": "response.function_call_arguments.done", **place, **told})
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events.append({"type": "response.function_call_arguments.done", **place, **call})
         else:
             part = {**item["content"][0]}
             is_text = item["type"] == "message"
@@ -323,13 +296,12 @@ class ResponseAnswers(Answers):
             events.append({**done, "logprobs": []} if is_text else done)
             if is_text:
                 events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
-        return [*events, {"type": "response.output_item.done", "output_index": self._last, "item": {**item}}]
+        return [
+            *events,
+            {"type": "response.output_item.done", "output_index": place["output_index"], "item": {**item}},
+        ]
 
-    @property
-    def _last(self) -> int:
-        return len(self._items) - 1
-
-    # The whole
+    # The whole response
 
     def whole(self) -> Json:
         cut = self.answers[0].reason == "length"
@@ -391,5 +363,5 @@ def _thought() -> Json:
 
 
 def _call(start: CallStart) -> Json:
-    told = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
-    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **told}
+    call = {"call_id": start.id, "name": start.name, "arguments": "", "status": "in_progress"}
+    return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **call}

@@ -1,4 +1,4 @@
-"""Request bodies as pydantic models. A field that is not declared here is refused by name, never ignored."""
+"""Request bodies as pydantic models. Unknown fields are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from pydantic import (
     model_validator,
 )
 
-from graft.server.grammar import Wanted
+from graft.server.grammar import GrammarSpec
 
-SEED = 2**62 - 2**16  # a request's further answers take the seeds after it
+SEED_LIMIT = 2**62 - 2**16  # further answers of a request use the seeds after its own
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-_TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are text
+_TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # keys of JSON objects are strings
 Text = Annotated[str, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
 _Pattern = Annotated[str, Field(strict=True, min_length=1)]
 
 
-def _is_a_word(value: Any) -> Any:
-    """0 and 1 equal False and True, and are not meant here."""
+def _is_bool(value: Any) -> Any:
+    """Refuse 0 and 1, which equal False and True."""
     if type(value) is not bool:
         raise ValueError("give true or false")
     return value
 
 
-def _can_be_repeated(value: dict[str, Any]) -> dict[str, Any]:
-    """Python reads NaN and 1e999, which no JSON of ours can repeat."""
+def _is_valid_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse NaN and 1e999, which Python reads and valid JSON cannot hold."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:
@@ -47,8 +47,8 @@ def _can_be_repeated(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _checked_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """An object's entries, a few at a time: the first part with a bad one ends it."""
+def _check_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check an object's entries a few at a time, up to the first bad ones."""
     if not isinstance(given, dict):
         return check(given)
     entries = iter(given.items())
@@ -58,19 +58,19 @@ def _checked_in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return checked
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_repeated)]
-# Each unbounded list or object fails at its first bad entries: an error for each would take long and much memory.
+JsonObject = Annotated[dict[str, Any], AfterValidator(_is_valid_json)]
+# Unbounded lists and objects fail at the first bad entries: an error for every entry would take much time and memory.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-_FewAtATime = WrapValidator(_checked_in_parts)  # not every version of pydantic has fail_fast for objects
-Metadata = Annotated[dict[Text, Text], _FewAtATime]
-_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], _FewAtATime]
-_Variables = Annotated[dict[Text, bool | int | float | Text], _FewAtATime]
-_StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the text's end at every token
-No = Annotated[Literal[False], BeforeValidator(_is_a_word)]  # what is not supported may be declined
+_InParts = WrapValidator(_check_in_parts)  # not every version of pydantic has fail_fast for objects
+Metadata = Annotated[dict[Text, Text], _InParts]
+_Biases = Annotated[dict[_TokenName, Annotated[float, Field(strict=True, ge=-100, le=100)]], _InParts]
+_Variables = Annotated[dict[Text, bool | int | float | Text], _InParts]
+_StopText = Annotated[str, Field(strict=True, max_length=1024)]  # compared with the end of the text at every token
+No = Annotated[Literal[False], BeforeValidator(_is_bool)]  # for unsupported options that a client may switch off
 
 
 class Strict(BaseModel):
-    # In JSON schema: what is not declared may be null, which is the same as absent.
+    # In the JSON schema, unknown fields may be null, which means absent.
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
     )
@@ -78,15 +78,15 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, given: Any) -> Any:
-        """Clients write null for what they do not say, fields that are not known here among them."""
+        """Remove nulls: clients send them for fields that they do not set, even unknown ones."""
         if not isinstance(given, dict):
             return given
-        said = {name: value for name, value in given.items() if value is not None}
-        unknown = said.keys() - cls._known_names()
-        if len(unknown) > 1:  # one is enough to refuse it by, and each would have an error of its own
-            first = next(name for name in said if name in unknown)
-            return {name: value for name, value in said.items() if name == first or name not in unknown}
-        return said
+        present = {name: value for name, value in given.items() if value is not None}
+        unknown = present.keys() - cls._known_names()
+        if len(unknown) > 1:  # keep only the first: one error is enough
+            first = next(name for name in present if name in unknown)
+            return {name: value for name, value in present.items() if name == first or name not in unknown}
+        return present
 
     @classmethod
     @cache
@@ -97,14 +97,14 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: Bool | None = False  # in a last chunk
     continuous_usage_stats: Bool | None = False  # in every chunk
-    include_obfuscation: Bool | None = False  # events are padded, so that their sizes do not tell what they hold
+    include_obfuscation: Bool | None = False  # pad events, so that their size does not reveal their text
 
 
 class JsonSchema(Strict):
     name: Text | None = "answer"
     description: Text | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: Bool | None = None  # False: where the schema cannot be compiled, any JSON will do
+    strict: Bool | None = None  # False: any JSON is allowed if the schema cannot be compiled
 
 
 class ResponseFormat(Strict):
@@ -114,7 +114,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema")
+            raise ValueError("json_schema and type json_schema require each other")
         return self
 
 
@@ -130,22 +130,14 @@ class StructuredOutputs(Strict):
         return self
 
 
-class Sampling(Strict):
-    """Fields of both kinds of completion: OpenAI's, those of them that change nothing here, vLLM's, Graft's own."""
+class RequestBody(Strict):
+    """Fields of completions and responses: OpenAI's (some of them without effect), and Graft's own."""
 
     model: Text | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = 1.0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
+    seed: Annotated[int, Field(strict=True, gt=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stream: Bool | None = False
-    stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(strict=True, gt=-SEED, lt=SEED)] | None = None
-    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
-    logit_bias: _Biases | None = None
-    response_format: ResponseFormat | None = None
     user: Text | None = None
     store: No | None = None  # nothing is stored
     metadata: Metadata | None = None
@@ -153,7 +145,21 @@ class Sampling(Strict):
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1 are off
+    speculate: Bool | None = True  # False: plain decoding
+
+
+class Sampling(RequestBody):
+    """More fields of both kinds of completion: OpenAI's, vLLM's and Graft's own."""
+
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = 1
+    stream_options: StreamOptions | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = 0.0
+    logit_bias: _Biases | None = None
+    response_format: ResponseFormat | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = 0  # 0 and -1: off
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = 1.0
     min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = 0
@@ -161,35 +167,36 @@ class Sampling(Strict):
     stop_token_ids: TokenIds | None = None
     guided_regex: _Pattern | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
-    structured_outputs: StructuredOutputs | None = None  # the same, by a newer name
+    structured_outputs: StructuredOutputs | None = None  # newer name of the same
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    speculate: Bool | None = True  # False decodes plainly
-    return_rounds: Bool | None = False  # every round's tree and each token's origin come with the answer
+    return_rounds: Bool | None = False  # add every round's tree and each token's origin
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream")
-        asked = (self.wanted_schema, self.guided_regex, self.guided_choice, self.structured_outputs)
-        if sum(value is not None for value in asked) > 1:
+            raise ValueError("stream_options requires stream")
+        if sum(value is not None for value in self._constraints) > 1:
+            raise ValueError("give only one of response_format, guided_regex, guided_choice and structured_outputs")
+        if self.is_constrained and (self.ignore_eos or self.min_tokens):
             raise ValueError(
-                "an answer fits one thing: give one of response_format, guided_regex, guided_choice, structured_outputs"
+                "ignore_eos and min_tokens cannot be combined with a response_format, which ends the answer"
             )
-        if self.is_guided and (self.ignore_eos or self.min_tokens):
-            raise ValueError("ignore_eos and min_tokens do not go with a response_format: JSON ends where it ends")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs does not go with stream")
+            raise ValueError("prompt_logprobs cannot be combined with stream")
         return self
 
     @property
-    def is_guided(self) -> bool:
-        """Whether the answer must fit something."""
-        asked = (self.wanted_schema, self.guided_regex, self.guided_choice, self.structured_outputs)
-        return any(value is not None for value in asked)
+    def is_constrained(self) -> bool:
+        """Whether a grammar constrains the answer."""
+        return any(value is not None for value in self._constraints)
 
     @property
-    def wanted_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the response_format; an empty one fits anything that is JSON."""
+    def _constraints(self) -> tuple[Any, ...]:
+        return self.response_schema, self.guided_regex, self.guided_choice, self.structured_outputs
+
+    @property
+    def response_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the response_format; an empty one allows any JSON."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         if self.response_format.json_schema is None:
@@ -197,33 +204,35 @@ class Sampling(Strict):
         return self.response_format.json_schema.schema_ or {}
 
     @property
-    def wanted(self) -> Wanted | None:
-        """What the answer must fit, if anything."""
-        if self.wanted_schema is not None:
-            return Wanted.schema(self.wanted_schema)
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The grammar of the answer, if there is one."""
+        if self.response_schema is not None:
+            return GrammarSpec.schema(self.response_schema)
         asked = self.structured_outputs or StructuredOutputs.model_construct()
         if asked.json_ is not None:
-            return Wanted.schema(asked.json_, "structured_outputs")
+            return GrammarSpec.schema(asked.json_, "structured_outputs")
         regex, choice = self.guided_regex or asked.regex, self.guided_choice or asked.choice
         if regex is not None:
-            return Wanted("regular expression", regex, "guided_regex" if self.guided_regex else "structured_outputs")
+            return GrammarSpec(
+                "regular expression", regex, "guided_regex" if self.guided_regex else "structured_outputs"
+            )
         if choice is not None:
-            return Wanted.choice(choice, "guided_choice" if self.guided_choice else "structured_outputs")
+            return GrammarSpec.choice(choice, "guided_choice" if self.guided_choice else "structured_outputs")
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many alternatives are wanted beside each token of the prompt; None: no log-probabilities."""
+        """Number of alternatives to each token of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
     def is_lenient(self) -> bool:
-        """Whether any JSON will do where the schema cannot be compiled."""
+        """Whether any JSON is allowed if the schema cannot be compiled."""
         wanted = self.response_format.json_schema if self.response_format is not None else None
         return wanted is not None and wanted.strict is False
 
     def settings(self, max_new_tokens: int, logprobs: int | None) -> dict[str, Any]:
-        """Keywords for `SamplingSettings`; null fields are left out and take the default there."""
+        """Keywords for `SamplingSettings`, without null fields, which take the default there."""
         given = {
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
@@ -253,8 +262,8 @@ FunctionName = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_-]{1,64}$
 class FunctionTool(Strict):
     name: FunctionName
     description: Text | None = None
-    parameters: JsonObject | None = None  # a JSON schema; absent: there are none
-    strict: Bool | None = None  # whether calls must fit the schema even where none is forced
+    parameters: JsonObject | None = None  # a JSON schema; absent: no parameters
+    strict: Bool | None = None  # calls must fit the schema even if no call is forced
 
 
 class Tool(Strict):
@@ -262,7 +271,7 @@ class Tool(Strict):
     function: FunctionTool
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """For chat templates."""
         function = {"name": self.function.name, "description": self.function.description or ""}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
@@ -278,7 +287,7 @@ class ToolChoice(Strict):
 
 
 class CalledFunction(Strict):
-    """A call of the past, in whatever words the model made it: a client sends back what it was given."""
+    """An earlier call, with the name and arguments as the model wrote them."""
 
     name: Text
     arguments: Text
@@ -288,10 +297,10 @@ class ToolCall(Strict):
     id: Text
     type: Literal["function"] | None = "function"
     function: CalledFunction
-    index: int | None = None  # of a streamed one that was put together
+    index: int | None = None  # clients that collect a stream may leave it there
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates know it: its arguments are an object, or text where they are none."""
+        """For chat templates. The arguments are an object, or text if they are not valid JSON."""
         function = {"name": self.function.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -308,12 +317,12 @@ class ToolCall(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None = None
-    name: Text | None = None  # refused where the model's chat template leaves it out
+    name: Text | None = None  # refused if the model's chat template ignores it
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
-    annotations: list[Any] | None = None  # of an answer's text; they add nothing to it
+    annotations: list[Any] | None = None  # of an answer's text; ignored
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -321,9 +330,9 @@ class Message(Strict):
             raise ValueError("content is missing")
         for name in ("refusal", "annotations", "tool_calls", "reasoning_content"):
             if self.role != "assistant" and getattr(self, name):
-                raise ValueError(f"{name} goes with the role assistant")
+                raise ValueError(f"{name} requires the role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id goes with the role tool, and the role tool with it")
+            raise ValueError("tool_call_id and the role tool require each other")
         return self
 
     @property
@@ -332,7 +341,7 @@ class Message(Strict):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates know it."""
+        """For chat templates."""
         role = "system" if self.role == "developer" else self.role
         more: dict[str, Any] = {
             name: getattr(self, name)
@@ -351,7 +360,7 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: Bool | None = True  # False: one call at most
+    parallel_tool_calls: Bool | None = True  # False: at most one call
     chat_template_kwargs: _Variables | None = None
 
     @model_validator(mode="after")
@@ -363,21 +372,23 @@ class ChatRequest(Sampling):
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
         if choice == "required" and not names:
-            raise ValueError("tool_choice goes with tools")
-        if self.must_call and self.is_guided:
-            raise ValueError("response_format does not go with a tool_choice that forces a call")
-        if self.offered and self.is_guided and self.wanted_schema is None:
-            raise ValueError("guided_regex, guided_choice and structured_outputs do not go with tools")
+            raise ValueError("tool_choice requires tools")
+        if self.must_call and self.is_constrained:
+            raise ValueError("response_format cannot be combined with a tool_choice that forces a call")
+        if self.offered and self.is_constrained and self.response_schema is None:
+            raise ValueError("guided_regex, guided_choice and structured_outputs cannot be combined with tools")
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
-            raise ValueError("ignore_eos and min_tokens do not go with calls that are forced, strict or one at most")
+            raise ValueError(
+                "ignore_eos and min_tokens cannot be combined with calls that are forced, strict or not parallel"
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs")
+            raise ValueError("top_logprobs requires logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens say different things; give one")
+            raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
 
     @property
-    def is_silent(self) -> bool:
+    def is_prompt_only(self) -> bool:
         return False
 
     @property
@@ -386,29 +397,29 @@ class ChatRequest(Sampling):
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether a grammar says how the answer may call tools, and so where it ends."""
+        """Whether a grammar constrains the calls, and so decides where the answer ends."""
         is_strict = any(tool.function.strict for tool in self.callable)
         return bool(self.callable) and (self.must_call or is_strict or self.parallel_tool_calls is False)
 
     @property
     def offered(self) -> list[Tool]:
-        """Tools that the model is told of: none if it may not call any."""
+        """Tools in the prompt: none if the model may not call any."""
         return [] if self.tool_choice == "none" or not self.tools else self.tools
 
     @property
     def callable(self) -> list[Tool]:
-        """Of them, those that it may call."""
+        """Tools that the model may call."""
         choice = self.tool_choice
         if isinstance(choice, ToolChoice):
             return [tool for tool in self.offered if tool.function.name == choice.function.name]
         return self.offered
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice) else 1 << 10
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -424,7 +435,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 goes with echo
+    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # 0 requires echo or prompt_logprobs
     echo: Bool | None = False
     best_of: Literal[1] | None = None
     suffix: None = None
@@ -432,16 +443,16 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens of 0 goes with echo or prompt_logprobs")
+            raise ValueError("max_tokens of 0 requires echo or prompt_logprobs")
         return self
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         return 16 if self.max_tokens is None else max(self.max_tokens, 1)
 
     @property
-    def is_silent(self) -> bool:
-        """Whether nothing but the prompt is wanted."""
+    def is_prompt_only(self) -> bool:
+        """Whether the request asks for nothing but the prompt."""
         return self.max_tokens == 0
 
     @property
@@ -478,7 +489,7 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         if self.prompt is not None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("tools and chat_template_kwargs go with messages")
+            raise ValueError("tools and chat_template_kwargs require messages")
         return self
 
 

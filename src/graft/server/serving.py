@@ -1,4 +1,4 @@
-"""Serving: from a checked request to its answer, whole or streamed. Decoding is the scheduler's."""
+"""From a valid request to its answer, whole or streamed. The scheduler does the decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -21,31 +21,33 @@ from graft.engine.jobs import BusyError, Failure, FailureKind, Job, Update
 from graft.engine.scheduler import Scheduler
 from graft.errors import GraftError
 from graft.model.sampler import SamplingSettings
-from graft.server.answers import Answers, ChatShape, Echo, Shape, TextShape
+from graft.server.answers import Answers, ChatSerializer, Echo, TextSerializer, dump_json
 from graft.server.chat import ChatTemplate, Thinks
-from graft.server.grammar import Grammars, SchemasBusyError, Wanted
+from graft.server.grammar import Grammars, GrammarSpec, SchemasBusyError
 from graft.server.metrics import Metrics
 from graft.server.refusals import FailedError, RefusedError
 from graft.server.schema import ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
 from graft.server.settings import ServeSettings
-from graft.server.tools import Function, Parser, PlainText, Thinking, call_grammar
+from graft.server.tool_formats import Function, call_grammar
+from graft.server.tool_parsers import Parser, PlainText, Thinking
 
 _STATUS: dict[FailureKind, int] = {"request": 400, "timeout": 504, "shutdown": 503, "server": 500}
 _LONG_TEXT = 20_000  # characters
-_BYTES_PER_TOKEN = 16  # of a prompt that may be tokenized: no usual text has so many
+_BYTES_PER_TOKEN = 16  # limit for a prompt before it is tokenized; usual texts have far fewer
+_CLIENT_GONE = 499  # status that nobody reads
 _WARM_UP_TOKENS = 6
-_MOST_PROMPT_LOGPROBS = 1 << 20  # of one response, alternatives counted
+_MAX_PROMPT_LOGPROBS = 1 << 20  # of one response, with the alternatives
 
 log = logging.getLogger("graft.server")
 T = TypeVar("T")
-MakeAnswers = Callable[[Shape, list[Job], Any, bool, Callable[[], Parser], Echo], Answers]
+MakeAnswers = Callable[..., Answers]
 
 
 class AsciiJson(JSONResponse):
-    """A JSON response in ASCII: it can repeat anything a request held, half characters too."""
+    """A JSON response in ASCII, which can repeat even lone surrogates of a request."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+        return dump_json(content)
 
 
 @dataclass
@@ -62,11 +64,11 @@ class Serving:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.scheduler, self.model_name)
         self.is_warm = False
-        # One thread each: texts come in turn, and long ones do not keep others waiting.
+        # One thread for short texts and one for long texts, so that short ones need not wait.
         self._workers = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-text") for _ in range(2)]
 
     @property
-    def status(self) -> str:
+    def status(self) -> Literal["starting", "ok", "stopping"]:
         if not self.scheduler.is_alive or self.scheduler.is_closing:
             return "stopping"
         return "ok" if self.is_warm else "starting"
@@ -81,7 +83,7 @@ class Serving:
             raise RefusedError(503, "the server is shutting down; try again later", Retry_After="1")
 
     async def warm_up(self) -> None:
-        """Decodes a few tokens of an answer that nobody wants, from text to text. Nothing is kept or learned of it."""
+        """Decode a few tokens of an answer and throw it away. Nothing of it is cached or learned."""
         assert self.engine.tokenizer is not None
         chats = bool(self.engine.tokenizer.chat_template)
         hello = {"role": "user", "content": "Hello"}
@@ -91,21 +93,21 @@ class Serving:
         if num_tokens < 1:
             return
         settings = SamplingSettings(max_new_tokens=num_tokens, temperature=1.0, seed=0, ignore_eos=True)
-        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
-        job = Job(self.engine.new_sequences(prompt, settings), _passing_on(news, 0), salt="warm-up")
+        updates: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        job = Job(self.engine.new_sequences(prompt, settings), _forward_to(updates, 0), salt="warm-up")
         self.scheduler.submit(job)
         try:
             count = 0
             while count < _WARM_UP_TOKENS:
-                _, told = await news.get()
-                if isinstance(told, Failure) or told.finish_reason is not None:
+                _, update = await updates.get()
+                if isinstance(update, Failure) or update.finish_reason is not None:
                     return
-                count += len(told.ids)
+                count += len(update.ids)
         finally:
             self.scheduler.cancel(job)
 
     async def off_loop(self, work: Callable[[], T], size: int = 0) -> T:
-        """Runs slow work in a thread beside the event loop. size: of its texts, in characters."""
+        """Run slow work in a thread beside the event loop. size: characters of its texts."""
         worker = self._workers[size > _LONG_TEXT]
         return await asyncio.get_running_loop().run_in_executor(worker, work)
 
@@ -114,26 +116,26 @@ class Serving:
         return await self.off_loop(lambda: self.engine.encode(prompt), len(prompt))
 
     def check_size(self, text: str) -> None:
-        """Refuses a prompt that is so long that even to tokenize it would keep others waiting."""
+        """Refuse a prompt so long that tokenizing it would keep other requests waiting."""
         most = self.settings.max_prompt_bytes
         if most is None:
             num_tokens = self.settings.max_prompt_tokens or self.engine.target.max_positions
             most = _BYTES_PER_TOKEN * num_tokens if num_tokens is not None else None
-        # Half a character has no bytes, and is refused later by its place.
+        # Lone surrogates are refused later, with their place.
         size = len(text.encode("utf-8", "surrogatepass"))
         if most is not None and size > most:
-            what = f"the prompt has {size} bytes, more than the {most} allowed here (--max-prompt-bytes)"
+            message = f"the prompt has {size} bytes, more than the {most} allowed here (--max-prompt-bytes)"
             context = self.engine.target.max_positions
             if context is not None:
-                what += f": the model's context holds {context} tokens"
-            raise RefusedError(400, what, "prompt")
+                message += f": the model's context holds {context} tokens"
+            raise RefusedError(400, message, "prompt")
 
     def check_model(self, asked: str | None) -> None:
         if asked not in (None, self.model_name):
             raise RefusedError(404, f"the model {asked!r} is not served here; {self.model_name!r} is", "model")
 
     async def encode_chat(self, body: ChatRequest | TokenizeRequest) -> tuple[list[int], Thinks | None]:
-        """The token ids of messages and tools, and whether the answer begins with reasoning."""
+        """Token ids of messages and tools, and whether the answer begins with reasoning."""
         messages, tools = body.messages or [], body.offered
         options = body.chat_template_kwargs or {}
         size = sum(len(message.text) for message in messages)
@@ -143,25 +145,25 @@ class Serving:
         return ids, self.template.thinks(text)
 
     async def answer_chat(self, body: ChatRequest, request: Request, make_answers: MakeAnswers = Answers) -> Response:
-        """Answers messages, in the form of chat completions unless another is given."""
+        """Answer messages. make_answers: the form of the answer, by default a chat completion."""
         arrived = time.monotonic()
         self.check_model(body.model)
         prompt, thinks = await self.encode_chat(body)
-        wanted = await self._wanted_calls(body, thinks) or body.wanted
-        form = ChatShape(self.model_name, self.grammars)
-        tokenizer, parser = self.engine.tokenizer, self.parser_for(body, thinks)
-        echo = Echo(with_prompt_logprobs=body.prompt_logprobs is not None)
+        spec = await self._call_grammar(body, thinks) or body.grammar_spec
+        make = partial(
+            make_answers,
+            ChatSerializer(self.model_name, self.grammars),
+            tokenizer=self.engine.tokenizer if body.return_rounds else None,
+            parser=self.parser_for(body, thinks),
+            echo=Echo(with_prompt_logprobs=body.prompt_logprobs is not None),
+        )
         kept = self.template.kept_ids(bool(body.callable), thinks)
+        return await self.answer(body, [prompt], request, spec, make, arrived, kept)
 
-        def make(jobs: list[Job]) -> Answers:
-            return make_answers(form, jobs, tokenizer, bool(body.return_rounds), parser, echo)
-
-        return await self.answer(body, [prompt], request, wanted, make, arrived, kept)
-
-    async def _wanted_calls(self, body: ChatRequest, thinks: Thinks | None) -> Wanted | None:
-        """The grammar of an answer with tool calls, where it takes one: calls are forced, strict, or at most one."""
+    async def _call_grammar(self, body: ChatRequest, thinks: Thinks | None) -> GrammarSpec | None:
+        """The grammar of an answer with tool calls, if one is needed: for forced, strict or single calls."""
         tools = body.callable
-        if not tools or not (body.constrains_calls or body.wanted_schema is not None):
+        if not tools or not (body.constrains_calls or body.response_schema is not None):
             return None
         fits = [body.must_call or bool(tool.function.strict) for tool in tools]
         functions = [
@@ -173,14 +175,14 @@ class Serving:
             self.template.format,
             functions,
             is_forced=body.must_call,
-            most=body.most_calls,
-            # One that may think need not, and where a call is forced that is what is wanted.
+            max_calls=body.max_calls,
+            # A forced call needs no reasoning first.
             thinks=None if body.must_call and thinks == "may" else thinks,
-            answer=body.wanted_schema,
-            mark_ids=self.template.mark_ids,
+            answer=body.response_schema,
+            marker_ids=self.template.marker_ids,
         )
         try:
-            return Wanted("grammar", await self.off_loop(write), "tools")
+            return GrammarSpec("grammar", await self.off_loop(write), "tools")
         except GraftError as error:
             raise RefusedError(400, str(error), "tools") from error
 
@@ -197,43 +199,42 @@ class Serving:
         arrived = time.monotonic()
         self.check_model(body.model)
         prompts = [await self.encode(prompt) for prompt in body.prompts]
-        shape, echoed = TextShape(self.model_name, self.grammars), list[str]()
+        echoed: list[str] = []
         if body.echo:
-            given = body.prompts
-            size = sum(map(len, prompts))
-            texts = await self.off_loop(lambda: [self._decode(prompt) for prompt in prompts], size)
-            echoed = [own if isinstance(own, str) else text for own, text in zip(given, texts, strict=True)]
-        echo = Echo(echoed, body.is_silent, body.prompt_logprobs is not None)
-
-        def make(jobs: list[Job]) -> Answers:
-            return Answers(shape, jobs, self.engine.tokenizer, bool(body.return_rounds), echo=echo)
-
-        return await self.answer(body, prompts, request, body.wanted, make, arrived)
+            echoed = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+            echoed = echoed or await self.off_loop(lambda: list(map(self._decode, prompts)), sum(map(len, prompts)))
+        make = partial(
+            Answers,
+            TextSerializer(self.model_name, self.grammars),
+            tokenizer=self.engine.tokenizer if body.return_rounds else None,
+            echo=Echo(echoed, body.is_prompt_only, body.prompt_logprobs is not None),
+        )
+        return await self.answer(body, prompts, request, body.grammar_spec, make, arrived)
 
     async def answer(
         self,
         body: ChatRequest | CompletionRequest,
         prompts: list[list[int]],
         request: Request,
-        wanted: Wanted | None,
+        spec: GrammarSpec | None,
         make_answers: Callable[[list[Job]], Answers],
         arrived: float,
         kept: frozenset[int] = frozenset(),
     ) -> Response:
-        """Submits the request to the scheduler, and passes its updates on to the client.
+        """Submit the request to the scheduler and pass its updates on to the client.
 
-        wanted: what the answers must fit. make_answers: gives them their form. arrived: when the request did, by
-        time.monotonic. kept: special tokens that are part of the answers' texts.
+        spec: the grammar of the answers. make_answers: gives them their form. arrived: time.monotonic() when the
+        request came. kept: special tokens that stay in the text of the answers.
         """
         num_scores = self._num_prompt_logprobs(body, prompts)
-        news: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
+        updates: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         tenant = self._tenant(body, request)
-        grammar = await self._grammar(wanted, body.is_lenient)
+        grammar = await self._grammar(spec, body.is_lenient)
         size = sum(map(len, prompts))
         jobs = await self.off_loop(lambda: [self._job(body, prompt, tenant, grammar, kept) for prompt in prompts], size)
         for number, job in enumerate(jobs):
             job.deadline = arrived + self.settings.timeout
-            job.listener = _passing_on(news, number)
+            job.listener = _forward_to(updates, number)
         answers = make_answers(jobs)
         answers.is_streamed = bool(body.stream)
         if self.settings.log_prompts:
@@ -241,48 +242,48 @@ class Serving:
                 log.info("%s prompt %r", answers.id, await self.off_loop(partial(self._decode, prompt), size))
         self._submit(jobs)
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        events = self._events(answers, news, arrived, request.scope["graft.id"], options)
+        events = self._events(answers, updates, arrived, request.scope["graft.id"], options)
         if options is not None:
-            # A stream begins with its first token, so that what fails before it has a status of its own.
-            first = await _unless_gone(request, anext(events))
+            # Wait for the first token: an error before it still gets its own status.
+            first = await _unless_disconnected(request, anext(events))
             if first is None:
-                return _nobody_there()
+                return Response(status_code=_CLIENT_GONE)
             return StreamingResponse(_stream(answers, first, events, options), media_type="text/event-stream")
-        whole = await _unless_gone(request, self._drained(answers, events, num_scores))
-        return whole if whole is not None else _nobody_there()
+        whole = await _unless_disconnected(request, self._whole_response(answers, events, num_scores))
+        return whole if whole is not None else Response(status_code=_CLIENT_GONE)
 
-    async def _drained(self, answers: Answers, events: AsyncGenerator[bytes, None], size: int) -> Response:
-        """The whole response, once all is there. With log-probabilities it is long: others do not wait."""
+    async def _whole_response(self, answers: Answers, events: AsyncGenerator[bytes, None], size: int) -> Response:
+        """The response, once the answers are complete. Many log-probabilities are serialised beside the event loop."""
         async for _ in events:
             pass
-        sequences = [sequence for job in answers.jobs for sequence in job.sequences]
+        sequences = answers.sequences
         size += sum(1 + len(each.alternatives) for sequence in sequences for each in sequence.logprobs)
         return await self.off_loop(lambda: AsciiJson(answers.whole()), size)
 
     def _num_prompt_logprobs(self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
-        """How many log-probabilities of prompts the response will hold; refuses a request for too many."""
+        """Number of prompt log-probabilities in the response. Refuses a request for too many."""
         if body.num_prompt_logprobs is None:
             return 0
         count = (body.num_prompt_logprobs + 1) * (body.n or 1) * sum(map(len, prompts))
-        if count > _MOST_PROMPT_LOGPROBS:
-            what = f"the response would hold {count} log-probabilities of prompts, more than {_MOST_PROMPT_LOGPROBS}"
+        if count > _MAX_PROMPT_LOGPROBS:
+            message = f"the response would hold {count} log-probabilities of prompts, more than {_MAX_PROMPT_LOGPROBS}"
             name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-            raise RefusedError(400, f"{what}: ask for fewer alternatives, answers or prompts", name)
+            raise RefusedError(400, f"{message}: ask for fewer alternatives, answers or prompts", name)
         return count
 
-    async def _grammar(self, wanted: Wanted | None, is_lenient: bool) -> Any | None:
-        """What the answer must fit, compiled. is_lenient: if that cannot be, any JSON."""
-        if wanted is None:
+    async def _grammar(self, spec: GrammarSpec | None, is_lenient: bool) -> Any | None:
+        """The compiled grammar. is_lenient: if the grammar is invalid, allow any JSON."""
+        if spec is None:
             return None
         try:
             try:
-                return await self.grammars.compile(wanted)
+                return await self.grammars.compile(spec)
             except GraftError as error:
                 if is_lenient:
-                    return await self.grammars.compile(Wanted.schema({}))
-                raise RefusedError(400, str(error), wanted.param) from error
+                    return await self.grammars.compile(GrammarSpec.schema({}))
+                raise RefusedError(400, str(error), spec.param) from error
         except SchemasBusyError as error:
-            raise RefusedError(503, f"{error}; try again later", wanted.param, Retry_After="5") from error
+            raise RefusedError(503, f"{error}; try again later", spec.param, Retry_After="5") from error
 
     def _job(
         self,
@@ -301,36 +302,36 @@ class Serving:
             sequence.num_prompt_logprobs = body.num_prompt_logprobs
             if grammar is not None:
                 sequence.constraint = self.grammars.constraint(grammar)
-        job = Job(sequences, lambda news: None, salt=tenant)
+        job = Job(sequences, lambda updates: None, salt=tenant)
         self.scheduler.check(job)
         return job
 
     def _max_new_tokens(self, body: ChatRequest | CompletionRequest, prompt: list[int]) -> int:
-        asked: int | None = body.wanted_tokens
+        asked: int | None = body.requested_tokens
         most, settings = self.settings.max_prompt_tokens, self.settings
         if most is not None and len(prompt) > most:
             raise RefusedError(400, f"the prompt has {len(prompt)} tokens, more than the {most} allowed here", "prompt")
         if asked is not None:
             if asked > settings.max_tokens:
-                what = f"max_tokens is {asked}, more than the {settings.max_tokens} allowed here"
-                raise RefusedError(400, what, "max_tokens")
+                message = f"max_tokens is {asked}, more than the {settings.max_tokens} allowed here"
+                raise RefusedError(400, message, "max_tokens")
             return asked
         room = (self.engine.target.max_positions or 1 << 30) - len(prompt)
-        # Where the prompt leaves no room, a token is asked for, and refused in words.
+        # If the prompt leaves no room, ask for one token: the scheduler refuses it with a clear message.
         return max(1, min(settings.default_max_tokens, settings.max_tokens, room))
 
     def _tenant(self, body: ChatRequest | CompletionRequest, request: Request) -> str:
-        """The group with which a request shares prefix cache and learning: all, its key's, or its key's and user's."""
+        """The group that shares prefix cache and learning: everybody, one key, or one user of a key."""
         shared_by = self.settings.shared_by
         if shared_by == "all":
             return ""
         return json.dumps([request.scope.get("graft.key"), None if shared_by == "key" else body.user])
 
     def _owner(self, tenant: str) -> int | None:
-        """A tenant as a number for retrievers; None where all share or each text learns from itself alone."""
+        """The tenant as a number for retrievers; None if everybody shares or nobody does."""
         if self.settings.shared_by in ("all", "none"):
             return None
-        # Above all numbers of texts that have no owner.
+        # Larger than the numbers of texts without an owner.
         return 1 << 56 | int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest())
 
     def _submit(self, jobs: list[Job]) -> None:
@@ -343,35 +344,35 @@ class Serving:
     async def _events(
         self,
         answers: Answers,
-        news: asyncio.Queue[tuple[int, Update | Failure]],
+        updates: asyncio.Queue[tuple[int, Update | Failure]],
         arrived: float,
         request_id: str,
         options: StreamOptions | None,
     ) -> AsyncGenerator[bytes, None]:
-        """Takes updates as they come, counts them in the metrics, and yields their events.
+        """Events of the updates as they come; also counts them in the metrics.
 
-        options: of the stream; None: the answers are not streamed, and there are no events. Closing it before the end
-        cancels the request.
+        options: of the stream; None: the answers are not streamed, and there are no events. Closing the generator
+        early cancels the request.
         """
         for job in answers.jobs:
-            self.metrics.asked(job.sequences[0].num_prompt_tokens)
+            self.metrics.prompt_tokens.inc(job.sequences[0].num_prompt_tokens)
         last: dict[tuple[int, int], float] = {}
         reason = "cancelled"
         try:
             while not answers.is_done:
-                number, told = await news.get()
+                number, update = await updates.get()
                 now = time.monotonic()
-                if isinstance(told, Failure):
-                    reason = told.kind
-                    raise FailedError(_STATUS[told.kind], told.message)
-                self._count(answers.jobs[number], (number, told.index), told, arrived, now, last)
-                for event in await self._taken(answers, number, told, options):
+                if isinstance(update, Failure):
+                    reason = update.kind
+                    raise FailedError(_STATUS[update.kind], update.message)
+                self._count(answers.jobs[number], (number, update.index), update, arrived, now, last)
+                for event in await self._events_for(answers, number, update, options):
                     yield event
             reason = ""
             self.metrics.end_to_end.observe(time.monotonic() - arrived)
         finally:
             for job in answers.jobs:
-                self.scheduler.cancel(job)  # those that have ended do not mind
+                self.scheduler.cancel(job)  # no effect on finished jobs
                 for sequence in job.sequences:
                     self.metrics.speculated(sequence.stats)
                     if not reason:
@@ -380,15 +381,17 @@ class Serving:
                 self.metrics.failed(reason)
             self._log(answers, reason, time.monotonic() - arrived, request_id)
 
-    async def _taken(self, answers: Answers, number: int, update: Update, options: StreamOptions | None) -> list[bytes]:
-        """The events of an update. The one with an echoed prompt may be long: others do not wait for it."""
+    async def _events_for(
+        self, answers: Answers, number: int, update: Update, options: StreamOptions | None
+    ) -> list[bytes]:
+        """The events of an update. A long echoed prompt is serialised beside the event loop."""
 
-        def take() -> list[bytes]:
-            chunks = answers.take(number, update)
+        def make() -> list[bytes]:
+            chunks = answers.chunks_for(number, update)
             return [answers.event(chunk, options) for chunk in chunks] if options is not None else []
 
         size = answers.size_of_echo(number, update) if options is not None else 0
-        return await self.off_loop(take, size) if size else take()
+        return await self.off_loop(make, size) if size else make()
 
     def _count(
         self,
@@ -399,7 +402,7 @@ class Serving:
         now: float,
         last: dict[tuple[int, int], float],
     ) -> None:
-        self.metrics.written(len(update.ids))
+        self.metrics.new_tokens.inc(len(update.ids))
         if answer not in last:
             self.metrics.time_to_first_token.observe(now - arrived)
             self.metrics.queue_time.observe((job.joined or now) - arrived)
@@ -409,7 +412,7 @@ class Serving:
         last[answer] = now
 
     def _log(self, answers: Answers, reason: str, seconds: float, request_id: str) -> None:
-        sequences = [sequence for job in answers.jobs for sequence in job.sequences]
+        sequences = answers.sequences
         reasons = reason or ",".join(str(sequence.finish_reason) for sequence in sequences)
         prompt = sum(job.sequences[0].num_prompt_tokens for job in answers.jobs)
         tokens, rounds = (sum(getattr(s.stats, what) for s in sequences) for what in ("tokens", "rounds"))
@@ -426,12 +429,14 @@ class Serving:
 # Streaming
 
 
-def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) -> Callable[[Update | Failure], None]:
-    """A listener, called in the scheduler's thread, that puts updates into a queue of this event loop."""
+def _forward_to(
+    updates: asyncio.Queue[tuple[int, Update | Failure]], number: int
+) -> Callable[[Update | Failure], None]:
+    """A listener for the scheduler's thread that puts updates into a queue of this event loop."""
     loop = asyncio.get_running_loop()
 
-    def listen(told: Update | Failure) -> None:
-        loop.call_soon_threadsafe(news.put_nowait, (number, told))
+    def listen(update: Update | Failure) -> None:
+        loop.call_soon_threadsafe(updates.put_nowait, (number, update))
 
     return listen
 
@@ -439,7 +444,7 @@ def _passing_on(news: asyncio.Queue[tuple[int, Update | Failure]], number: int) 
 async def _stream(
     answers: Answers, first: bytes, events: AsyncGenerator[bytes, None], options: StreamOptions
 ) -> AsyncIterator[bytes]:
-    """All events of a stream. An error after the first can only be an event itself."""
+    """All events of a stream. The status is sent already, so an error becomes an event."""
     try:
         for chunk in answers.opening():
             yield answers.event(chunk, options)
@@ -452,7 +457,7 @@ async def _stream(
     except RefusedError as error:
         for chunk in answers.failure(error):
             yield answers.event(chunk, StreamOptions())
-    except Exception:  # a stream that breaks off without a word looks like a whole answer to some clients
+    except Exception:  # some clients take a stream that just stops for a complete answer
         log.exception("%s failed", answers.id)
         for chunk in answers.failure(FailedError(500, "the server failed to write this answer; its log says why")):
             yield answers.event(chunk, StreamOptions())
@@ -460,10 +465,10 @@ async def _stream(
         await events.aclose()
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of the work; None if the client disconnects first, which cancels the work."""
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of the work, or None if the client disconnects first, which cancels the work."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -473,10 +478,6 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _nobody_there() -> Response:
-    return Response(status_code=499)  # nobody is there to read it

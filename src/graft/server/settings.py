@@ -25,32 +25,32 @@ ReasoningParser = Literal["auto", "think", "none"]
 
 @dataclass(frozen=True)
 class ServeSettings(SchedulerSettings):
-    """Settings of the HTTP server; limits on what is decoded at once are the scheduler's, inherited."""
+    """Settings of the HTTP server, and of its scheduler (inherited)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()  # any of them opens the server; none leaves it open
-    # Host names that requests may be sent to, beside local ones; `*.example.com` for all below it, `*` for any. None:
-    # on a local address local ones alone, else any.
+    api_keys: tuple[str, ...] = ()  # any of them gives access; none: no key is needed
+    # Host headers to allow beside local ones; `*.example.com` for all subdomains, `*` for any. If empty, a server on a
+    # local address allows only local ones, any other server allows all.
     allowed_hosts: tuple[str, ...] = ()
-    ssl_certfile: Path | None = None  # with it the server speaks HTTPS
+    ssl_certfile: Path | None = None  # enables HTTPS
     ssl_keyfile: Path | None = None  # None: the key is in the certificate's file
     served_model_name: str | None = None  # None: the model's own
     tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto: as its chat template says, else hermes
     reasoning_parser: ReasoningParser = "auto"  # auto: <think> is reasoning if the chat template has it
-    # From whom a text learns: all, those of its key, of its key and user, or itself alone; auto: those of its key where
-    # there are several, else all.
+    # Which requests learn from each other: all (shared), those of one key (key), those of one user of a key (isolated),
+    # none (off). auto: key if there are several API keys, else shared.
     learning: Learning = "auto"
     max_body_bytes: int = 2 << 20
-    max_prompt_bytes: int | None = None  # refused before it is tokenized; None: 16 for each token of the context
+    max_prompt_bytes: int | None = None  # checked before tokenizing; None: 16 per token of the context
     max_prompt_tokens: int | None = None  # None: the model's context
-    max_tokens: int = 4096  # of an answer, at most
-    default_max_tokens: int = 1024  # of a chat answer, where the request says nothing
-    timeout: float = 600.0  # seconds a request may take, waiting included
-    read_timeout: float = 30.0  # seconds in which a request must be wholly sent
-    shutdown_timeout: float = 30.0  # seconds that requests under way have left when the server is told to stop
+    max_tokens: int = 4096  # most tokens of an answer
+    default_max_tokens: int = 1024  # of a chat answer whose request sets no limit
+    timeout: float = 600.0  # seconds for a request, with waiting
+    read_timeout: float = 30.0  # seconds for a client to send its request
+    shutdown_timeout: float = 30.0  # seconds for running requests when the server is stopped
     log_prompts: bool = False
-    page: bool = True  # the page at /
+    page: bool = True  # serve the web page at /
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,15 +60,15 @@ class ServeSettings(SchedulerSettings):
         require(0 <= self.port < 65536, f"port must be below 65536, not {self.port}")
         require(all(self.api_keys), "an API key must not be empty")
         for key in self.api_keys:  # none is printed: it is a secret
-            require(key == key.strip(), "an API key must not begin or end with a space: a request cannot give it")
-            require(key.isascii(), "an API key must be ASCII: a request's header cannot give another")
+            require(key == key.strip(), "an API key must not begin or end with a space: requests cannot send it")
+            require(key.isascii(), "an API key must be ASCII: headers cannot hold other characters")
         for name in (
             "max_body_bytes", "max_prompt_bytes", "max_tokens", "default_max_tokens", "timeout", "read_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be more than 0, not {value}")
         require(all(self.allowed_hosts), "an allowed host must not be empty")
-        require(self.ssl_keyfile is None or self.ssl_certfile is not None, "ssl_keyfile goes with ssl_certfile")
+        require(self.ssl_keyfile is None or self.ssl_certfile is not None, "ssl_keyfile requires ssl_certfile")
         for name in ("ssl_certfile", "ssl_keyfile"):
             file = getattr(self, name)
             require(file is None or Path(file).is_file(), f"{name}: there is no file {file}")
@@ -91,22 +91,22 @@ class ServeSettings(SchedulerSettings):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host names that requests may be sent to; none: any."""
+        """Allowed Host headers; empty: any."""
         local = ["127.0.0.1", "localhost", "[::1]"]
         if self.is_local and self.host not in (*local, "::1"):
             local.append(f"[{self.host}]" if ":" in self.host else self.host)
-        # No DNS rebinding: a web page whose name resolves to a local address must not reach the server there.
+        # Against DNS rebinding: a web page whose name resolves to a local address must not reach the server.
         return (*local, *self.allowed_hosts) if self.is_local or self.allowed_hosts else ()
 
 
 SERVING = tuple(field.name for field in fields(ServeSettings))
-_LISTS = ("api_keys", "allowed_hosts")  # commas between them in the environment
+_LISTS = ("api_keys", "allowed_hosts")  # separated by commas in the environment
 _TYPES: dict[str, TypeAdapter[Any]] = {"budget": TypeAdapter(int), "exact": TypeAdapter(bool)}  # of `load`'s options
 _BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which `off` is a word, as in `learning: off`; where yes or no is asked for, it is understood as such."""
+    """YAML that reads `off` as a string, as in `learning: off`. Boolean settings still understand it."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -119,7 +119,7 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False
 def gather(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, loading: tuple[str, ...]
 ) -> tuple[dict[str, Any], ServeSettings]:
-    """Options for `load`, by the names of `loading`, and the server's settings. Unknown names are errors."""
+    """Options for `load` (named by `loading`), and the server's settings. Unknown names are errors."""
     known = (*SERVING, *loading)
     chosen = dict(_from_file(file)) if file is not None else {}
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-// Talking to the server: requests, their streams of events, and what went wrong in everyday words.
+// Requests to the server, streams of events, and errors in everyday words.
 
 let key = sessionStorage.getItem("graft.key") ?? ""; // forgotten with the tab
 
@@ -8,7 +8,7 @@ export function useKey(given) {
   sessionStorage.setItem("graft.key", given);
 }
 
-// Something went wrong: `message` is for everybody, `said` what the server itself says of it.
+// An error: `message` is for users, `said` is the server's own message.
 export class Trouble extends Error {
   constructor(status, said = "", { wait = "", request = "" } = {}) {
     super(wordsFor(status, said, wait));
@@ -16,7 +16,7 @@ export class Trouble extends Error {
   }
 
   get mayPass() {
-    return ![400, 404, 413].includes(this.status); // those need another message
+    return ![400, 404, 413].includes(this.status); // these need another message
   }
 }
 
@@ -80,7 +80,7 @@ export async function* stream(path, body, signal) {
     for (const event of events) {
       const data = event
         .split("\n")
-        .filter((line) => line.startsWith("data: ")) // not a proxy's comment, say
+        .filter((line) => line.startsWith("data: ")) // skip comments, which proxies may add
         .map((line) => line.slice("data: ".length))
         .join("\n");
       if (!data) continue;

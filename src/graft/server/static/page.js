@@ -1,8 +1,8 @@
-// The page: a chat whose pieces show who guessed them, a race against plain decoding, and the rounds behind an answer.
+// The page: a chat with tokens coloured by their origin, a race against plain decoding, and the rounds of an answer.
 // No framework, no build. What the model or the user wrote only ever becomes text nodes.
 
+import { Answer, answerIn } from "./answer.js";
 import { Trouble, hasKey, request, stream, useKey } from "./api.js";
-import { showMarkdown } from "./markdown.js";
 import { $, KINDS, button, element, kindOf, wordsOf } from "./parts.js";
 import { drawTree, wordsOfRound } from "./tree.js";
 
@@ -13,140 +13,15 @@ const EXAMPLES = [
   "Repeat this text, word for word: The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote " +
     "down the weather in a small blue book.",
 ];
-const MUCH_COPIED = 0.2; // the share of an answer taken from an earlier one that a race must mention
+const MUCH_COPIED = 0.2; // share of an answer copied from an earlier one; from here on a race mentions it
 
 let turns = []; // the conversation
-let stop = null; // an AbortController while an answer comes
-let running = null; // a promise that the latest answer has ended
+let stop = null; // an AbortController while an answer is streamed
+let running = null; // a promise that resolves when the latest answer has ended
 let shown = null; // the answer whose figures and rounds are shown
 let chosen = null; // the number of the round whose tree is shown
 
 const isPhone = () => getComputedStyle($("messages")).overflowY === "visible"; // the document scrolls
-const answerOf = new WeakMap(); // by the element that holds its text
-
-// An answer: its tokens as they come, and how it ended
-
-class Answer {
-  constructor(name, speculates) {
-    this.name = name;
-    this.speculates = speculates;
-    this.title = element("h3", "", name);
-    this.body = element("div", "message");
-    this.lane = element("div", "lane");
-    this.lane.append(this.title, this.body);
-    answerOf.set(this.body, this);
-    this.reset();
-  }
-
-  reset() {
-    this.rounds = [];
-    this.pieces = []; // {text, at, origin, round}, where `at` is its place in the answer
-    this.ids = []; // of its tokens
-    this.counts = {}; // tokens by origin
-    this.text = ""; // to be sent back: without what the model thought before it, which the pieces have
-    this.thinks = false;
-    this.seconds = 0; // of decoding alone
-    this.since = null; // when the stream under way brought its first token
-    this.reason = null; // stop, length, stopped or failed; null: not begun, or not ended
-    this.trouble = null;
-    this.spoken = 0; // characters read out
-    this.body.replaceChildren();
-  }
-
-  take(choice) {
-    this.since ??= performance.now();
-    this.text += choice.delta?.content ?? choice.text ?? "";
-    this.thinks ||= Boolean(choice.delta?.reasoning_content);
-    for (const round of choice.rounds ?? []) this.addRound(round);
-    if (!choice.finish_reason) return;
-    this.reason = choice.finish_reason;
-    this.seconds += choice.speculation.decode_seconds;
-    this.since = null;
-  }
-
-  addRound(round) {
-    const number = this.rounds.push(round) - 1;
-    for (const { id, text, origin } of round.new) {
-      this.ids.push(id);
-      this.counts[origin] = (this.counts[origin] ?? 0) + 1;
-      if (!text) continue;
-      const last = this.pieces.at(-1);
-      this.pieces.push({ text, at: last ? last.at + last.text.length : 0, origin, round: number });
-    }
-  }
-
-  end(reason) {
-    this.reason = reason;
-    if (this.since !== null) this.seconds += (performance.now() - this.since) / 1000;
-    this.since = null;
-  }
-
-  // Makes ready to go on: the last tokens may be half a character that nobody has seen, and are written again.
-  dropUnseen() {
-    while (this.rounds.length && !this.rounds.at(-1).new.at(-1)?.text) {
-      const last = this.rounds.at(-1).new.pop();
-      if (last) this.counts[last.origin] -= 1;
-      if (last) this.ids.pop();
-      else this.rounds.pop();
-    }
-    if (!this.thinks) this.text = this.pieces.map((piece) => piece.text).join("");
-  }
-
-  render() {
-    showMarkdown(this.body, this.pieces.map((piece) => piece.text).join(""), (text, places) => this.spans(text, places));
-    if (this === shown) markChosen();
-    const speed = this.speed ? ` · ${this.speed.toFixed(1)} tokens a second` : "";
-    this.title.textContent = `${this.name}${speed}`;
-  }
-
-  // A text whose characters stand at these places of the whole answer, as one span for each token's part of it
-  spans(text, places) {
-    const spans = [];
-    let from = 0;
-    while (from < text.length) {
-      const piece = this.pieceAt(places[from]);
-      let to = from + 1;
-      while (to < text.length && places[to] < piece.at + piece.text.length) to += 1;
-      spans.push(tokenOf(text.slice(from, to), piece));
-      from = to;
-    }
-    return spans;
-  }
-
-  pieceAt(place) {
-    let [low, high] = [0, this.pieces.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.pieces[middle].at <= place) low = middle;
-      else high = middle - 1;
-    }
-    return this.pieces[low];
-  }
-
-  get numTokens() {
-    return this.ids.length;
-  }
-
-  get secondsSoFar() {
-    return this.seconds + (this.since === null ? 0 : (performance.now() - this.since) / 1000);
-  }
-
-  get speed() {
-    return this.secondsSoFar > 0 ? this.numTokens / this.secondsSoFar : 0;
-  }
-
-  get meanAccepted() {
-    const own = this.counts.model ?? 0;
-    return this.rounds.length ? 1 + (this.numTokens - own) / this.rounds.length : 0;
-  }
-}
-
-function tokenOf(text, { origin, round }) {
-  const span = element("span", `token ${kindOf(origin)}`, text);
-  span.title = `${wordsOf(origin)}, round ${round + 1}`;
-  span.dataset.round = round;
-  return span;
-}
 
 // A turn: what was asked, the answer or the two that race, and what can be done next
 
@@ -154,7 +29,7 @@ class Turn {
   constructor(prompt, racing) {
     this.prompt = prompt;
     this.racing = racing;
-    // Graft goes first: nothing of the plain answer is there to be copied.
+    // Graft goes first, so that it cannot copy from the plain answer.
     this.answers = [new Answer("With Graft", true), ...(racing ? [new Answer("Plain decoding", false)] : [])];
     this.box = element("div", racing ? "turn racing" : "turn");
     this.verdict = element("div", "verdict");
@@ -163,7 +38,7 @@ class Turn {
     this.lanes.append(...this.answers.map((answer) => answer.lane));
     this.ending = element("div", "ending");
     this.box.append(element("div", "user", prompt), this.verdict, this.lanes, this.ending);
-    if (!racing) this.answer.title.classList.add("unseen"); // its speed stands beside it
+    if (!racing) this.answer.title.classList.add("unseen"); // its speed is shown at its end
   }
 
   get answer() {
@@ -177,6 +52,7 @@ class Turn {
 
   render() {
     for (const answer of this.answers) answer.render();
+    if (this.answers.includes(shown)) markChosen();
     if (this.racing) this.renderVerdict();
   }
 
@@ -254,7 +130,7 @@ function lapOf(answer, longest) {
 
 function ask(text, racing = $("race").checked) {
   const last = turns.at(-1);
-  if (last && !last.answer.pieces.length) forget(last); // was never answered
+  if (last && !last.answer.pieces.length) forget(last); // it was never answered
   $("welcome").hidden = true;
   const turn = new Turn(text, racing);
   turns.push(turn);
@@ -300,7 +176,7 @@ async function answerAll(turn, answers) {
       await follow(turn, answer, signal);
       if (!["stop", "length"].includes(answer.reason)) break;
     }
-  } finally { // whatever went wrong, the next question can be asked
+  } finally { // whatever went wrong, allow the next question
     stop = null;
     $("send").textContent = "Send";
   }
@@ -340,8 +216,8 @@ async function follow(turn, answer, signal) {
   answer.body.classList.remove("waiting");
 }
 
-// An answer that was cut goes on from its own tokens. The draw's noise depends on the seed and the position alone, so it
-// becomes what it would have been with a higher limit.
+// A cut answer continues from its own tokens. Sampling depends only on the seed and the position, so the result is what
+// a higher limit would have given.
 async function askedFor(answer, messages, signal) {
   if (!answer.numTokens) return ["v1/chat/completions", { messages }];
   const { tokens } = await (await request("tokenize", { messages }, signal)).json();
@@ -359,7 +235,7 @@ function settings(answer) {
   };
 }
 
-let painting = false; // at most once a frame
+let painting = false; // paint at most once a frame
 function paint(turn, answer) {
   if (painting) return;
   painting = true;
@@ -374,7 +250,7 @@ function paint(turn, answer) {
   });
 }
 
-// Read out for those who listen: whole sentences, not tokens
+// For screen readers: whole sentences, not tokens
 
 function speak(answer, isOver = false) {
   const fresh = answer.text.slice(answer.spoken);
@@ -385,9 +261,9 @@ function speak(answer, isOver = false) {
   answer.spoken += upTo;
 }
 
-// Scrolling: the end of the text stays in sight while it grows, unless the reader has left it
+// Scrolling: follow the end of a growing text, unless the reader has scrolled away
 
-function pastTheEnd() { // pixels of the messages that are out of sight at their end
+function pastTheEnd() { // pixels of the messages below the visible part
   if (!isPhone()) return $("messages").scrollHeight - $("messages").scrollTop - $("messages").clientHeight;
   return $("messages").getBoundingClientRect().bottom - $("foot").getBoundingClientRect().top;
 }
@@ -398,7 +274,6 @@ function scrollToEnd() {
   if (isPhone()) window.scrollBy({ top: Math.max(0, pastTheEnd()), behavior: "instant" });
   else $("messages").scrollTop = $("messages").scrollHeight;
 }
-
 
 function bringIntoView(target, block) {
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -465,7 +340,7 @@ function addRoundBar(number) {
   if (round.new.length > 12) bar.classList.add("high");
   for (const piece of round.new) {
     const block = element("i", kindOf(piece.origin));
-    block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // a very good round is no tower
+    block.style.height = `${Math.min(9, 110 / round.new.length)}px`; // limits the height of a very good round
     bar.append(block);
   }
   const box = $("rounds");
@@ -498,7 +373,7 @@ function markChosen() {
   shown.body.querySelectorAll(`[data-round="${chosen}"]`).forEach((token) => token.classList.add("chosen"));
 }
 
-// The conversation stays over a reload, and goes with the tab
+// Storage: the conversation survives a reload and ends with the tab
 
 function keep() {
   const told = turns.map(({ prompt, racing, answers }) => ({
@@ -509,7 +384,7 @@ function keep() {
   const put = () => sessionStorage.setItem("graft.turns", JSON.stringify(told));
   try {
     put();
-  } catch { // more than a browser stores: of the trees only the last are kept, of the texts all
+  } catch { // too much for the browser: keep all texts, but only the trees of the last turn
     for (const { answers } of told.slice(0, -1)) {
       for (const answer of answers) answer.rounds = answer.rounds.map((round) => ({ new: round.new }));
     }
@@ -541,7 +416,7 @@ function restore() {
   scrollToEnd();
 }
 
-// The key, where the server wants one
+// The API key, if the server needs one
 
 function askForKey() {
   $("key-trouble").textContent = hasKey() ? "The one given was not taken." : "";
@@ -573,7 +448,7 @@ async function nameModel() {
   }
 }
 
-// Hands
+// Mouse and keyboard
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -610,7 +485,7 @@ $("rounds").addEventListener("keydown", (event) => {
 $("messages").addEventListener("click", (event) => {
   const token = event.target.closest(".token");
   if (!token) return;
-  const answer = answerOf.get(token.closest(".message"));
+  const answer = answerIn(token.closest(".message"));
   if (answer !== shown) show(answer);
   choose(Number(token.dataset.round));
 });

@@ -1,4 +1,4 @@
-// What the page's modules share: making elements, and the words and colours for where a token came from.
+// Shared by the page's modules: making elements, and the words and colours of a token's origin.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -16,7 +16,7 @@ export function button(words, act, classes = "") {
   return made;
 }
 
-// One colour each (page.css has them by these names)
+// One colour each, defined in page.css by these names
 export const KINDS = {
   drafted: { all: "guessed by the small head", short: "guessed" },
   copied: { all: "copied from earlier text", short: "copied" },
@@ -24,7 +24,7 @@ export const KINDS = {
   model: { all: "written by the model", short: "the model" },
 };
 
-// By what the server calls the origin: its kind, and its own words where the kind has several
+// The kind of each origin that the server names, and its words if the kind has several origins
 const ORIGINS = {
   drafted: ["drafted"],
   suffix: ["copied", "copied from this chat"],

@@ -1,9 +1,9 @@
-// A round's tree of guesses as an SVG, and what came of it in words.
+// A round's tree of guesses as an SVG, and its outcome in words.
 
 import { KINDS, kindOf, wordsOf } from "./parts.js";
 
 const MAX_NODES = 40; // of a drawn tree, beside the accepted ones
-const [WIDTH, HEIGHT] = [120, 46]; // of a place; a node takes 112 by 30 of it
+const [WIDTH, HEIGHT] = [120, 46]; // of a grid cell; a node takes 112 by 30 of it
 
 export function wordsOfRound(round) {
   if (!round.tokens) return "its guesses are no longer kept.";
@@ -17,7 +17,7 @@ export function wordsOfRound(round) {
 
 export function drawTree(round) {
   const size = round.tokens.length;
-  const verified = size - round.num_pruned; // the last nodes were proposed, and pruned
+  const verified = size - round.num_pruned; // the last nodes were pruned
   const accepted = new Set(round.accepted);
   const reach = [1];
   for (let node = 1; node < size; node += 1) reach[node] = reach[round.parents[node]] * round.probabilities[node];
@@ -27,7 +27,7 @@ export function drawTree(round) {
   const children = Array.from({ length: size }, () => []);
   for (let node = 1; node < size; node += 1) if (kept.has(node)) children[round.parents[node]].push(node);
 
-  // Depth goes down. What was accepted stands leftmost; every node as far left as its level and its parent allow.
+  // Depth grows downwards. Accepted nodes come first; each node stands as far left as its level and its parent allow.
   const nodes = []; // {label, note, words, classes, depth, column, parent, taken}
   const free = []; // by depth, the next column
   const add = (node) => {
