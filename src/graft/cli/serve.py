@@ -70,7 +70,10 @@ SERVING: Group = {
         int, "--max-cache-tokens", "KV cache size in tokens, instead of --memory.", "what --memory allows"
     ),
     "prefix_cache_tokens": _limit(
-        int, "--prefix-cache-tokens", "Tokens of finished texts kept in the prefix cache; 0 turns it off.", "all that fit"
+        int,
+        "--prefix-cache-tokens",
+        "Tokens of finished texts kept in the prefix cache; 0 turns it off.",
+        "all that fit",
     ),
     "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request body.", "2097152"),
     "max_prompt_bytes": _limit(
