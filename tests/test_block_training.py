@@ -634,7 +634,7 @@ def test_graft_train_makes_a_head_that_loads_with_a_card(graft_tiny, model_folde
 def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft, model_folder, prompts, tmp_path):
     asked = ["--kind", "dflash", *SMALL, "--prompts", prompts, "--out", str(tmp_path / "a"), "--rows", "4"]
     first = graft_tiny("train", *asked, "--max-seconds", "1e-9")
-    assert first.status == 0 and "0 of 0 groups are answered. The same command goes on." in first.err
+    assert first.status == 0 and "after 0 of 0 groups of answers. The same command resumes." in first.err
     assert graft_tiny("train", *asked).status == 0
     answers = tmp_path / "a" / "work" / "answers"
     model = ["--model", model_folder]
@@ -655,9 +655,9 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
     ("words", "message"),
     [
         (["--kind", "dspark"], "unknown kind 'dspark'"),
-        (["--unroll", "3", "--kind", "dflash"], "--unroll is not for --kind dflash"),
-        (["--layers", "3"], "--layers is not for --kind eagle3"),
-        (["--causal"], "--causal is not for --kind eagle3"),
+        (["--unroll", "3", "--kind", "dflash"], "--unroll does not apply to --kind dflash"),
+        (["--layers", "3"], "--layers does not apply to --kind eagle3"),
+        (["--causal"], "--causal does not apply to --kind eagle3"),
         (["--kind", "dflash", "--slots", "sideways"], "slots 'sideways' are not known"),
         (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
         (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),
