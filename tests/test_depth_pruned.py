@@ -214,7 +214,7 @@ def test_a_tied_output_layer_stays_tied(tmp_path):
 def test_layers_that_are_what_they_are_by_their_place_are_refused():
     """Every second layer has experts: the last of three would come second, where there are some."""
     model = tiny_model("qwen3_moe", decoder_sparse_step=2)
-    with pytest.raises(GraftError, match="Qwen3MoeForCausalLM cannot lose layers: what one is depends on its place"):
+    with pytest.raises(GraftError, match="Qwen3MoeForCausalLM cannot lose layers: their kind depends on position"):
         DepthPrunedModel(model, (0, 2))
     listed = tiny_model("qwen3_moe", mlp_only_layers=[1, 2])
     assert DepthPrunedModel(listed, (0, 2)).model.config.mlp_only_layers == [1]
