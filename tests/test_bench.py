@@ -50,7 +50,7 @@ OWN = sorted(("graft", *ABLATIONS)) + [
 
 def test_help_names_every_method() -> None:
     (option,) = inspect.signature(bench_command, eval_str=True).parameters["methods"].annotation.__metadata__
-    named = option.help.removesuffix("; comma between.").split(", ")
+    named = option.help.removeprefix("Comma-separated: ").removesuffix(".").split(", ")
     assert named == ["off", *BASELINES, "graft", "graft-without-...", *PEERS]
 
 
@@ -600,7 +600,7 @@ def test_rows_and_states_reach_the_run(graft_tiny: Run, data: list[str], tmp_pat
         (["--state", "warm"], "name the file"),
         (["--data", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
         (["--warmup", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
-        (["--warmup-limit", "3"], "--warmup-limit is of --warmup FILE"),
+        (["--warmup-limit", "3"], "--warmup-limit needs --warmup FILE"),
         (["--rows", "0"], "rows must be at least 1, not 0"),
         (["--repeat", "0"], "repeat must be at least 1, not 0"),
         (["--limit", "0"], "limit must be at least 1, not 0"),
@@ -703,9 +703,9 @@ def test_replay_warms_up_on_traces(graft: Run, traces: Path, tmp_path: Path) -> 
         (["--replay", "missing.safetensors"], "missing.safetensors cannot be read as traces"),
         (["--replay", "."], "no traces are in .: record some with graft bench --record"),
         (["--replay", "x", "--methods", "hf"], "unknown method 'hf'"),
-        (["--replay", "x", "--rows", "2"], "--rows: was settled when the traces were recorded"),
+        (["--replay", "x", "--rows", "2"], "--replay excludes --rows: the recording has settled this"),
         (["--record", "traces", "--temperature", "1"], "leave out --temperature"),
-        (["--pass-cost", "0.1"], "--pass-cost counts in verifies of a --budget"),
+        (["--pass-cost", "0.1"], "--pass-cost needs --budget"),
         (["--pass-cost", "-1", "--budget", "5"], "pass_cost must be 0 or more"),
     ],
 )
@@ -719,7 +719,7 @@ def test_replay_that_cannot_be_says_why(
 
 
 def test_recording_needs_a_head_and_comparing_a_folder(graft_tiny: Run, data: list[str], tmp_path: Path) -> None:
-    assert "needs a head" in graft_tiny("bench", *data, "--record", str(tmp_path / "traces")).err
+    assert "needs a drafter" in graft_tiny("bench", *data, "--record", str(tmp_path / "traces")).err
     assert "name a folder for the results with --out" in graft_tiny("bench", *data).err
 
 

@@ -700,9 +700,9 @@ def test_load_check_shows_a_head_that_fits(
     assert load_check(monkeypatch, str(tmp_path / "head"), "--model", str(tmp_path / "target")) == 0
     output = capsys.readouterr().out
     assert f"kind           {published.kind} " in output
-    assert f"4 slots, which draft {4 if published.shifted else 3} tokens" in output
+    assert f"4 slots that draft {4 if published.shifted else 3} tokens" in output
     assert f"slots          {'shifted' if published.shifted else 'in place'}" in output
-    assert f"reads what goes into layers {', '.join(map(str, published.reads))}." in output
+    assert f"reads the inputs of layers {', '.join(map(str, published.reads))}." in output
 
 
 def test_load_check_takes_slots_and_shows_what_a_head_has(
@@ -713,7 +713,7 @@ def test_load_check_takes_slots_and_shows_what_a_head_has(
     words = (str(tmp_path / "head"), "--model", str(tmp_path / "target"))
     assert load_check(monkeypatch, *words, "--slots", "in-place") == 0
     output = capsys.readouterr().out
-    assert "in place; config.json does not say, see --slots" in output
+    assert "in place; assumed, config.json does not say: see --slots" in output
     assert "Markov (gated, rank 3), confidence" in output
     assert "2: bidirectional" in output
     assert "token 5" in output

@@ -338,12 +338,9 @@ def test_new_batches_compile_nothing_anew(model, monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = {
-        name: torch.compile(getattr(block_training, name)(), backend=counter, dynamic=False)
-        for name in ("_plain_flex", "_block_mask")
-    }
-    for name, function in compiled.items():
-        monkeypatch.setattr(block_training, name, lambda function=function: function)
+    functions = block_training._flex_functions(compiled=False)
+    compiled = [torch.compile(function, backend=counter, dynamic=False) for function in functions]
+    monkeypatch.setattr(block_training, "_flex_functions", lambda **_: compiled)
     head = make_head(model)
     head.requires_grad_(False)
     settings = replace(SETTINGS, batch_tokens=320, max_tokens=160, anchors=40)
@@ -455,14 +452,14 @@ def test_a_run_may_go_on_with_another_number_of_steps_and_ends_with_its_learning
     state, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (tmp_path, whole[0]))
     rates = [each["optimizer"]["param_groups"][0]["lr"] for each in (state, other)]
     assert rates[0] == rates[1] < SETTINGS.learning_rate / 3
-    with pytest.raises(GraftError, match="a run that has had 6 steps already: ask for at least as many"):
+    with pytest.raises(GraftError, match="a run that already has 6 steps: set steps to at least as many"):
         run(model, tmp_path, replace(SETTINGS, steps=5))
 
 
 def test_a_damaged_state_or_a_missing_log_is_said_in_one_line(model, tmp_path):
     run(model, tmp_path, deadline=time.perf_counter() - 1)
     (tmp_path / "log.jsonl").rename(tmp_path / "elsewhere")
-    with pytest.raises(GraftError, match=r"log.jsonl is missing, the log of the run in state.pt: delete that too"):
+    with pytest.raises(GraftError, match=r"log.jsonl is missing: delete state.pt too"):
         run(model, tmp_path)
     (tmp_path / "state.pt").write_bytes((tmp_path / "state.pt").read_bytes()[:3000])
     with pytest.raises(GraftError, match=r"state\.pt is damaged: delete it to train anew"):
@@ -634,7 +631,7 @@ def test_graft_train_makes_a_head_that_loads_with_a_card(graft_tiny, model_folde
 def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft, model_folder, prompts, tmp_path):
     asked = ["--kind", "dflash", *SMALL, "--prompts", prompts, "--out", str(tmp_path / "a"), "--rows", "4"]
     first = graft_tiny("train", *asked, "--max-seconds", "1e-9")
-    assert first.status == 0 and "0 of 0 groups are answered. The same command goes on." in first.err
+    assert first.status == 0 and "after 0 of 0 groups of answers. The same command resumes." in first.err
     assert graft_tiny("train", *asked).status == 0
     answers = tmp_path / "a" / "work" / "answers"
     model = ["--model", model_folder]
@@ -648,16 +645,16 @@ def test_a_limited_run_goes_on_and_answers_serve_another_head(graft_tiny, graft,
     assert wrong.status == 2 and "no usual ones to read: name the layers" in wrong.err
     other = [*model, "--answers", str(answers), "--out", str(tmp_path / "c"), "--kind", "dflash", *SMALL]
     wrong = graft("train", *other, "--causal", "--start-from", str(tmp_path / "a"))
-    assert wrong.status == 2 and "cannot be the start: its causal is (False,), not (True,)" in wrong.err
+    assert wrong.status == 2 and "its causal is (False,), not (True,)" in wrong.err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--kind", "dspark"], "unknown kind 'dspark'"),
-        (["--unroll", "3", "--kind", "dflash"], "--unroll is not for --kind dflash"),
-        (["--layers", "3"], "--layers is not for --kind eagle3"),
-        (["--causal"], "--causal is not for --kind eagle3"),
+        (["--unroll", "3", "--kind", "dflash"], "--unroll does not apply to --kind dflash"),
+        (["--layers", "3"], "--layers does not apply to --kind eagle3"),
+        (["--causal"], "--causal does not apply to --kind eagle3"),
         (["--kind", "dflash", "--slots", "sideways"], "slots 'sideways' are not known"),
         (["--kind", "dflash", "--drafts", "0"], "num_drafts must be at least 1"),
         (["--kind", "dflash", "--weighting", "none"], "weighting 'none' is not one of decay, pace"),

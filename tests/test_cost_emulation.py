@@ -313,8 +313,8 @@ def test_bench_counts_the_same_under_cost_emulation_and_says_so_in_every_title(
     [
         (["--as-cost-of", "gpt-5"], "unknown shape 'gpt-5': known: llama-1b5, llama-8b, qwen-32b"),
         (["--as-cost-of", SPEC.replace("layers=5", "layers=2")], "layers=2 is too small a shape"),
-        (["--as-cost-of", SPEC, "--record", "traces"], "--as-cost-of changes times, and --record writes down none"),
-        (["--as-cost-of", SPEC, "--replay", "traces"], "--as-cost-of: was settled when the traces were recorded"),
+        (["--as-cost-of", SPEC, "--record", "traces"], "--record records no times"),
+        (["--as-cost-of", SPEC, "--replay", "traces"], "--replay excludes --as-cost-of"),
     ],
 )
 def test_shape_that_a_model_cannot_be_widened_to_is_one_line(

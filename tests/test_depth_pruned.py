@@ -214,7 +214,7 @@ def test_a_tied_output_layer_stays_tied(tmp_path):
 def test_layers_that_are_what_they_are_by_their_place_are_refused():
     """Every second layer has experts: the last of three would come second, where there are some."""
     model = tiny_model("qwen3_moe", decoder_sparse_step=2)
-    with pytest.raises(GraftError, match="Qwen3MoeForCausalLM cannot lose layers: what one is depends on its place"):
+    with pytest.raises(GraftError, match="Qwen3MoeForCausalLM cannot lose layers: their kind depends on position"):
         DepthPrunedModel(model, (0, 2))
     listed = tiny_model("qwen3_moe", mlp_only_layers=[1, 2])
     assert DepthPrunedModel(listed, (0, 2)).model.config.mlp_only_layers == [1]
@@ -374,7 +374,7 @@ def test_a_limited_command_goes_on(graft_tiny, graft, model_folder, prompts, tmp
     asked = ["--model", model_folder, *SMALL, "--answers", str(first / "work" / "answers"), "--out", str(second)]
     asked += ["--layers", "2", "--steps", "2"]
     limited = graft("train", *asked, "--max-seconds", "1e-9")
-    assert limited.status == 0 and "0 of 1 layers are chosen. The same command goes on." in limited.err
+    assert limited.status == 0 and "after choosing 0 of 1 layers to remove. The same command resumes." in limited.err
     assert graft("train", *asked).status == 0
     assert len(json.loads((second / "config.json").read_text())["kept_layers"]) == 2
 
@@ -383,13 +383,13 @@ def test_a_limited_command_goes_on(graft_tiny, graft, model_folder, prompts, tmp
     ("words", "message"),
     [
         (["--layers", "0"], "--layers must be at least 1, not 0"),
-        (["--unroll", "3"], "--unroll is not for --kind depth-pruned"),
-        (["--taps", "3"], "--taps is not for --kind depth-pruned"),
-        (["--max-file-mib", "3"], "--max-file-mib is not for --kind depth-pruned"),
+        (["--unroll", "3"], "--unroll does not apply to --kind depth-pruned"),
+        (["--taps", "3"], "--taps does not apply to --kind depth-pruned"),
+        (["--max-file-mib", "3"], "--max-file-mib does not apply to --kind depth-pruned"),
         (["--measured", "1"], "measured must be at least 2, not 1"),
         (["--steps", "-1"], "steps must be at least 0, not -1"),
         (["--kind", "eagle3", "--steps", "0"], "steps must be at least 1, not 0"),
-        (["--kind", "treeflash", "--measured", "9"], "--measured is not for --kind treeflash"),
+        (["--kind", "treeflash", "--measured", "9"], "--measured does not apply to --kind treeflash"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(graft, prompts, tmp_path, words, message):

@@ -115,17 +115,17 @@ def test_tune_measures_and_drafters_lists(model, tmp_path, monkeypatch, capsys):
         return capsys.readouterr()
 
     listed = run("drafters", str(folder)).out
-    assert "retrieval alone" in listed and "--draft auto takes none." in listed and not re.search(r"\d\.\d\d ", listed)
-    assert "Nothing was measured on this machine yet: graft tune --draft NAME --prompts FILE" in listed
+    assert "retrieval only" in listed and "--draft auto uses none." in listed and not re.search(r"\d\.\d\d ", listed)
+    assert "Nothing has been measured on this machine yet: run graft tune --draft NAME --prompts FILE" in listed
     assert "packaged head" not in listed, "a folder has none"
     assert "a small model" not in listed, "all packaged ones are larger"
     tuned = run("tune", "--model", str(folder), "--prompts", str(prompts), "--max-new-tokens", "6")
-    assert re.search(r"Drafter none: \d+\.\d\d times plain decoding, \d\.\d\d tokens accepted", tuned.err)
+    assert re.search(r"Drafter none: \d+\.\d\d times plain decoding, mean accepted length \d\.\d\d", tuned.err)
     listed = run("drafters", str(folder)).out
-    assert re.search(r"\d\.\d\d .* 0\.00 .* none .* retrieval alone", listed)
-    assert "Nothing was measured" not in listed
+    assert re.search(r"\d\.\d\d .* 0\.00 .* none .* retrieval only", listed)
+    assert "Nothing has been measured" not in listed
     few = run("tune", "--model", str(folder), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "4")
-    assert "Too few prompts" in few.err
+    assert "The drafter was not measured" in few.err
 
 
 def test_the_core_knows_no_kind_of_drafter_by_name():

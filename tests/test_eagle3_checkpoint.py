@@ -460,7 +460,7 @@ def test_load_check_shows_a_head_that_fits(
     output = capsys.readouterr().out
     assert f"layout         {layout}" in output
     assert "20 of the target's 61" in output
-    assert f"reads what goes into layers {', '.join(map(str, head.config.target_layers))}." in output
+    assert f"reads the inputs of layers {', '.join(map(str, head.config.target_layers))}." in output
 
 
 def test_load_check_of_a_head_that_does_not_fit_exits_with_2(

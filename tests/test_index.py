@@ -320,7 +320,7 @@ def test_an_index_is_replaced_only_by_force_and_other_folders_never(tmp_path: Pa
     corpus = Corpus.under([tmp_path / "rows.jsonl"])
     with pytest.raises(GraftError, match="--force"):
         build_index(corpus, LetterTokenizer(), tmp_path / "index")
-    with pytest.raises(GraftError, match="no index"):
+    with pytest.raises(GraftError, match="not an index"):
         build_index(corpus, LetterTokenizer(), tmp_path, force=True)
     assert build(tmp_path, ["wxyz"]).continuations(ids("wx"), 1, 1).length == 2
 

@@ -166,7 +166,7 @@ def test_a_folder_is_read_by_its_config_and_numbers_spell_the_same_model(tmp_pat
     ("change", "words"),
     [
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"n_shared_experts": 1}, "share are not modelled"),
+        ({"n_shared_experts": 1}, "does not cover shared experts"),
         ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
         ({"vocab_size": None}, "does not say vocab_size"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1"),

@@ -141,7 +141,7 @@ def test_a_drawn_tree_says_how_much_of_it_may_be_others_text():
     assert [line.rstrip() for line in lines(drawn(hiding, "round 1", COLOURS, str))] == [
         "round 1 after 9: 0 of 0 accepted",
         "├── 7  the model's own",
-        "└── and 3 that may be others' text",
+        "└── and 3 hidden: they may be text of other users",
     ]
 
 

@@ -198,7 +198,7 @@ def test_a_run_with_another_draft_vocabulary_is_refused(model, answers, tmp_path
     other = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=size))
     other.borrow_embedding(model.get_input_embeddings().weight)
     other.set_vocabulary(torch.arange(size))
-    with pytest.raises(GraftError, match="another draft vocabulary: ask for its 40 tokens"):
+    with pytest.raises(GraftError, match="another draft vocabulary: use its size of 40"):
         train(other, model, answers, settings, tmp_path)
 
 

@@ -1,6 +1,7 @@
-"""The `graft` command. One file a verb; each imports what it needs when it runs, so that `--help` is quick.
+"""The `graft` command, with one file per verb.
 
-A verb is a plain function with typer annotations. To add one: write `cli/VERB.py`, list it in `VERBS`.
+A verb is a plain function with typer annotations. To add one, write `cli/VERB.py` and list it in `VERBS`. Verbs import
+heavy modules only when they run, which keeps `--help` fast.
 """
 
 import errno
@@ -31,10 +32,10 @@ from graft.cli.tune import tune
 from graft.errors import GraftError
 from graft.version import __version__
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # of the user's machine
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
-_HEADS = (train, load_check, export_head)
-VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, plan, *_HEADS, export_hub, pull, env)
+_HEAD_VERBS = (train, load_check, export_head)
+VERBS = (demo, generate, chat, serve, check, doctor, tune, drafters, plan, *_HEAD_VERBS, export_hub, pull, env)
 
 app = typer.Typer(
     name="graft",
@@ -62,12 +63,12 @@ def graft(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Faster decoding of language models, with exactly the text the model would have written."""
+    """Decode language models faster, with exactly the same text."""
 
 
 def main() -> None:
-    """Run the command; what the user can fix is one line on stderr and exit status 2."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks by number
+    """Run the command. Errors that the user can fix print one line on stderr and exit with status 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows other characters as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -77,19 +78,18 @@ def main() -> None:
     except GraftError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:
-        # The reader (`head`, say) has gone.
-        _leave_stdout()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        _discard_stdout()
         sys.exit(1)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        _leave_stdout()
+        _discard_stdout()
         where = f" {error.filename}" if error.filename else ""
         print(f"error: cannot write{where}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 
-def _leave_stdout() -> None:
-    """Keeps the interpreter from flushing into a stdout that takes nothing any more."""
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device, so that the interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`graft bench`: decoding methods side by side, on the user's prompts or on the packaged ones."""
+"""`graft bench`: compare decoding methods on the user's prompts or on built-in ones."""
 
 from __future__ import annotations
 
@@ -21,37 +21,46 @@ if TYPE_CHECKING:
     from graft.hub.drafters import AnyDrafter
 
 _decoding = functools.partial(option, rich_help_panel="Decoding")
-_learning = functools.partial(option, rich_help_panel="What methods have learned")
+_learning = functools.partial(option, rich_help_panel="Learning before the run")
 _model = functools.partial(option, rich_help_panel="Model")
 
 DECODING: Group = {
     "max_new_tokens": _decoding(int, "--max-new-tokens", "Longest answer.", "128"),
     "temperature": _decoding(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
     "seed": _decoding(int, "--seed", "The same seed gives the same text.", "0"),
-    "repeat": _decoding(int, "--repeat", "Times each method answers each prompt.", "1"),
+    "repeat": _decoding(int, "--repeat", "Repetitions of each prompt.", "1"),
     "rows": _decoding(
-        int, "--rows", "Prompts of a task that decode together, none learning from another; times are the batch's.", "1"
+        int, "--rows", "Batch size. Prompts of a batch do not learn from each other; times are the batch's.", "1"
     ),
 }
 HEADS: Group = {
     "draft": _model(
         str,
         "--draft",
-        "A draft head or small model; mtp; early-exit; none.",
+        "The drafter: a draft head or small model, mtp, early-exit or none.",
         "the model's packaged head",
         metavar="HEAD",
     ),
-    "budget": _model(int, "--budget", "Nodes a round verifies, for all methods.", "each method's own; replay: 60"),
-    "pass_cost": _model(float, "--pass-cost", "Of a draft pass, in verifies.", "measured; replay: 0.03", metavar="F"),
+    "budget": _model(
+        int, "--budget", "Draft nodes verified per round, for all methods.", "each method's own; replay: 60"
+    ),
+    "pass_cost": _model(
+        float, "--pass-cost", "Cost of a draft pass, relative to a verify step.", "measured; replay: 0.03", metavar="F"
+    ),
     "exact": LOADING["exact"],
     "as_cost_of": _model(
-        str, "--as-cost-of", "Widen the model: llama-1b5, llama-8b, qwen-32b or layers=..,hidden=..", metavar="SHAPE"
+        str,
+        "--as-cost-of",
+        "Give the model the cost of a larger one: llama-1b5, llama-8b, qwen-32b or layers=..,hidden=..",
+        metavar="SHAPE",
     ),
-    "assistant": _model(str, "--assistant", "A small model with the same tokenizer, for hf-assisted.", metavar="MODEL"),
+    "assistant": _model(
+        str, "--assistant", "The assistant of hf-assisted: a small model with the same tokenizer.", metavar="MODEL"
+    ),
 }
 LEARNING: Group = {
     "warmup": _learning(Path, "--warmup", "Prompts to learn from before the run.", metavar="FILE"),
-    "warmup_limit": _learning(int, "--warmup-limit", "Take this many of them.", "all"),
+    "warmup_limit": _learning(int, "--warmup-limit", "Use only this many warm-up prompts.", "all"),
     "state": _learning(
         list[str], "--state", "cold, warm or persistent; repeatable.", "warm with --warmup, else cold", metavar="STATE"
     ),
@@ -62,24 +71,25 @@ TRIAL = "Count from one to ten."
 @takes(loading=MODEL, heads=HEADS, learning=LEARNING, decoding=DECODING)
 def bench(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results.json, results.csv and report.html; not with --record.")
+        Path | None,
+        typer.Option(help="Folder for results.json, results.csv and report.html; required without --record."),
     ] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="Prompts; a file is a task; may be repeated.")] = None,
+    data: Annotated[list[Path] | None, typer.Option(help="A file of prompts, which is one task; repeatable.")] = None,
     methods: Annotated[
         str,
         typer.Option(
-            help="off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, graft-without-..., "
-            "hf, hf-lookup, hf-assisted; comma between."
+            help="Comma-separated: off, lookup, recycle, dense, prune, root, tail, paper, block, block-paper, graft, "
+            "graft-without-..., hf, hf-lookup, hf-assisted."
         ),
     ] = "off,graft",
-    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each task.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Compare nothing; write answers and drafts there, for --replay.", metavar="DIR")
+        Path | None, typer.Option(help="Record answers and drafts there for --replay, and stop.", metavar="DIR")
     ] = None,
     replay: Annotated[
         list[Path] | None,
-        typer.Option(help="Policies meet recorded answers, without the model; may be repeated.", metavar="DIR|FILE"),
+        typer.Option(help="Run the policies on recorded answers, without the model; repeatable.", metavar="DIR|FILE"),
     ] = None,
     *,
     loading: Given,
@@ -87,15 +97,15 @@ def bench(
     learning: Given,
     decoding: Given,
 ) -> None:
-    """Decode the same prompts with several methods in turn, and compare speed and accepted lengths.
+    """Decode the same prompts with several methods, and compare speed and accepted lengths.
 
-    Without --data, the six tasks of ten prompts that come with the package are taken.
+    Without --data, the prompts are six built-in tasks of ten prompts each.
 
-    --as-cost-of SHAPE gives the model, a Llama, the cost of a large one and leaves it its text: see docs/measuring.md.
+    --as-cost-of SHAPE makes a Llama as slow as a larger one without changing its text: see docs/measuring.md.
 
-    --record DIR writes down the model's answers and the head's drafts; --replay DIR then tries policies in seconds.
+    --record DIR saves the model's answers and the head's drafts; --replay DIR then compares policies in seconds.
 
-    cold: every prompt starts with nothing learned. warm: with what --warmup taught. persistent: learning goes on.
+    --state cold forgets everything before each prompt, warm keeps what --warmup taught, persistent learns on.
 
     [dim]Example:[/] graft bench --methods off,graft,hf --limit 3 --out results
     """
@@ -113,31 +123,31 @@ def bench(
     from graft.spec_decode.proposers.block.drafter import BlockDrafter
     from graft.spec_decode.proposers.other_tokenizer import OtherTokenizerDrafter
 
-    # What is wrong with the options is said before anybody waits for a model.
+    # Check all options before loading the model.
     settings = BenchSettings.of(decoding)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     warmup: Path | None = learning.get("warmup")
     states = learning.get("state", ["cold" if warmup is None else "warm"])
     check_names(names, OURS if replay else (*OURS, *PEERS))
     check_states(states, warmup is not None, settings.rows)
-    require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit is of --warmup FILE: name the file")
+    require(warmup is not None or "warmup_limit" not in learning, "--warmup-limit needs --warmup FILE")
     require(max_prompt_tokens is None or max_prompt_tokens >= 2, "--max-prompt-tokens must be at least 2")
     budget, pass_cost = heads.get("budget"), heads.get("pass_cost")
-    PolicySettings(budget, pass_cost)  # which checks them
-    require(pass_cost is None or budget is not None or bool(replay), "--pass-cost counts in verifies of a --budget")
+    PolicySettings(budget, pass_cost)  # validates them
+    require(pass_cost is None or budget is not None or bool(replay), "--pass-cost needs --budget")
     shape = Shape.named(heads["as_cost_of"]) if "as_cost_of" in heads else None
     if replay:
         own = {"data": data, "record": record, "max_prompt_tokens": max_prompt_tokens}
         given = [_flag(name) for name in [*(name for name in own if own[name]), *loading, *decoding]]
         given += [_flag(name) for name in heads if name not in ("budget", "pass_cost")]
-        require(not given, f"{', '.join(given)}: was settled when the traces were recorded; leave it out with --replay")
+        require(not given, f"--replay excludes {', '.join(given)}: the recording has settled this")
         replay_traces(replay, names, states, checked_folder(out), limit, heads, learning)
         return
     read = read_tasks(data, limit) if data else built_in_tasks(limit)
     lesson = read_tasks([warmup], learning.get("warmup_limit"))[0] if warmup is not None else Task("warmup", [])
     if record is not None:
-        require(settings.temperature == 0, "--record takes the greedy answers: leave out --temperature")
-        require(shape is None, "--as-cost-of changes times, and --record writes down none: leave it out")
+        require(settings.temperature == 0, "--record records greedy answers: leave out --temperature")
+        require(shape is None, "--record records no times, which --as-cost-of would change: leave it out")
     folder = checked_folder(record or out)
 
     engine = load_engine({**loading, "policy": "off", "draft": None})
@@ -153,11 +163,11 @@ def bench(
     tasks = {task.name: asked(task) for task in read}
     if record is not None:
         if drafter is None:
-            raise GraftError("--record needs a head, whose drafts it writes down: name one with --draft")
+            raise GraftError("--record needs a drafter: name one with --draft")
         if isinstance(drafter, BlockDrafter):
-            raise GraftError("--record writes down drafts that come level by level, and this is a block head")
+            raise GraftError("--record needs a drafter that drafts level by level, and this is a block head")
         if isinstance(drafter, OtherTokenizerDrafter):
-            raise GraftError("--record writes down drafts that come level by level, and this model drafts text")
+            raise GraftError("--record needs a drafter that drafts level by level, and this model drafts text")
         record_traces(engine, drafter, tasks, folder, settings, _public(model_name), _public(head_name))
         return
     assistant = _assistant(heads.get("assistant"), engine)
@@ -169,7 +179,7 @@ def bench(
         "model": _public(model_name),
         "draft": _public(head_name),
         "as_cost_of": heads.get("as_cost_of"),
-        "shape": _described(shape, engine) if shape is not None else None,
+        "shape": vars(shape) | {"parameters": engine.target.model.num_parameters()} if shape is not None else None,
         "dtype": str(engine.target.model.dtype).removeprefix("torch."),
         "methods": names,
         "states": states,
@@ -188,7 +198,7 @@ def bench(
 
 
 def _head_name(draft: str, model_name: str) -> str | None:
-    """The head to load. Unlike elsewhere the packaged head is taken on a CPU too: most methods need one."""
+    """The head to load. Unlike elsewhere, a CPU also uses the packaged head: most methods need one."""
     from graft.loading import packaged_head
 
     if draft == "auto":
@@ -197,7 +207,7 @@ def _head_name(draft: str, model_name: str) -> str | None:
 
 
 def _widened(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[Engine, AnyDrafter | None]:
-    """The engine and its head widened to that shape: the same text and drafts at a larger model's cost."""
+    """The engine and its drafter at the cost of a larger model, with the same text and drafts."""
     from graft.bench.cost_emulation import widen, widen_head
     from graft.engine import Engine
     from graft.spec_decode.proposers.block.drafter import BlockDrafter
@@ -205,17 +215,13 @@ def _widened(engine: Engine, drafter: AnyDrafter | None, shape: Shape) -> tuple[
     from graft.spec_decode.proposers.early_exit import EarlyExitDrafter
     from graft.spec_decode.proposers.factory import drafter_for
 
-    aside("Widening it ...")
+    aside("Widening the model ...")
     model = widen(engine.target.model, shape)
     if isinstance(drafter, EarlyExitDrafter):
         drafter = drafter.of_model(model)
-    elif isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small model stays what it is beside a large one
+    elif isinstance(drafter, Eagle3Drafter | BlockDrafter):  # a small draft model stays as it is
         drafter = drafter_for(widen_head(drafter.head, shape, model), drafter.settings)
     return Engine(model, engine.tokenizer, policy="off"), drafter
-
-
-def _described(shape: Shape, engine: Engine) -> dict[str, int]:
-    return vars(shape) | {"parameters": engine.target.model.num_parameters()}
 
 
 def _assistant(name: str | None, engine: Engine) -> Any | None:
@@ -227,7 +233,7 @@ def _assistant(name: str | None, engine: Engine) -> Any | None:
 
 
 def _public(name: str | None) -> str | None:
-    """A model's name without the path to it: results are made to be shared."""
+    """A model's name without its path, since results are made to be shared."""
     return Path(name).name if name is not None and Path(name).is_dir() else name
 
 

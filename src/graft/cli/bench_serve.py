@@ -1,4 +1,4 @@
-"""`graft bench serve`: a load test of a server; `benches` is `graft bench` with it as a subcommand."""
+"""`graft bench serve`: a load test of a server. `benches` is `graft bench` with this subcommand."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from graft.cli.terminal import notes
 from graft.errors import GraftError
 
 LOAD: Group = {
-    "requests": option(int, "--requests", "How many requests to make.", "64"),
-    "concurrency": option(int, "--concurrency", "Requests under way at once, at most.", "8"),
-    "rate": option(float, "--rate", "Requests that start a second, whatever came of others.", "one when one has ended"),
+    "requests": option(int, "--requests", "Number of requests.", "64"),
+    "concurrency": option(int, "--concurrency", "Most requests in flight at once.", "8"),
+    "rate": option(float, "--rate", "Requests to start per second.", "start one when another ends"),
     "max_tokens": option(int, "--max-tokens", "Longest answer.", "128"),
     "temperature": option(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
     "plain": option(bool, "--plain", "Ask a Graft server not to speculate."),
-    "slo_first": option(float, "--slo-first", "Seconds to the first token of a good answer.", "2"),
-    "slo_token": option(float, "--slo-token", "Seconds a token after that.", "0.2"),
+    "slo_first": option(float, "--slo-first", "Service level: most seconds to the first token.", "2"),
+    "slo_token": option(float, "--slo-token", "Service level: most seconds per further token.", "0.2"),
 }
 
 
 @takes(load=LOAD)
 def serve(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    data: Annotated[Path | None, typer.Option(help="Prompts, as for graft bench.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key it asks for.", envvar="GRAFT_API_KEY")] = None,
-    out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    data: Annotated[Path | None, typer.Option(help="A file of prompts, as for graft bench.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of the server.", envvar="GRAFT_API_KEY")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
     *,
     load: Given,
 ) -> None:
-    """Ask a running server many things at once, and see what its users would have felt.
+    """Load-test a running server: latencies, throughput, and requests within the service level.
 
     [dim]Example:[/] graft bench serve --requests 100 --concurrency 16
     """
@@ -50,7 +50,7 @@ def serve(
 
     settings = LoadSettings.of(load)
     prompts = read_prompts(data) if data is not None else [p for task in built_in_tasks(None) for p in task.prompts]
-    with notes().status("asking ...") as status:
+    with notes().status("sending requests ...") as status:
 
         def progress(num_done: int) -> None:
             status.update(f"{num_done} of {settings.requests} answered")
@@ -76,13 +76,13 @@ def _show(figures: dict[str, Any]) -> None:
     console.print(
         f"{figures['answered']} answered, {figures['refused']} refused, {figures['failed']} failed in "
         f"{figures['seconds']:.1f} s: {figures['tokens_per_second']:.1f} tokens/s, "
-        f"{figures['requests_per_second']:.2f} requests/s, {figures['good_requests_per_second']:.2f} of them good"
-        + (f", mean acceptance length {length:.2f}" if length else "")
+        f"{figures['requests_per_second']:.2f} requests/s, {figures['good_requests_per_second']:.2f} requests/s within "
+        "the service level" + (f", mean accepted length {length:.2f}" if length else "")
     )
 
 
 def _benches() -> typer.Typer:
-    """`graft bench` as a command group with the subcommand `serve`."""
+    """`graft bench` as a group that also runs without a subcommand."""
 
     @functools.wraps(bench)
     def alone(ctx: typer.Context, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`graft chat`: a conversation in the terminal, or one message a line from a pipe."""
+"""`graft chat`: a conversation in the terminal, or from a pipe with one message per line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from graft.engine import Engine
     from graft.model.sampler import SamplingSettings
 
-HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = "/clear starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 @takes(loading=LOADING, sampling=SAMPLING)
 def chat(
-    system: Annotated[str | None, typer.Option(help="A system message to start from.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
     *,
     loading: Given,
     sampling: Given,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.
+    """Chat with a model. Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands.
 
     [dim]Example:[/] graft chat --system "Answer in one sentence." --temperature 0.7
     """
@@ -43,7 +43,7 @@ def chat(
                 break
             case "/clear":
                 conversation.clear()
-                aside("A new conversation.")
+                aside("New conversation.")
             case command if command.startswith("/"):
                 notes().print(HELP, style="dim")
             case message:
@@ -51,7 +51,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and the turn that adds two more."""
+    """The messages so far; `say` adds a question and its answer."""
 
     def __init__(self, engine: Engine, settings: SamplingSettings, system: str | None) -> None:
         self._engine = engine
@@ -63,7 +63,7 @@ class Conversation:
         self.messages = list(self._system)
 
     def say(self, text: str) -> None:
-        """Prints the answer as it comes. An interrupted one stays in the conversation as far as it got."""
+        """Stream the answer. An interrupted answer stays in the conversation as far as it got."""
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             stream = self._engine.stream(asked, **vars(self._settings))
@@ -79,23 +79,23 @@ class Conversation:
         answer = stream.result
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         stats = answer.stats
-        read = f"{len(answer.prompt_ids) - stats.cached_tokens} of {len(answer.prompt_ids)} prompt tokens read"
-        aside(f"{stats.tokens_per_second:.1f} tokens/s, mean accepted length {stats.mean_accepted:.2f}, {read}")
+        cached = f"{stats.cached_tokens} of {len(answer.prompt_ids)} prompt tokens from the prefix cache"
+        aside(f"{stats.tokens_per_second:.1f} tokens/s, mean accepted length {stats.mean_accepted:.2f}, {cached}")
 
 
 def _lines() -> Iterator[str]:
-    """What the user writes, until its end; Ctrl-C at the prompt drops the line."""
+    """The user's lines, until end of input. Ctrl-C at the prompt drops the line."""
     with utf8_stdin() as stdin:
         prompt = "> " if stdin.isatty() else ""
         if prompt:
-            import readline  # noqa: F401 - input() then edits and remembers lines
+            import readline  # noqa: F401 - gives input() editing and history
 
             aside(HELP)
         while True:
             try:
                 yield input(prompt)
             except EOFError:
-                aside("")  # the shell's prompt goes on a line of its own
+                aside("")  # so that the shell's prompt starts on a new line
                 return
             except KeyboardInterrupt:
                 aside(f"\n{HELP}")

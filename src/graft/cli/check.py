@@ -1,4 +1,4 @@
-"""`graft check`: does speculation change a single token? Decodes prompts both ways and compares."""
+"""`graft check`: check that speculation does not change a single token of the answers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @takes(loading=LOADING, sampling=SAMPLING)
 def check(
-    data: Annotated[list[Path], typer.Option(help="Prompts, one JSON object a line; may be repeated.")],
-    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
+    data: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     loading: Given,
     sampling: Given,
 ) -> None:
-    """Decode prompts plainly and with speculation, and compare the answers token by token.
+    """Decode prompts with and without speculation, and compare the answers token by token.
 
-    A line of a file is {"prompt": TEXT} or {"turns": [TEXT, ...]}; of turns, the first is asked.
+    A line of a file is {"prompt": TEXT} or {"turns": [TEXT, ...]}, of which only the first turn is used.
 
-    In fp32, and without --stop, they are also compared with transformers' own generate.
+    In fp32 and without --stop, the answers are also compared with those of transformers' generate.
 
-    Exits with 1 if an answer differs, unless the scores of both tokens are exactly equal.
+    Exits with 1 if an answer differs, unless the model scores both tokens exactly equal.
 
     [dim]Example:[/] graft check --data questions.jsonl --limit 5 --max-new-tokens 64
     """
@@ -78,7 +78,7 @@ def _compare(engine: Engine, files: dict[Path, list[Prompt]], settings: Sampling
 
 
 def _encoded(engine: Engine, path: Path, prompts: list[Prompt], settings: SamplingSettings) -> list[list[int]]:
-    """Every prompt's token ids, checked before any is decoded."""
+    """Token ids of every prompt. All prompts are checked before any is decoded."""
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
         try:
@@ -97,7 +97,7 @@ def _report(rows: list[Row], engine: Engine, settings: SamplingSettings) -> dict
     ties = [row for row in rows if row.result.is_tie]
     stats = [row.result.stats for row in rows]
     total = Stats(rounds=sum(s.rounds for s in stats), accepted=sum(s.accepted for s in stats))
-    # Ties excuse nothing else: a real difference is shown first.
+    # A real difference is shown before a tie.
     worst = min(different, key=lambda row: row.result.is_tie, default=None)
     return {
         "prompts": len(rows),
@@ -134,7 +134,7 @@ def _print(report: dict[str, Any]) -> None:
     print(f"compared with {' and '.join(report['compared_with'])}")
     print(f"{report['accepted']} tokens accepted from trees, mean accepted length {report['mean_accepted']:.2f}")
     if report["accepted"] == 0:
-        print("nothing was accepted from a tree, so this says little about speculation")
+        print("no drafted token was accepted, so this check says little about speculation")
     if (first := report["first_difference"]) is None:
         return
     place = f"prompt {first['prompt']} (id {first['id']}), new token {first['position']}"

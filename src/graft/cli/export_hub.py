@@ -7,9 +7,9 @@ import typer
 
 
 def export_hub(out: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]) -> None:
-    """Write the folder that transformers loads as custom_generate, here or from the hub.
+    """Write a folder that transformers loads as custom_generate, locally or from the hub.
 
-    It has custom_generate/generate.py, which calls Graft, requirements.txt and a card; no weights.
+    It holds custom_generate/generate.py, which calls Graft, requirements.txt and a card, but no weights.
 
     [dim]Example:[/] graft export-hub graft-generate
     [dim]then:[/] model.generate(**inputs, custom_generate="graft-generate", trust_remote_code=True)

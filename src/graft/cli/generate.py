@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from graft.request.stats import Stats
 
 ANSWERS: Group = {
-    "n": option(int, "--n", "How many answers to give.", "1"),
-    "logprobs": option(int, "--logprobs", "Log-probabilities, of N alternatives too; with --json."),
+    "n": option(int, "--n", "Number of answers.", "1"),
+    "logprobs": option(int, "--logprobs", "With --json: log-probabilities of each token and of N alternatives."),
 }
 
 
 @takes(loading=LOADING, sampling=ANSWERS | SAMPLING)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to go before the prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is: no chat template, as generate(text) in Python.")
-    ] = False,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. Without one, or with -, read it from stdin.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without applying the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what speculation did.")] = False,
-    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw every round's tree on stderr.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance statistics on stderr.")] = False,
+    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree of each round on stderr.")] = False,
     color_by_origin: Annotated[
-        bool, typer.Option("--color-by-origin", help="Colour the text by who proposed it.")
+        bool, typer.Option("--color-by-origin", help="Colour each token by the drafter or source that proposed it.")
     ] = False,
     *,
     loading: Given,
     sampling: Given,
 ) -> None:
-    """Answer one prompt, as it is written.
+    """Answer one prompt, streaming the text.
 
     [dim]Example:[/] graft generate "Why is the sky blue?" --max-new-tokens 64 --stats
 
@@ -50,34 +50,36 @@ def generate(
 
     [dim]Example:[/] cat story.txt | graft generate --raw --temperature 0.7 --seed 1
     """
-    require(not (raw and system is not None), "--raw has no chat template for --system to go into; drop one")
-    require(as_json or "logprobs" not in sampling, "--logprobs are part of the JSON: add --json")
+    require(not (raw and system is not None), "--system needs the chat template, which --raw turns off: drop one")
+    require(as_json or "logprobs" not in sampling, "--logprobs needs --json")
     text = _read_prompt(prompt)
     require(bool(text), "the prompt is empty")
     settings = sampling_settings(sampling)
-    alone = settings.n == 1 and not as_json
-    require(alone or not (show_tree or color_by_origin), "--show-tree and --color-by-origin take no --json and no --n")
+    can_stream = settings.n == 1 and not as_json
+    require(
+        can_stream or not (show_tree or color_by_origin), "--show-tree and --color-by-origin exclude --json and --n"
+    )
     engine = load_engine(loading, keep_learned=None)
-    put = text if raw else engine.user_message(text, system)
+    message = text if raw else engine.user_message(text, system)
     if show_tree or color_by_origin:
-        generation = _watched(engine, put, settings, show_tree, color_by_origin)
-    elif alone:
-        stream = engine.stream(put, **vars(settings))
+        generation = _stream_with_rounds(engine, message, settings, show_tree, color_by_origin)
+    elif can_stream:
+        stream = engine.stream(message, **vars(settings))
         for piece in stream:
             print(piece, end="", flush=True)
         print()
         generation = stream.result
     else:
-        generation = engine.generate(put, **vars(settings))
+        generation = engine.generate(message, **vars(settings))
         print(json.dumps(_as_json(generation)) if as_json else _numbered(generation.choices))
     if stats:
         _print_stats([choice.stats for choice in generation.choices], engine.target)
 
 
-def _watched(
+def _stream_with_rounds(
     engine: Engine, prompt: Prompt, settings: SamplingSettings, show_tree: bool, color_by_origin: bool
 ) -> Generation:
-    """Streams the answer, or prints it after its rounds' trees."""
+    """Print the answer and its rounds. With `show_tree`, the text follows after all the trees."""
     from rich.console import Console
 
     from graft.cli.rounds import Rounds
@@ -97,11 +99,11 @@ def _read_prompt(prompt: str | None) -> str:
         return str(prompt)
     require(prompt == "-" or not sys.stdin.isatty(), "no prompt: give one, or pipe it in")
     with utf8_stdin() as stdin:
-        return stdin.read().removesuffix("\n")  # the end of its last line, not part of the prompt
+        return stdin.read().removesuffix("\n")
 
 
 def _as_json(generation: Generation) -> dict[str, Any]:
-    """The first answer's fields at the top level; all answers under `choices` where there are several."""
+    """The first answer's fields at the top level. If there are several answers, all are under `choices`."""
     choices = [_choice_as_json(choice) for choice in generation.choices]
     several = {"choices": choices} if len(choices) > 1 else {}
     return {"prompt_tokens": len(generation.prompt_ids), **choices[0], **several}
@@ -111,7 +113,7 @@ def _choice_as_json(choice: Choice) -> dict[str, Any]:
     facts = {**vars(choice), "stats": choice.stats.as_dict()}
     if choice.logprobs:
         return facts | {"logprobs": [asdict(token) for token in choice.logprobs]}
-    del facts["logprobs"]  # not asked for
+    del facts["logprobs"]
     return facts
 
 
@@ -120,7 +122,7 @@ def _numbered(choices: list[Choice]) -> str:
 
 
 def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
-    """Prints counts and times on stderr, one column per answer."""
+    """Print counts and times on stderr, one column per answer."""
     from rich.filesize import decimal
     from rich.table import Table
 
@@ -132,10 +134,10 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
         return ", ".join(f"{source} {count}" for source, count in stats.accepted_by_source.items()) or "none"
 
     def by_stage(stats: Stats) -> str:
-        stages = {"set-up": stats.setup_seconds, "prompt": stats.prefill_seconds, "answer": stats.decode_seconds}
+        stages = {"set-up": stats.setup_seconds, "prefill": stats.prefill_seconds, "decode": stats.decode_seconds}
         return f"{stats.seconds:.2f}: " + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
 
-    def plainly(stats: Stats) -> str:
+    def plain_rounds(stats: Stats) -> str:
         count = "all" if stats.plain_rounds == stats.rounds else f"{stats.plain_rounds} of"
         return f"{count} {stats.rounds} rounds: no tree was verified"
 
@@ -143,7 +145,7 @@ def _print_stats(answers: list[Stats], target: TargetRunner) -> None:
     table.add_row("tokens", *(f"{s.tokens}" for s in answers))
     table.add_row("rounds", *(f"{s.rounds}" for s in answers))
     if any(s.plain_rounds for s in answers):
-        table.add_row("plain decoding", *map(plainly, answers))
+        table.add_row("plain decoding", *map(plain_rounds, answers))
     table.add_row("mean accepted length", *(f"{s.mean_accepted:.2f}" for s in answers))
     table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for s in answers))
     table.add_row("seconds", *map(by_stage, answers))

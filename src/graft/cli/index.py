@@ -1,10 +1,10 @@
-"""`graft index`: builds a datastore of the user's own text, and describes one."""
+"""`graft index`: build a datastore of the user's own text, or describe one."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,33 +12,29 @@ from graft.cli.terminal import ProgressBars, aside, notes
 from graft.datastore.format import SHARD_TOKENS
 from graft.hub.registry import DEFAULT_MODEL
 
-if TYPE_CHECKING:
-    from graft.datastore.corpus import Corpus
-    from graft.datastore.format import Header
-
 index = typer.Typer(
     name="index",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Index text on disk, so that what it says can be proposed from it.",
+    help="Build and inspect an index of your own text, from which Graft can draft.",
 )
 
 
 @index.command()
 def build(
-    paths: Annotated[list[Path], typer.Argument(help="Text, .jsonl, or folders of text and source code.")],
+    paths: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files, or folders of text and source code.")],
     out: Annotated[Path, typer.Option(help="Folder of the new index.")],
     model: Annotated[
-        str, typer.Option(help="Whose tokenizer: a packaged model, a folder or a hub id.")
+        str, typer.Option(help="The model to tokenize for: a packaged model, a folder or a hub id.")
     ] = DEFAULT_MODEL,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at once; fewer take less memory.")] = SHARD_TOKENS,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index that is there.")] = False,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at once; fewer need less memory.")] = SHARD_TOKENS,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing index.")] = False,
 ) -> None:
     """Index files and folders for a model, and print the index's folder.
 
-    A row of a .jsonl file is {"text"}, {"prompt"}, {"prompt", "answer"} or {"turns"}; any other file is plain text.
+    A line of a .jsonl file is {"text"}, {"prompt"}, {"prompt", "answer"} or {"turns"}; other files are plain text.
 
-    Hidden folders and whatever is not text are skipped. The index appears when it is complete.
+    Hidden folders and binary files are skipped. The folder appears only once the index is complete.
 
     [dim]Example:[/] graft index build ~/notes src/ answers.jsonl --out my-index
     """
@@ -61,18 +57,19 @@ def build(
             force=force,
             report=progress.show,
         )
-    _print_skipped(corpus)
+    for reason, skipped in sorted(corpus.skipped.items()):
+        notes().print(f"skipped {skipped.count} {reason}, such as {skipped.first}", markup=False, soft_wrap=True)
     notes().print(f"{header.tokens:,} tokens of {header.documents:,} documents", markup=False)
     print(out)
 
 
 @index.command()
 def info(
-    folder: Annotated[Path, typer.Argument(help="An index.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and check every byte.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder of an index.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Check every byte against its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what an index holds and how it was built; refuse it if it is damaged.
+    """Describe an index and how it was built. Exits with 2 if it is damaged.
 
     [dim]Example:[/] graft index info my-index
     """
@@ -80,17 +77,7 @@ def info(
 
     header = read_header(folder)
     check_parts(folder, header, whole=verify)
-    facts = _facts(header)
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        shown = ", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else value
-        print(f"{name:<{max(map(len, facts))}}  {f'{shown:,}' if isinstance(shown, int) else shown}")
-
-
-def _facts(header: Header) -> dict[str, Any]:
-    return {
+    facts: dict[str, Any] = {
         "tokens": header.tokens,
         "documents": header.documents,
         "bytes": header.bytes,
@@ -99,8 +86,9 @@ def _facts(header: Header) -> dict[str, Any]:
         "tokenizer": header.tokenizer,
         **header.options,
     }
-
-
-def _print_skipped(corpus: Corpus) -> None:
-    for reason, skipped in sorted(corpus.skipped.items()):
-        notes().print(f"skipped {skipped.count} {reason}, such as {skipped.first}", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        shown = ", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else value
+        print(f"{name:<{max(map(len, facts))}}  {f'{shown:,}' if isinstance(shown, int) else shown}")

@@ -1,4 +1,4 @@
-"""`graft load-check`: describes a draft head's files and checks that they fit a model."""
+"""`graft load-check`: describe a draft head and check that it fits a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def load_check(
     head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or packaged name.", show_default=False)],
     model: Annotated[str, typer.Option(help="The target: a packaged model, a folder or a hub id.")] = DEFAULT_MODEL,
     slots: Annotated[
-        str | None, typer.Option(help="Of a block head whose config does not say: in-place or shifted.")
+        str | None, typer.Option(help="in-place or shifted, for a block head whose config does not say.")
     ] = None,
 ) -> None:
-    """Show what a draft head is, load it, and say whether it fits a model.
+    """Describe a draft head, load it, and check that it fits a model.
 
-    EAGLE-3 heads, and block heads: DFlash, DSpark, JetSpec, TreeFlash. Of the model only its config is read.
-    Exits with 2 and the reason if the head is damaged or another model's.
+    Reads EAGLE-3 heads and block heads (DFlash, DSpark, JetSpec, TreeFlash). Only the model's config is fetched.
+    Exits with 2 and the reason if the head is damaged or belongs to another model.
 
     [dim]Example:[/] graft load-check ./my-head --model smollm2-135m
     """
@@ -37,20 +37,19 @@ def load_check(
     from graft.spec_decode.proposers.head_kinds import kind_of
 
     head = str(packaged_head(head) or head)
-    # Of a model on the hub no more than its config is fetched.
-    kind = "model" if is_gguf(head) else kind_of(folder_of(head, ("config.json",)))
-    require(kind != "model", f"{head} is a whole model, not a head: --draft takes it as it is")
+    kind = "model" if is_gguf(head) else kind_of(folder_of(head, ("config.json",)))  # before fetching the weights
+    require(kind != "model", f"{head} is a whole model, not a head: use it directly with --draft")
     folder = folder_of(head)
     if kind == "block":
         found = block.inspect_head(folder, slots)
         _print_table(found, _block_rows(found))
         layers = block.load_head(folder, load_config(model), torch.bfloat16, "cpu", slots=slots).config.target_layers
     else:
-        require(slots is None, "--slots is for block heads, and this is an EAGLE-3 head: drop it")
+        require(slots is None, "--slots is for block heads and this is an EAGLE-3 head: drop it")
         other = eagle3.inspect_head(folder)
         _print_table(other, _eagle3_rows(other))
         layers = eagle3.load_head(folder, load_config(model), torch.bfloat16, "cpu").config.target_layers
-    print(f"It fits {model}: it loads, and reads what goes into layers {', '.join(map(str, layers))}.")
+    print(f"It fits {model}: it loads, and reads the inputs of layers {', '.join(map(str, layers))}.")
 
 
 def _eagle3_rows(found: eagle3.Recognised) -> dict[str, str]:
@@ -82,8 +81,8 @@ def _block_rows(found: block.Recognised) -> dict[str, str]:
     return {
         "kind": found.kind,
         "layers": f"{len(sight)}: " + "; ".join(sight if len(set(sight)) > 1 else sight[:1]),
-        "block": f"{size} slots, which draft {size if shifted else size - 1} tokens",
-        "slots": slots if found.slots_are_said else f"{slots}; config.json does not say, see --slots",
+        "block": f"{size} slots that draft {size if shifted else size - 1} tokens",
+        "slots": slots if found.slots_are_said else f"{slots}; assumed, config.json does not say: see --slots",
         "mask": f"token {facts['mask_token_id']}" + (", a vector of its own" if facts["own_mask"] else ""),
         "target layers": ", ".join(map(str, layers)) if layers else "the usual: one for each of its own",
         "token heads": ", ".join(parts) or "none",

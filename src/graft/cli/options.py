@@ -1,7 +1,7 @@
-"""Options that several commands share, each declared once, and `takes`, which adds a group of them to a command.
+"""Options shared by several commands, and `takes`, which adds groups of them to a command.
 
-An option that was not given is not passed on, so the library's own default holds. Help repeats that default as text,
-since importing it would load torch; a test compares the two.
+Options that the user leaves out are not passed on, so the library's defaults apply. `--help` repeats those defaults as
+text because importing them would load torch; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,62 +19,78 @@ from graft.hub.registry import DEFAULT_MODEL
 if TYPE_CHECKING:
     from graft.model.sampler import SamplingSettings
 
-Given = dict[str, Any]  # what the user gave of a group's options, by the library's names
-Group = dict[str, Any]  # the library's name of a setting -> its annotation
+Given = dict[str, Any]  # the options of a group that the user gave, by setting name
+Group = dict[str, Any]  # setting name in the library -> typer annotation
 
 
 def option(kind: Any, flag: str, help: str, default: str | None = None, **more: Any) -> Any:
-    """An option that is None unless given; `default` is the library's default as shown in help."""
+    """An option that is None unless given. default: the library's default, for `--help` only."""
     shown = f"{help} [dim]\\[default: {default}][/]" if default else help
     return Annotated[kind | None, typer.Option(flag, help=shown, **more)]
 
 
 _model = functools.partial(option, rich_help_panel="Model")
 _sampling = functools.partial(option, rich_help_panel="Sampling")
-_ending = functools.partial(option, rich_help_panel="Where an answer ends")
+_ending = functools.partial(option, rich_help_panel="Stopping")
 
 MODEL: Group = {
     "model": _model(str, "--model", "A packaged model, a folder, a .gguf file or a hub id.", DEFAULT_MODEL),
-    "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto takes a GPU if any.", "auto"),
-    "dtype": _model(str, "--dtype", "fp32, bf16, fp16; auto is bf16 on a GPU.", "auto"),
+    "device": _model(str, "--device", "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one.", "auto"),
+    "dtype": _model(str, "--dtype", "fp32, bf16 or fp16; auto is bf16 on a GPU, fp32 on a CPU.", "auto"),
 }
 LOADING: Group = MODEL | {
     "draft": _model(
         str,
         "--draft",
-        "A draft head or a small model: folder, hub id, .gguf or packaged name; mtp; early-exit[:LAYER]; or none.",
+        "The drafter: a draft head or small model (folder, hub id, .gguf or packaged name), mtp, early-exit[:LAYER] "
+        "or none.",
         "auto",
         metavar="HEAD",
     ),
-    "policy": _model(str, "--policy", "off, graft.", "graft"),
-    "datastore": _model(str, "--datastore", "An index to retrieve from too; graft index build.", metavar="DIR"),
-    "budget": _model(int, "--budget", "Nodes a round verifies.", "what pays on this machine"),
-    "exact": _model(bool, "--exact/--no-exact", "On a GPU: the same bits in any batch.", "no-exact"),
-    "keep_learned": _model(
-        bool, "--keep-learned/--no-keep-learned", "Keep what is learned for later runs; generate and chat do."
+    "policy": _model(str, "--policy", "off, graft. off is plain decoding.", "graft"),
+    "datastore": _model(str, "--datastore", "Also retrieve from this index, made by graft index build.", metavar="DIR"),
+    "budget": _model(int, "--budget", "Draft nodes verified per round.", "the fastest on this machine"),
+    "exact": _model(
+        bool, "--exact/--no-exact", "On a GPU, compute the same bits whatever else is in the batch.", "no-exact"
     ),
-    "profile": _model(str, "--profile", "What graft tune saved: auto, none or a file.", "auto", metavar="FILE"),
+    "keep_learned": _model(
+        bool,
+        "--keep-learned/--no-keep-learned",
+        "Save what this run learns, for later runs.",
+        "on for generate and chat, off elsewhere",
+    ),
+    "profile": _model(
+        str, "--profile", "The profile that graft tune saved: auto, none or a file.", "auto", metavar="FILE"
+    ),
 }
 SAMPLING: Group = {
     "temperature": _sampling(float, "--temperature", "Higher is more varied; 0 is greedy.", "0"),
-    "top_k": _sampling(int, "--top-k", "Draw from the K likeliest; 0 is off.", "0"),
-    "top_p": _sampling(float, "--top-p", "Draw from the likeliest that add up to P.", "1"),
-    "min_p": _sampling(float, "--min-p", "Leave out tokens below P times the likeliest.", "0"),
-    "repetition_penalty": _sampling(float, "--repetition-penalty", "Above 1, prompt and answer repeat less.", "1"),
-    "presence_penalty": _sampling(float, "--presence-penalty", "Lower each token the answer has.", "0"),
-    "frequency_penalty": _sampling(float, "--frequency-penalty", "Lower it once per occurrence.", "0"),
+    "top_k": _sampling(int, "--top-k", "Sample from the K likeliest tokens; 0 is off.", "0"),
+    "top_p": _sampling(float, "--top-p", "Sample from the likeliest tokens whose probabilities add up to P.", "1"),
+    "min_p": _sampling(float, "--min-p", "Drop tokens less likely than P times the likeliest.", "0"),
+    "repetition_penalty": _sampling(
+        float, "--repetition-penalty", "Above 1, make tokens of the prompt and the answer less likely.", "1"
+    ),
+    "presence_penalty": _sampling(
+        float, "--presence-penalty", "Subtract this from the logit of each token in the answer so far.", "0"
+    ),
+    "frequency_penalty": _sampling(
+        float, "--frequency-penalty", "Subtract this once per occurrence of a token in the answer so far.", "0"
+    ),
     "logit_bias": _sampling(list[str], "--logit-bias", "Add VALUE to a token's logit; repeatable.", metavar="ID=VALUE"),
     "seed": _sampling(int, "--seed", "The same seed gives the same text.", "random"),
-    "max_new_tokens": _ending(int, "--max-new-tokens", "After this many tokens.", "256, or the room there is"),
-    "min_tokens": _ending(int, "--min-tokens", "Not before this many.", "0"),
-    "stop": _ending(list[str], "--stop", "Before this text; repeatable.", metavar="TEXT"),
-    "stop_token_ids": _ending(list[int], "--stop-token-id", "At this token; repeatable.", metavar="ID"),
-    "ignore_eos": _ending(bool, "--ignore-eos", "Not at the model's own end of an answer."),
+    "max_new_tokens": _ending(
+        int, "--max-new-tokens", "Stop after this many tokens.", "256, or what the context has room for"
+    ),
+    "min_tokens": _ending(int, "--min-tokens", "Do not stop before this many tokens.", "0"),
+    "stop": _ending(list[str], "--stop", "Stop before this text; repeatable.", metavar="TEXT"),
+    "stop_token_ids": _ending(list[int], "--stop-token-id", "Stop at this token; repeatable.", metavar="ID"),
+    "ignore_eos": _ending(bool, "--ignore-eos", "Do not stop at the model's end-of-text token."),
 }
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds the options of each group to a command, which gets those that were given as a dict named like the group."""
+    """Add groups of options to a command. It receives those the user gave as one dict per group, named as here."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(verb)
@@ -90,7 +106,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
             for group in groups.values()
             for setting, annotation in group.items()
         ]
-        # What typer reads. A verb's own code stays a plain function of a few arguments.
+        # Typer reads this signature.
         wrapped.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
         return wrapped
 
@@ -98,7 +114,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def sampling_settings(sampling: Given) -> SamplingSettings:
-    """Sampling settings from options, validated; call it before the model is loaded, so that mistakes show at once."""
+    """Validated sampling settings. Call this before loading the model, so that mistakes show at once."""
     from graft.model.sampler import SamplingSettings
 
     return SamplingSettings.of({**sampling, "logit_bias": _biases(sampling.get("logit_bias", []))})

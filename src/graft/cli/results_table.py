@@ -1,4 +1,4 @@
-"""Runs a benchmark from the command line: the live results table, the result files, and the final table."""
+"""A benchmark in the terminal: the live results table, the result files and the final table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from graft.bench.methods import Method
-    from graft.bench.results import Results, Run
+    from graft.bench.results import Results
     from graft.bench.runner import BenchSettings
     from graft.bench.tasks import Question
 
-_WIDE = 132  # columns a table with intervals needs
+_WIDE = 132  # terminal columns needed for a table with confidence intervals
 
 
 def run_and_show(
@@ -31,7 +31,8 @@ def run_and_show(
     machine: dict[str, Any],
     out: Path,
 ) -> None:
-    """Runs the methods; shows and writes the results after every task."""
+    """Run the methods; show and write the results after every task."""
+    from graft.bench.report import html
     from graft.bench.results import Summary
     from graft.bench.runner import run, variants
 
@@ -42,21 +43,15 @@ def run_and_show(
         for task in run(ready, tasks, settings, eos_token_ids, display.progress):
             summary.add(task)
             results = summary.results(facts, machine)
-            write(results, out)
+            results.write(out)
+            (out / "report.html").write_text(html(results), encoding="utf-8")
             display.show(results)
-    print_results(results)
-    notes().print(f"Results, and report.html to look at, are in {out}", markup=False)
-
-
-def write(results: Results, out: Path) -> None:
-    from graft.bench.report import html
-
-    results.write(out)
-    (out / "report.html").write_text(html(results), encoding="utf-8")
+    _print_results(results)
+    notes().print(f"The results are in {out}; open report.html to look at them", markup=False)
 
 
 class Display:
-    """Live display: on a terminal a results table that grows with every task; in a pipe one line per task."""
+    """Live display: on a terminal a table that grows with every task, in a pipe one line per task."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -86,8 +81,11 @@ class Display:
         self._table = _table(results, self._console.width)
         self._refresh()
         if self._live is None:
-            runs = [run for run in results.runs if run.task == results.runs[-1].task]
-            self._console.print(f"{runs[0].task}: {', '.join(map(_in_short, runs))}", markup=False, soft_wrap=True)
+            from graft.bench.report import in_short, label
+
+            task = results.runs[-1].task
+            words = ", ".join(f"{label(run)} {in_short(run)}" for run in results.runs if run.task == task)
+            self._console.print(f"{task}: {words}", markup=False, soft_wrap=True)
 
     def _refresh(self) -> None:
         if self._live is not None:
@@ -97,13 +95,7 @@ class Display:
             self._live.update(Lines(self._table, Text(self._doing, style="dim")), refresh=True)
 
 
-def _in_short(run: Run) -> str:
-    from graft.bench.report import in_short, label
-
-    return f"{label(run)} {in_short(run)}"
-
-
-def print_results(results: Results) -> None:
+def _print_results(results: Results) -> None:
     from rich.console import Console
 
     from graft.bench.report import note_on

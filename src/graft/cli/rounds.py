@@ -1,4 +1,4 @@
-"""Draws the rounds of an answer in the terminal: each round's tree, and the text coloured by proposer."""
+"""Terminal view of the rounds of an answer: the tree of each round, and the text coloured by proposer."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from graft.request.detokenizer import TextStream
 from graft.request.round_trace import MODEL, RoundRecord
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-_COLOR_SYSTEM = ColorSystem.STANDARD  # what these need, and what every terminal with colours has
-_MAX_NODES = 24  # of a drawn tree, beside the accepted ones
-_MAX_PRUNED = 8  # proposals drawn that were not verified
+_COLOR_SYSTEM = ColorSystem.STANDARD  # the 16 colours that every colour terminal has
+_MAX_NODES = 24  # nodes drawn per tree, besides accepted ones
+_MAX_PRUNED = 8  # pruned proposals drawn per tree
 
 
 class Rounds:
-    """Watches one answer: draws its trees, if asked to, and remembers which proposer each character came from."""
+    """Draws the trees of one answer, if asked to, and records which proposer each character came from."""
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], sources: Sequence[str], draw_on: Console | None = None
     ) -> None:
-        """sources: the policy's. The model's own tokens have no colour."""
+        """sources: of the policy; the first is the model itself, whose tokens have no colour."""
         self._tokenizer = tokenizer
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sources[1:])}
         self._draw_on = draw_on
         self._num_rounds = 0
         self._num_tokens: Counter[str] = Counter()
-        self._text = TextStream(tokenizer, prompt)  # knows no stop strings: the answer is a beginning of it
-        self._origins: list[str] = []  # of each of its characters
+        self._text = TextStream(tokenizer, prompt)  # ignores stop strings, so it may be longer than the answer
+        self._origins: list[str] = []  # by character
         self._num_painted = 0
 
     def watch(self, record: RoundRecord) -> None:
@@ -52,7 +52,7 @@ class Rounds:
         start, self._num_painted = self._num_painted, self._num_painted + len(piece)
         if console.color_system is None or console.no_color:
             return piece
-        # An answer that ends inside a character has a last one that no token completed.
+        # An answer that ends inside a character has a last character that no token completed.
         origins = [*self._origins[start : self._num_painted], *[MODEL] * len(piece)]
         runs = groupby(zip(piece, origins, strict=False), key=lambda pair: pair[1])
         return "".join(
@@ -60,10 +60,10 @@ class Rounds:
         )
 
     def legend(self) -> Text:
-        """Legend: each proposer's colour, and how many tokens it contributed."""
-        whose = {**{name: name for name in self._colours}, MODEL: "the model's own"}
-        parts = [(f"{whose[name]} {self._num_tokens[name]}", self._style(name)) for name in whose]
-        return Text(", ").join(Text(words, style=style) for words, style in parts)
+        """Each proposer in its colour, with the number of tokens it contributed."""
+        labels = {**{name: name for name in self._colours}, MODEL: "the model's own"}
+        parts = [Text(f"{label} {self._num_tokens[name]}", style=self._style(name)) for name, label in labels.items()]
+        return Text(", ").join(parts)
 
     def _style(self, origin: str) -> Style:
         return Style(color=self._colours.get(origin))
@@ -73,7 +73,7 @@ class Rounds:
 
 
 def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Callable[[int], str]) -> Tree:
-    """A round's tree as text: each node's proposer, acceptance probability, and whether it was accepted or pruned."""
+    """A round's tree: the proposer and acceptance probability of each node, and whether it was accepted or pruned."""
     num_nodes, accepted = record.num_verified - 1, set(record.accepted)
     has_tree = num_nodes > 0 or record.num_hidden > 0
     outcome = f"{len(accepted)} of {num_nodes} accepted" if has_tree else "plain decoding, no tree verified"
@@ -86,21 +86,20 @@ def drawn(record: RoundRecord, title: str, colours: Mapping[str, str], spell: Ca
             word, style = f"{word} ✓", f"bold {style}"
         elif node >= record.num_verified:
             style, end = "dim strike", " pruned"
-        chance = f"  {record.probabilities[node]:.2f} {record.sources[node]}{end}"
-        label = Text.assemble((word, style), (chance, "dim"))
-        branches[node] = branches[record.parents[node]].add(label)
+        details = f"  {record.probabilities[node]:.2f} {record.sources[node]}{end}"
+        branches[node] = branches[record.parents[node]].add(Text.assemble((word, style), (details, "dim")))
     if len(record.new_tokens) > len(record.accepted):
         last = record.accepted[-1] if record.accepted else 0
         branches[last].add(Text.assemble((spell(record.new_tokens[-1]), "bold"), ("  the model's own", "dim")))
     if len(shown) < num_nodes:
         tree.add(Text(f"and {num_nodes - len(shown)} less likely", style="dim"))
     if record.num_hidden:
-        tree.add(Text(f"and {record.num_hidden} that may be others' text", style="dim"))
+        tree.add(Text(f"and {record.num_hidden} hidden: they may be text of other users", style="dim"))
     return tree
 
 
 def likeliest(record: RoundRecord, count: int) -> set[int]:
-    """The `count` verified nodes most likely to be accepted; a node's parent is always among them, or the root."""
+    """The `count` verified nodes most likely to be accepted. The parent of each is one of them or the root."""
     reach = [1.0]
     for node in range(1, record.num_verified):
         reach.append(reach[record.parents[node]] * record.probabilities[node])
@@ -108,7 +107,7 @@ def likeliest(record: RoundRecord, count: int) -> set[int]:
 
 
 def _pruned_below(record: RoundRecord, shown: set[int]) -> set[int]:
-    """The first pruned nodes that hang below what is shown, or below each other."""
+    """The first pruned nodes below the shown ones or below each other."""
     found: set[int] = set()
     for node in range(record.num_verified, len(record.tokens)):
         if record.parents[node] in shown | found and len(found) < _MAX_PRUNED:

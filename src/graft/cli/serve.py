@@ -1,4 +1,4 @@
-"""`graft serve`: an OpenAI-compatible server, and a page to see it work."""
+"""`graft serve`: an OpenAI-compatible server with a web page."""
 
 from __future__ import annotations
 
@@ -18,77 +18,90 @@ if TYPE_CHECKING:
     from graft.engine import Engine
     from graft.server.settings import ServeSettings
 
-_users = functools.partial(option, rich_help_panel="Users")
+_server = functools.partial(option, rich_help_panel="Server")
 _limit = functools.partial(option, rich_help_panel="Limits")
 
 SERVING: Group = {
-    "host": _users(str, "--host", "Address to listen at.", "127.0.0.1, this machine alone"),
-    "port": _users(int, "--port", "Port to listen at; 0 takes a free one.", "8000"),
-    "api_keys": _users(list[str], "--api-key", "A key that users must give; repeatable.", metavar="KEY"),
-    "allowed_hosts": _users(
+    "host": _server(str, "--host", "Address to listen on.", "127.0.0.1, this machine only"),
+    "port": _server(int, "--port", "Port to listen on; 0 picks a free one.", "8000"),
+    "api_keys": _server(list[str], "--api-key", "Require this API key; repeatable.", metavar="KEY"),
+    "allowed_hosts": _server(
         list[str],
         "--allowed-hosts",
-        "A host name that requests may be sent to; repeatable.",
-        "any, or local ones",
+        "Accept requests for this host name, besides local ones; repeatable.",
+        "any; if --host is local, local names only",
         metavar="HOST",
     ),
-    "ssl_certfile": _users(Path, "--ssl-certfile", "A certificate in PEM format: HTTPS.", metavar="FILE"),
-    "ssl_keyfile": _users(Path, "--ssl-keyfile", "Its key, where that is a file of its own.", metavar="FILE"),
-    "served_model_name": _users(str, "--served-model-name", "The model's name in requests.", "the model's own"),
-    "tool_parser": _users(
-        str, "--tool-parser", "How tool calls are written: hermes, llama3, qwen, mistral, pythonic.", "by the template"
+    "ssl_certfile": _server(Path, "--ssl-certfile", "Serve HTTPS with this PEM certificate.", metavar="FILE"),
+    "ssl_keyfile": _server(
+        Path, "--ssl-keyfile", "The certificate's key, if it is in a separate file.", metavar="FILE"
     ),
-    "reasoning_parser": _users(
-        str, "--reasoning-parser", "What is reasoning: think (between <think> and </think>) or none.", "by the template"
+    "served_model_name": _server(str, "--served-model-name", "The model's name in requests.", "the model's own"),
+    "tool_parser": _server(
+        str, "--tool-parser", "Format of tool calls: hermes, llama3, qwen, mistral, pythonic.", "from the chat template"
     ),
-    "learning": _users(
-        str, "--learning", "Who learn from each other: shared, key, isolated (key and user), off.", "key if several"
+    "reasoning_parser": _server(
+        str,
+        "--reasoning-parser",
+        "Format of reasoning: think (between <think> and </think>) or none.",
+        "from the chat template",
     ),
-    "page": _users(bool, "--page/--no-page", "The page at /.", "on"),
-    "log_prompts": _users(bool, "--log-prompts", "Write prompts to the log."),
-    "max_rows": _limit(int, "--max-rows", "Answers decoded together.", "16"),
-    "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; more get status 429.", "64"),
+    "learning": _server(
+        str,
+        "--learning",
+        "Requests that learn from each other: shared (all), key (same API key), isolated (same key and user), off.",
+        "key with several API keys, else shared",
+    ),
+    "page": _server(bool, "--page/--no-page", "Serve the web page at /.", "on"),
+    "log_prompts": _server(bool, "--log-prompts", "Write prompts to the log."),
+    "max_rows": _limit(int, "--max-rows", "Answers decoded together in a batch.", "16"),
+    "max_waiting": _limit(int, "--max-waiting", "Requests that may wait; further ones get status 429.", "64"),
     "max_batched_tokens": _limit(
-        int, "--max-batched-tokens", "Tokens of a step, of prompts and of answers together.", "2048; on a CPU 512"
+        int, "--max-batched-tokens", "Tokens per step, prefill and decode together.", "2048; on a CPU 512"
     ),
     "memory": _limit(
         float,
         "--memory",
-        "Share of the GPU's memory for weights, KV cache and graphs; on a CPU, of what there is, for the KV cache.",
+        "On a GPU, share of its memory for weights, KV cache and graphs; on a CPU, share of free memory for the KV "
+        "cache.",
         "0.85; on a CPU 0.25",
     ),
     "max_cache_tokens": _limit(
-        int, "--max-cache-tokens", "Tokens that the KV cache has room for, in place of --memory.", "what memory allows"
+        int, "--max-cache-tokens", "KV cache size in tokens, instead of --memory.", "what --memory allows"
     ),
     "prefix_cache_tokens": _limit(
         int,
         "--prefix-cache-tokens",
-        "Tokens kept of texts that have ended, for others that begin alike; 0 keeps none.",
-        "what the KV cache has room for",
+        "Tokens of finished texts kept in the prefix cache; 0 turns it off.",
+        "all that fit",
     ),
-    "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request.", "2097152"),
+    "max_body_bytes": _limit(int, "--max-body-bytes", "Largest request body.", "2097152"),
     "max_prompt_bytes": _limit(
-        int, "--max-prompt-bytes", "Longest prompt before it is tokenized.", "16 a token of the context"
+        int, "--max-prompt-bytes", "Longest prompt, in bytes.", "16 for each token of the context"
     ),
-    "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt.", "the model's context"),
-    "max_tokens": _limit(int, "--max-tokens", "Longest answer that may be asked for.", "4096"),
-    "default_max_tokens": _limit(int, "--default-max-tokens", "Longest chat answer if nothing is said.", "1024"),
+    "max_prompt_tokens": _limit(int, "--max-prompt-tokens", "Longest prompt, in tokens.", "the model's context"),
+    "max_tokens": _limit(int, "--max-tokens", "Longest answer that a request may ask for.", "4096"),
+    "default_max_tokens": _limit(
+        int, "--default-max-tokens", "Longest chat answer if the request sets no limit.", "1024"
+    ),
     "timeout": _limit(float, "--timeout", "Seconds a request may take.", "600"),
-    "read_timeout": _limit(float, "--read-timeout", "Seconds in which a request must be wholly sent.", "30"),
-    "shutdown_timeout": _limit(float, "--shutdown-timeout", "Seconds requests have left at the end.", "30"),
+    "read_timeout": _limit(float, "--read-timeout", "Seconds a client may take to send its request.", "30"),
+    "shutdown_timeout": _limit(
+        float, "--shutdown-timeout", "Seconds that running requests get to finish at shutdown.", "30"
+    ),
 }
 
 
 @takes(loading=LOADING, serving=SERVING)
 def serve(
-    config: Annotated[Path | None, typer.Option(help="A YAML file of these settings.", metavar="FILE")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with these settings.", metavar="FILE")] = None,
     *,
     loading: Given,
     serving: Given,
 ) -> None:
-    """Serve a model to many at once, through OpenAI's API, with a page to see it at /.
+    """Serve a model through an OpenAI-compatible API, with a web page at /.
 
-    Settings come from flags, then from the environment (GRAFT_SERVE_PORT=8001), then from --config FILE.
+    Flags override environment variables (GRAFT_SERVE_PORT=8001), which override --config FILE.
 
     [dim]Example:[/] graft serve --port 8000 --api-key secret
     """
@@ -111,15 +124,14 @@ def _run(engine: Engine, settings: ServeSettings, model_name: str) -> None:
     from graft.server.app import make_app, make_server
 
     if not settings.is_local and not settings.api_keys:
-        notes().print("warning: anybody who reaches this machine may ask: set --api-key", markup=False)
+        notes().print("warning: anyone who can reach this machine can use the server: set --api-key", markup=False)
     make_server(make_app(engine, settings, model_name), settings, log_config=_LOGS).run()
 
 
-_LINES = {"format": "%(asctime)s %(levelname)s %(message)s"}
 _LOGS = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"lines": _LINES},
+    "formatters": {"lines": {"format": "%(asctime)s %(levelname)s %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
     "loggers": {name: {"handlers": ["stderr"], "level": "INFO"} for name in ("uvicorn", "graft.server")},
 }

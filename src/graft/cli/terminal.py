@@ -1,4 +1,4 @@
-"""Terminal input and output of all commands. Answers go to stdout; everything else goes to stderr."""
+"""Terminal input and output shared by the commands. Answers go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 def notes() -> Console:
-    """A console on the current stderr, for everything that is not the answer."""
+    """A console on the current stderr."""
     return Console(stderr=True, highlight=False)
 
 
 def aside(text: str) -> None:
-    """Prints a remark on a terminal; in a pipe nothing."""
+    """Print a remark if stderr is a terminal."""
     console = notes()
     if console.is_terminal:
         console.print(text, style="dim", markup=False)
 
 
 def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | None = False) -> Engine:
-    """Loads the engine that the options describe.
+    """Load the engine that the options describe.
 
-    isolated: texts do not learn from each other. keep_learned: unless the options say so; see `load`.
+    isolated: texts do not learn from each other. keep_learned: used if the options do not say; see `load`.
     """
-    # A line, not a spinner: a model that is fetched first draws bars of its own.
+    # Not a spinner: fetching a model draws its own progress bars.
     aside(f"Loading {loading.get('model', DEFAULT_MODEL)} ...")
 
     from graft.loading import load
@@ -53,18 +53,18 @@ def load_engine(loading: Given, isolated: bool = False, keep_learned: bool | Non
 
 
 def _show_preparation(report: Report) -> None:
-    """Announces the first capture of CUDA graphs, which takes long because kernels are compiled."""
+    """Announce the first capture of CUDA graphs, which is slow because kernels are compiled."""
     if report.done == 0:
-        aside("Preparing the model's steps for this GPU ...")
+        aside("Compiling kernels and capturing CUDA graphs ...")
 
 
 def _show_warning(message: Warning | str, *where: object) -> None:
-    """Shows a warning as errors are shown: one line, without the code location."""
+    """Show a warning as one line without its code location, like errors."""
     notes().print(f"warning: {message}", markup=False, soft_wrap=True)
 
 
 def checked_folder(out: Path | None) -> Path:
-    """Makes the folder of a command's results before its run, so that an error does not come an hour later."""
+    """Create the results folder and check that it is writable, before any work is done."""
     if out is None:
         raise GraftError("name a folder for the results with --out")
     try:
@@ -78,7 +78,7 @@ def checked_folder(out: Path | None) -> Path:
 
 @contextmanager
 def utf8_stdin() -> Iterator[TextIO]:
-    """stdin as UTF-8 whatever the locale; other bytes are a GraftError."""
+    """stdin as UTF-8 in any locale. Invalid bytes raise a GraftError."""
     sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
     try:
         yield sys.stdin
@@ -87,7 +87,7 @@ def utf8_stdin() -> Iterator[TextIO]:
 
 
 class ProgressBars:
-    """Progress of long work: on a terminal one bar per stage, with time left; in a pipe one line per 5 %."""
+    """Progress of long work: on a terminal one bar per stage with the time left, in a pipe one line per 5 %."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""`graft bench --record` and `--replay`: records answers and drafts once, and replays policies on them."""
+"""`graft bench --record` and `--replay`: record answers and drafts once, then run policies on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record_traces(
     model: str | None,
     draft: str | None,
 ) -> None:
-    """Records one trace file per task."""
+    """Record one trace file per task."""
     from graft.bench.replay import Recorder, record, save_traces
     from graft.engine import Engine
     from graft.progress import Report
@@ -51,7 +51,7 @@ def record_traces(
 def replay_traces(
     paths: list[Path], names: list[str], states: list[str], out: Path, limit: int | None, heads: Given, learning: Given
 ) -> None:
-    """Runs the benchmark on recorded answers: only policies run, no model."""
+    """Run the benchmark on recorded answers, with the policies but without the model."""
     import torch
 
     from graft.bench.replayed import ReplayMethod, read_recorded

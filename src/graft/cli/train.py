@@ -1,4 +1,4 @@
-"""`graft train`: trains a draft head for a model on the model's own answers."""
+"""`graft train`: train a draft head for a model on the model's own answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graft.settings import require
 if TYPE_CHECKING:
     from graft.train.recipe import Recipe
 
-_answering = functools.partial(option, rich_help_panel="Answering")
+_answering = functools.partial(option, rich_help_panel="Generating answers")
 _training = functools.partial(option, rich_help_panel="Training")
 _eagle3 = functools.partial(option, rich_help_panel="EAGLE-3 heads")
 _layers = functools.partial(option, rich_help_panel="Block heads and depth-pruned models")
@@ -27,58 +27,73 @@ _block = functools.partial(option, rich_help_panel="Block heads: dflash, treefla
 
 ANSWERING: Group = {
     "max_new_tokens": _answering(int, "--max-new-tokens", "Longest answer.", "256"),
-    "temperatures": _answering(list[float], "--temperature", "An answer to every prompt at this; repeatable.", "0"),
-    "num_rows": _answering(int, "--rows", "Prompts answered together; a large GPU takes 1024.", "64"),
-    "max_prompt_tokens": _answering(int, "--max-prompt-tokens", "Longer prompts are left out.", "1536"),
+    "temperatures": _answering(
+        list[float], "--temperature", "Answer every prompt at this temperature; repeatable.", "0"
+    ),
+    "num_rows": _answering(int, "--rows", "Batch size; 1024 suits a large GPU.", "64"),
+    "max_prompt_tokens": _answering(int, "--max-prompt-tokens", "Skip longer prompts.", "1536"),
 }
 TRAINING: Group = {
-    "steps": _training(int, "--steps", "Optimizer steps; depth-pruned also takes 0.", "2000"),
-    "batch_tokens": _training(int, "--batch-tokens", "Tokens of a step.", "32768"),
-    "max_tokens": _training(int, "--max-tokens", "Prompt and answer are cut here.", "2048"),
-    "learning_rate": _training(float, "--learning-rate", "At its highest.", "0.001, depth-pruned 0.0003"),
-    "warmup_steps": _training(int, "--warmup-steps", "Steps until then.", "100"),
-    "weight_decay": _training(float, "--weight-decay", "Of matrices.", "0.01"),
-    "ema_decay": _training(float, "--ema-decay", "Of averaged weights; 0: the last ones.", "0, block heads 0.999"),
-    "evaluate_every": _training(int, "--evaluate-every", "Steps between evaluations, which also save.", "200"),
-    "held_back": _training(float, "--held-back", "Share of prompts that only evaluations see.", "0.01"),
+    "steps": _training(int, "--steps", "Optimizer steps; 0 is allowed for depth-pruned.", "2000"),
+    "batch_tokens": _training(int, "--batch-tokens", "Tokens per step.", "32768"),
+    "max_tokens": _training(int, "--max-tokens", "Cut prompt and answer after this many tokens.", "2048"),
+    "learning_rate": _training(float, "--learning-rate", "Peak learning rate.", "0.001, depth-pruned 0.0003"),
+    "warmup_steps": _training(int, "--warmup-steps", "Steps of learning-rate warm-up.", "100"),
+    "weight_decay": _training(float, "--weight-decay", "Weight decay of matrices.", "0.01"),
+    "ema_decay": _training(
+        float, "--ema-decay", "Decay of the averaged weights that are saved; 0 averages none.", "0, block heads 0.999"
+    ),
+    "evaluate_every": _training(int, "--evaluate-every", "Evaluate and save every so many steps.", "200"),
+    "held_back": _training(float, "--held-back", "Share of prompts held back for evaluation.", "0.01"),
     "seed": _training(int, "--seed", "Fixes the order of the answers.", "0"),
 }
 EAGLE3: Group = {
-    "draft_vocab_size": _eagle3(int, "--draft-vocab-size", "Tokens the head can draft.", "8192"),
-    "unroll": _eagle3(int, "--unroll", "Drafted steps that are trained.", "5"),
-    "step_weight": _eagle3(float, "--step-weight", "Weight of each further step.", "0.8"),
+    "draft_vocab_size": _eagle3(int, "--draft-vocab-size", "Tokens that the head can draft.", "8192"),
+    "unroll": _eagle3(int, "--unroll", "Draft depths to train.", "5"),
+    "step_weight": _eagle3(float, "--step-weight", "Loss weight of each depth relative to the one before.", "0.8"),
 }
 LAYERS: Group = {
     "num_layers": _layers(
-        int, "--layers", "Layers of the head, or of the model that stay.", "4, depth-pruned a third of the model's"
+        int, "--layers", "Layers of the head or draft model.", "4, depth-pruned a third of the model's"
     ),
 }
 SHAPE: Group = {
-    "num_taps": _block(int, "--taps", "Target layers it reads, evenly spread.", "5"),
-    "target_layers": _block(list[int], "--target-layer", "Read what goes into this one instead; repeatable."),
+    "num_taps": _block(int, "--taps", "Number of target layers to read, evenly spread.", "5"),
+    "target_layers": _block(
+        list[int], "--target-layer", "Instead of --taps: read the input of this target layer; repeatable."
+    ),
     "conditional_size": _block(int, "--conditional-size", "Inner size of treeflash's MLP.", "that of the layers"),
-    "num_drafts": _block(int, "--drafts", "Tokens a block predicts.", "12"),
-    "slots": _block(str, "--slots", "in-place, as other engines expect them, or shifted.", "in-place"),
-    "causal": _block(bool, "--causal/--bidirectional", "Slots see no later ones, as JetSpec's.", "bidirectional"),
-    "learned_mask": _block(bool, "--learned-mask/--token-mask", "What stands in masked slots.", "learned-mask"),
+    "num_drafts": _block(int, "--drafts", "Tokens that a block predicts.", "12"),
+    "slots": _block(str, "--slots", "in-place, as other engines expect, or shifted.", "in-place"),
+    "causal": _block(
+        bool, "--causal/--bidirectional", "Whether slots see only earlier slots, as in JetSpec.", "bidirectional"
+    ),
+    "learned_mask": _block(
+        bool,
+        "--learned-mask/--token-mask",
+        "Fill masked slots with a learned vector or a token's embedding.",
+        "learned-mask",
+    ),
 }
 BLOCK: Group = {
-    "anchors": _block(int, "--anchors", "Blocks of a row of --max-tokens.", "384"),
-    "weighting": _block(str, "--weighting", "Of slots: decay, or pace for D-PACE.", "decay"),
-    "gamma": _block(float, "--gamma", "Of decay: slots until a weight is 1/e.", "5"),
-    "pace_floor": _block(float, "--pace-floor", "Of pace: the least a probability counts.", "0.5"),
-    "marginal_weight": _block(float, "--marginal-weight", "Of treeflash's slots without the token before.", "0.5"),
-    "chunk_slots": _block(int, "--chunk-slots", "Slots whose logits exist at once.", "4608"),
-    "flex": _block(bool, "--flex/--dense", "FlexAttention, or a dense mask, on a GPU.", "flex"),
-    "simulated": _block(int, "--simulated", "Held-back answers that evaluations decode.", "128"),
-    "nodes": _block(int, "--nodes", "Nodes of the trees there.", "60"),
+    "anchors": _block(int, "--anchors", "Blocks trained per row of --max-tokens.", "384"),
+    "weighting": _block(str, "--weighting", "Weights of slots: decay, or pace for D-PACE.", "decay"),
+    "gamma": _block(float, "--gamma", "With decay: slots until the weight falls to 1/e.", "5"),
+    "pace_floor": _block(float, "--pace-floor", "With pace: smallest probability of a slot.", "0.5"),
+    "marginal_weight": _block(
+        float, "--marginal-weight", "treeflash: loss weight of predictions without the token before.", "0.5"
+    ),
+    "chunk_slots": _block(int, "--chunk-slots", "Slots whose logits are in memory at once.", "4608"),
+    "flex": _block(bool, "--flex/--dense", "On a GPU, use FlexAttention or a dense mask.", "flex"),
+    "simulated": _block(int, "--simulated", "Held-back answers to simulate in evaluations.", "128"),
+    "nodes": _block(int, "--nodes", "Tree nodes in these simulations.", "60"),
 }
 PRUNED: Group = {
-    "measured": _pruned(int, "--measured", "Tokens on which layers are left out.", "4096"),
+    "measured": _pruned(int, "--measured", "Tokens on which to compare the model without a layer.", "4096"),
 }
 FILES: Group = {
-    "start_from": _block(Path, "--start-from", "A head whose weights it starts with.", metavar="HEAD"),
-    "max_file_mib": _block(int, "--max-file-mib", "Save the backbone in files of this size.", "one file"),
+    "start_from": _block(Path, "--start-from", "Start with the weights of this head.", metavar="HEAD"),
+    "max_file_mib": _block(int, "--max-file-mib", "Split the weights into files of at most this size.", "one file"),
 }
 
 
@@ -95,15 +110,13 @@ FILES: Group = {
 )
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the new head or draft model.")],
-    prompts: Annotated[
-        list[Path] | None, typer.Option(help="Prompts, one JSON object a line; may be repeated.")
-    ] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="A JSON-lines file of prompts; repeatable.")] = None,
     answers: Annotated[
-        Path | None, typer.Option(help="Instead of prompts: answers made before, work/answers of another head.")
+        Path | None, typer.Option(help="Instead of --prompts: the work/answers folder of an earlier training.")
     ] = None,
     kind: Annotated[str, typer.Option(help="eagle3, dflash, treeflash or depth-pruned.")] = "eagle3",
-    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="Stop after this long, to go on later.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Stop after this long; the same command resumes.")] = None,
     *,
     loading: Given,
     answering: Given,
@@ -115,16 +128,15 @@ def train(
     files: Given,
     pruned: Given,
 ) -> None:
-    """Train a draft head: the model answers the prompts, and the head learns to guess its answers.
+    """Train a draft head: the model answers the prompts, and the head learns to predict the answers.
 
-    With --kind depth-pruned, make a draft model: the model without the layers that it misses least, which learns to
-    answer as the whole one does. --steps 0 leaves its weights as they were.
+    --kind depth-pruned makes a draft model instead: the model without its least important layers, trained to imitate
+    the whole model. --steps 0 only removes layers.
 
-    Interrupted, or stopped by --max-seconds, and started again with the same options, it goes on where it stopped;
-    --steps may be others.
+    A run that was interrupted or stopped by --max-seconds resumes with the same options; only --steps may change.
 
-    EAGLE-3 heads are saved in SafeAILab's layout, block heads in z-lab's, draft models in that of transformers, which
-    other engines know.
+    Other engines can load the results: EAGLE-3 heads have SafeAILab's layout, block heads z-lab's, draft models that of
+    transformers.
 
     [dim]Example:[/] graft train --prompts prompts.jsonl --out my-head --kind treeflash --steps 4000
     """
@@ -134,7 +146,7 @@ def train(
     if "temperatures" in answering:
         answering["temperatures"] = tuple(answering["temperatures"])
     require((not prompts) == (answers is not None), "give either --prompts or --answers")
-    require(not (answers is not None and (answering or limit)), "--answers are there: drop the options of answering")
+    require(not (answers is not None and (answering or limit)), "--answers excludes options for generating answers")
     require(max_seconds is None or max_seconds > 0, f"--max-seconds must be above 0, not {max_seconds}")
     answer_settings = AnswerSettings.of(answering)
     recipe = _recipe(
@@ -149,17 +161,18 @@ def train(
         seconds = math.inf if max_seconds is None else max_seconds
         outcome = train_head(engine, texts, out, recipe, answer_settings, progress.show, answers, seconds)
     what, done = "draft model" if kind == "depth-pruned" else "head", f"{outcome.done} of {outcome.total}"
-    words = f"The {what} is in {out}"
     if outcome.stage == "answer":
-        words = f"Time is up: {done} groups are answered. The same command goes on."
+        words = f"Time is up after {done} groups of answers. The same command resumes."
     elif outcome.stage == "measure":
-        words = f"Time is up: {done} layers are chosen. The same command goes on."
+        words = f"Time is up after choosing {done} layers to remove. The same command resumes."
     elif not outcome.is_finished:
-        words = f"Time is up: {done} steps. The {what} so far is in {out}; the same command goes on."
+        words = f"Time is up after {done} steps. The {what} so far is in {out}; the same command resumes."
+    else:
+        words = f"The {what} is in {out}"
     notes().print(words, markup=False, soft_wrap=True)
 
 
-_GROUPS = {  # of a kind's own options
+_GROUPS = {  # groups of options by kind
     "eagle3": ("eagle3",),
     "dflash": ("shape", "block", "files"),
     "treeflash": ("shape", "block", "files"),
@@ -168,7 +181,7 @@ _GROUPS = {  # of a kind's own options
 
 
 def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
-    """groups: options that are for some kinds only; those of several kinds are in several groups."""
+    """The recipe of a kind. groups: options of some kinds only; an option of several kinds is in several groups."""
     from graft.settings import require_known
     from graft.train.block import BlockSettings, BlockShape
     from graft.train.depth_pruned import DepthPrunedSettings
@@ -178,7 +191,7 @@ def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
     require_known("kind", kind, KINDS)
     own = {name for group in _GROUPS[kind] for name in groups[group]}
     for name in (name for options in groups.values() for name in options if name not in own):
-        raise GraftError(f"{_flag(name)} is not for --kind {kind}: drop it, or choose another kind")
+        raise GraftError(f"{_flag(name)} does not apply to --kind {kind}: drop it, or choose another kind")
     if kind == "eagle3":
         options = groups["eagle3"]
         size = {name: options.pop(name) for name in ("draft_vocab_size",) if name in options}
@@ -203,8 +216,8 @@ def _recipe(kind: str, training: Given, groups: dict[str, Given]) -> Recipe:
 
 
 def _flag(name: str) -> str:
-    """The option of a setting, as it is typed."""
+    """The command-line flag of a setting."""
     (given,) = (EAGLE3 | LAYERS | SHAPE | BLOCK | FILES | PRUNED)[name].__metadata__
-    # Within Annotated, typer takes what is first, here the flag, for the default until it builds the command.
+    # Inside Annotated, typer stores its first argument, the flag, as the default until it builds the command.
     flag: str = given.default if isinstance(given.default, str) else given.param_decls[0]
     return flag.partition("/")[0]

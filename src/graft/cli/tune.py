@@ -1,4 +1,4 @@
-"""`graft tune`: learns a profile of a model, a head and this machine from warm-up prompts."""
+"""`graft tune`: learn a profile of a model, a drafter and this machine from warm-up prompts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ TUNING: Group = MODEL | {"draft": LOADING["draft"]}
 
 @takes(loading=TUNING)
 def tune(
-    prompts: Annotated[list[Path], typer.Option(help="Prompts, one JSON object a line; may be repeated.")],
-    limit: Annotated[int | None, typer.Option(help="Take this many prompts of each file.")] = None,
+    prompts: Annotated[list[Path], typer.Option(help="A JSON-lines file of prompts; repeatable.")],
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts in the middle.")] = None,
-    portable: Annotated[bool, typer.Option("--portable", help="For any machine: small, and without times.")] = False,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Make a small profile without measured times, for any machine.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The profile's file. [dim]\\[default: where graft looks for it][/]")
+        Path | None, typer.Option(help="File of the profile. [dim]\\[default: where --profile auto finds it][/]")
     ] = None,
     *,
     loading: Given,
 ) -> None:
-    """Learn from prompts like your own, measure this machine, and save it as a profile that is used from then on.
+    """Tune Graft to your prompts and this machine, and save the result as a profile.
 
-    The profile is of one model, drafter and machine; graft generate --profile none goes without it. With a fifth of the
-    prompts the drafter is measured: --draft auto takes the fastest from then on, and graft drafters lists them.
+    Later runs with the same model, drafter and machine use the profile, unless they say --profile none.
+
+    A fifth of the prompts measure the drafter's speed-up. graft drafters lists these results, and --draft auto chooses
+    the fastest drafter.
 
     [dim]Example:[/] graft tune --prompts prompts.jsonl --limit 20
     """
@@ -49,9 +53,9 @@ def tune(
         checked_folder(out.parent)
     tasks = read_tasks(prompts, limit)
     model, draft = loading.get("model", DEFAULT_MODEL), loading.get("draft", "auto")
-    if draft == "auto":  # which is not chosen by what is to be measured here
+    if draft == "auto":  # the usual drafter: earlier measurements must not decide what is measured now
         draft = model if packaged_head(model) is not None else "none"
-    choose = NAMED[draft].choose if draft in NAMED else None  # by the prompts, which need the model's tokenizer
+    choose = NAMED[draft].choose if draft in NAMED else None  # chooses by the prompts, once the model is loaded
     engine = load_engine(loading | {"profile": "none", "draft": draft if choose is None else "none"})
     asked = [question.ids for task in tasks for question in questions(task, engine, max_new_tokens, max_prompt_tokens)]
     lessons, trials = (asked, []) if portable else split_prompts(asked)
@@ -72,7 +76,7 @@ def tune(
     notes().print(f"The profile is in {path}", markup=False, soft_wrap=True)
     if result is not None:
         remember(profile.about, result)
-        words = f"{result.speed:.2f} times plain decoding, {result.mean_accepted:.2f} tokens accepted a round"
+        words = f"{result.speed:.2f} times plain decoding, mean accepted length {result.mean_accepted:.2f}"
         notes().print(f"Drafter {result.draft}: {words}", markup=False, soft_wrap=True)
     elif not portable:
-        notes().print("Too few prompts to measure the drafter with: at least 5", markup=False)
+        notes().print("The drafter was not measured: this takes at least 5 prompts", markup=False)

@@ -1,4 +1,4 @@
-"""The persistent datastore: the user's own text, indexed once on disk and looked up in microseconds.
+"""The datastore: an index of the user's own text on disk, searched in microseconds.
 
-`corpus` reads documents, `build` indexes them, `format` defines the files on disk, `lookup` searches them.
+`corpus` reads documents, `build` indexes them, `format` defines the files, `lookup` searches them.
 """

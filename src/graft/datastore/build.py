@@ -1,6 +1,6 @@
-"""Builds an index: documents to tokens, tokens to a suffix array, shard by shard so that memory is bounded.
+"""Building an index: tokenize the documents and sort them into suffix arrays, one shard at a time to bound memory.
 
-Files are written to a scratch folder beside the target and renamed at the end, so an index is always complete.
+Files are written to a scratch folder that is renamed at the end, so an index is always complete.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from graft.progress import Report
 from graft.settings import require
 from graft.version import __version__
 
-_MAX_SHARD_TOKENS = 1 << 29  # libdivsufsort numbers bytes with 31 bits, and a token takes up to 4 of them
-_BATCH_CHARS = 1 << 20  # given to the tokenizer at once
+_MAX_SHARD_TOKENS = 1 << 29  # libdivsufsort indexes bytes with 31 bits, and a token takes up to 4 bytes
+_BATCH_CHARS = 1 << 20  # characters tokenized at once
 _SLICE = 1 << 22  # suffixes filtered and written at once
 _MB = 10**6
 
@@ -53,21 +53,22 @@ def build_index(
     force: bool = False,
     report: Callable[[Report], None] = lambda report: None,
 ) -> Header:
-    """Indexes the corpus into `folder`; `force` replaces an index that is there. `options` are kept for people."""
+    """Index the corpus into `folder`. force: replace an existing index. options: stored for information."""
     require(
         1 <= shard_tokens <= _MAX_SHARD_TOKENS,
         f"shard_tokens must be between 1 and {_MAX_SHARD_TOKENS}, not {shard_tokens}",
     )
     require(bool(corpus.sources), "there is nothing to index: no text under the given paths")
+    vocab_size = int(max(tokenizer.get_vocab().values())) + 1
     with _scratch(folder, force) as scratch:
-        writer = _Writer(scratch, _vocab_size(tokenizer), shard_tokens, report)
-        for ids in _encoded(corpus, tokenizer, report):
+        writer = _Writer(scratch, vocab_size, shard_tokens, report)
+        for ids in _encode(corpus, tokenizer, report):
             writer.add(ids)
         shards = writer.finish()
         require(bool(shards), "there is nothing to index: the files hold less than two tokens of text")
         header = Header(
             token_bytes=writer.dtype.itemsize,
-            vocab_size=_vocab_size(tokenizer),
+            vocab_size=vocab_size,
             tokenizer=fingerprint(tokenizer),
             shards=tuple(shards),
             options={
@@ -86,7 +87,7 @@ def sorted_suffixes(tokens: NDArray[Any]) -> Iterator[NDArray[np.uint32]]:
     """The suffix array of `tokens`, in slices."""
     from pydivsufsort import divsufsort  # only building needs it
 
-    # libdivsufsort sorts bytes. Ranks keep the order of tokens and take few bytes; big-endian, bytes keep it too.
+    # libdivsufsort sorts bytes. Replace tokens by their ranks, which need fewer bytes; big-endian keeps the order.
     used = np.bincount(tokens) > 0
     ranks = (np.cumsum(used) - 1).astype(">u4")
     width = max((int(used.sum() - 1).bit_length() + 7) // 8, 1)
@@ -101,7 +102,7 @@ class _Writer:
     """Collects documents and writes a shard whenever it is full."""
 
     def __init__(self, folder: Path, vocab_size: int, shard_tokens: int, report: Callable[[Report], None]) -> None:
-        # Ids are stored one higher: 0 stands between documents.
+        # Ids are stored one higher, because 0 separates documents.
         self.dtype = np.dtype(">u2") if vocab_size < 1 << 16 else np.dtype(">u4")
         self._folder = folder
         self._shard_tokens = shard_tokens
@@ -127,7 +128,7 @@ class _Writer:
         documents, num_tokens = self._documents, self._num_tokens
         self._documents, self._num_tokens = [], 0
         if not any(len(document) > 1 for document in documents):
-            return  # nothing in it follows anything
+            return  # no token follows another
         number = len(self._shards)
         paths = {part: part_path(self._folder, number, part) for part in PARTS}
         self._report(Report("sorting", number, number + 1, f"{num_tokens / 1e6:.1f} M tokens"))
@@ -146,9 +147,9 @@ class _Writer:
 
 
 def _write_suffixes(backwards: NDArray[Any], path: Path) -> int:
-    """Writes the suffix array without positions that no token follows; returns its length."""
+    """Write the suffix array without positions that no token follows, and return its length."""
     is_useful = backwards > 0
-    is_useful[1:] &= backwards[:-1] > 0  # the stream is reversed: the following token is one before
+    is_useful[1:] &= backwards[:-1] > 0  # in the reversed stream, the next token is one before
     with path.open("wb") as file:
         for places in sorted_suffixes(backwards):
             places[is_useful[places]].tofile(file)
@@ -164,7 +165,7 @@ def _write_fences(backwards: NDArray[Any], suffixes: Path, path: Path) -> None:
             text[chosen[:, None] + np.arange(FENCE_BYTES)].tofile(file)
 
 
-def _encoded(corpus: Corpus, tokenizer: Any, report: Callable[[Report], None]) -> Iterator[list[int]]:
+def _encode(corpus: Corpus, tokenizer: Any, report: Callable[[Report], None]) -> Iterator[list[int]]:
     start, num_tokens, total = time.perf_counter(), 0, max(corpus.num_bytes // _MB, 1)
     for texts, num_bytes in _batches(corpus, tokenizer):
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -192,13 +193,9 @@ def _text(document: Document, tokenizer: Any) -> str:
     if isinstance(document, str):
         return document
     if tokenizer.chat_template:
-        # With its marks, so that the beginning of an answer is found when the model is about to write one.
+        # The template's markers let lookup match the start of an answer.
         return str(tokenizer.apply_chat_template(document, tokenize=False))
     return "".join(message["content"] for message in document)
-
-
-def _vocab_size(tokenizer: Any) -> int:
-    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 @contextmanager
@@ -210,7 +207,7 @@ def _scratch(folder: Path, force: bool) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_build_at_a_time(folder):
             _check_free(folder, force)
-            for leftover in folder.parent.glob(prefix + "*"):  # of a killed process, since we hold the lock
+            for leftover in folder.parent.glob(prefix + "*"):  # left by killed processes, since we hold the lock
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as name:
                 new = Path(name, "new")
@@ -220,14 +217,14 @@ def _scratch(folder: Path, force: bool) -> Iterator[Path]:
                     folder.rename(Path(name, "old"))
                 new.rename(folder)
     except OSError as error:
-        raise GraftError(f"cannot write {folder} ({error.strerror}): give --out a folder with room") from error
+        raise GraftError(f"cannot write {folder}: {error.strerror}") from error
 
 
 def _check_free(folder: Path, force: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    require((folder / HEADER).is_file(), f"{folder} is there and no index: choose another name for --out")
-    require(force, f"{folder} is an index already: choose another name for --out, or replace it with --force")
+    require((folder / HEADER).is_file(), f"{folder} exists and is not an index: choose another --out")
+    require(force, f"{folder} is already an index: choose another --out, or replace it with --force")
 
 
 @contextmanager

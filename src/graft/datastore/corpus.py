@@ -1,6 +1,6 @@
-"""Documents from files and folders: plain text, source code, and rows of JSON.
+"""Documents from files and folders: plain text, source code, and JSON lines.
 
-A file the user named must be readable text; one found in a folder is skipped if it is not, and counted by reason.
+A file that the user named must be readable text. Other files found in folders are skipped and counted by reason.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TextIO
 from graft.errors import GraftError
 from graft.settings import require
 
-Document = str | list[dict[str, str]]  # text as it stands, or a conversation for the model's chat template
+Document = str | list[dict[str, str]]  # plain text, or a conversation for the model's chat template
 
-_PIECE = 1 << 20  # characters; a longer file becomes several documents, so that no step holds all of it
-_HEAD = 8192  # bytes, at most, looked at to tell text from data
+_PIECE = 1 << 20  # characters; longer files become several documents, to bound memory
+_HEAD = 8192  # bytes searched for zeros, which mean binary data
 _ROWS = {".jsonl", ".ndjson"}
 _GENERATED = {"__pycache__", "node_modules"}
 _ROW_KEYS = {"text", "prompt", "turns"}
@@ -32,7 +32,7 @@ class Source:
 
     path: Path
     num_bytes: int
-    is_named: bool  # by the user, not found in a folder
+    is_named: bool  # the user named it; otherwise it was found in a folder
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Skipped:
 
 @dataclass
 class Corpus:
-    """The files under some paths, in a fixed order, and those skipped so far."""
+    """The files under some paths, in a fixed order, and the files skipped so far."""
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, Skipped] = field(default_factory=dict)  # by reason
@@ -66,7 +66,7 @@ class Corpus:
         return sum(source.num_bytes for source in self.sources)
 
     def documents(self) -> Iterator[tuple[Document, int]]:
-        """Every document, with the number of bytes read until then."""
+        """Every document, with the number of bytes read so far."""
         before = 0
         for source in self.sources:
             try:
@@ -74,9 +74,9 @@ class Corpus:
                     for document in self._read(raw, source):
                         yield document, before + raw.tell()
             except UnicodeDecodeError as error:
-                self._leave_out(source, "files that are not UTF-8", f"it is not UTF-8 text ({error.reason})")
+                self._skip(source, "files that are not UTF-8", f"it is not UTF-8 text ({error.reason})")
             except OSError as error:
-                self._leave_out(source, "unreadable files", str(error.strerror))
+                self._skip(source, "unreadable files", str(error.strerror))
             before += source.num_bytes
 
     def _walk(self, folder: Path) -> None:
@@ -109,7 +109,7 @@ class Corpus:
 
     def _read(self, raw: BufferedReader, source: Source) -> Iterator[Document]:
         if b"\0" in raw.peek(_HEAD)[:_HEAD]:
-            self._leave_out(source, "binary files", "it is not text but binary data")
+            self._skip(source, "binary files", "it is not text but binary data")
             return
         file = TextIOWrapper(raw, encoding="utf-8-sig")
         yield from self._rows(file, source) if source.path.suffix in _ROWS else _pieces(file)
@@ -123,14 +123,15 @@ class Corpus:
             except json.JSONDecodeError:
                 row = None
             if not (isinstance(row, dict) and _ROW_KEYS & row.keys()):
-                self._leave_out(source, "rows of another shape", f"line {number} is none of {_ROW_SHAPES}")
+                self._skip(source, "rows of another shape", f"line {number} is none of {_ROW_SHAPES}")
                 continue
             documents = _row_documents(row)
             if not documents:
                 self._count(source.path, "rows without text")
             yield from documents
 
-    def _leave_out(self, source: Source, reason: str, problem: str) -> None:
+    def _skip(self, source: Source, reason: str, problem: str) -> None:
+        """Count a file or row as skipped; an error if the user named the file."""
         require(not source.is_named, f"cannot index {source.path}: {problem}")
         self._count(source.path, reason)
 
@@ -141,7 +142,7 @@ class Corpus:
 def _pieces(file: TextIO) -> Iterator[str]:
     while piece := file.read(_PIECE):
         if len(piece) == _PIECE:
-            piece += file.readline(_PIECE)  # to the end of the line, if it has one
+            piece += file.readline(_PIECE)  # complete the line
         if piece.strip():
             yield piece
 

@@ -1,8 +1,8 @@
-"""File format of an index: a JSON header and raw arrays, each with size and checksums. Nothing that can run code.
+"""File format of an index: a JSON header and raw arrays with sizes and checksums. Loading it runs no code.
 
-Each shard is three files. `tokens`: the documents as one stream, reversed and big-endian, so that byte order is the
-order of contexts read backwards. `suffixes`: its suffix array, uint32. `fences`: the first bytes of every 64th suffix,
-small enough to stay in memory.
+Each shard has three files. `tokens` holds all documents as one reversed big-endian stream, so that comparing bytes
+compares contexts from their end. `suffixes` is its suffix array, in uint32. `fences` holds the first bytes of every
+64th suffix, which is small enough to stay in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ HEADER = "index.json"
 PARTS = ("tokens", "suffixes", "fences")
 FENCE_STRIDE = 64  # suffixes from one fence to the next
 FENCE_BYTES = 16
-SHARD_TOKENS = 1 << 27  # tokens sorted at once, which takes about 3 GB
+SHARD_TOKENS = 1 << 27  # sorting so many takes about 3 GB
 
 _FORMAT = "graft-index"
 _VERSION = 1
-_SAMPLES = 16  # blocks of a file that opening it reads
+_SAMPLES = 16  # blocks of each file that are checked when an index is opened
 _BLOCK = 4096
 
 
 class DatastoreError(GraftError):
-    """An index is missing, damaged, or of another tokenizer."""
+    """An index is missing, damaged, or was built with another tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an index: everything but its arrays."""
+    """Header of an index: everything except its arrays."""
 
     token_bytes: int  # 2 or 4
     vocab_size: int
     tokenizer: str  # fingerprint
     shards: tuple[Shard, ...]
-    options: dict[str, Any]  # how it was built, for people
+    options: dict[str, Any]  # how it was built, for information
 
     @property
     def tokens(self) -> int:
@@ -106,7 +106,9 @@ def read_header(folder: Path) -> Header:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise damaged(path, "is not a readable header") from error
     if named[:2] != (_FORMAT, _VERSION):
-        raise DatastoreError(f"{path} is of version {named[1]}, this Graft reads {_VERSION}: build the index again")
+        raise DatastoreError(
+            f"{path} has format version {named[1]}, but this Graft reads {_VERSION}: build the index again"
+        )
     if checksum != _checksum(dict(zip(("format", "version", "byteorder"), named, strict=True)) | content):
         raise damaged(path, "has been changed (its checksum differs)")
     if named[2] != sys.byteorder:
@@ -121,7 +123,7 @@ def read_header(folder: Path) -> Header:
 
 
 def check_parts(folder: Path, header: Header, whole: bool = False) -> None:
-    """Refuses files that are missing, truncated or changed. whole: checks every byte, else a few blocks of each."""
+    """Raise a DatastoreError if a file is missing, truncated or changed. whole: check every byte, not only samples."""
     for number, shard in enumerate(header.shards):
         for name, part in shard.parts.items():
             path = part_path(folder, number, name)

@@ -1,6 +1,6 @@
-"""Lookup in an index on disk: the continuations of the longest match of a context's end.
+"""Lookup in an index: find the longest match of a context's last tokens, and the text that followed it.
 
-The arrays are memory-mapped read-only: opening reads a few blocks, and processes share one copy.
+The arrays are memory-mapped read-only. Opening reads only a few blocks, and processes share one copy.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from graft.datastore.format import (
 
 MIN_MATCH = 2
 MAX_MATCH = 32
-_MAX_SAMPLE = 32  # occurrences that are read; the share of a continuation is then known to a tenth
+_MAX_SAMPLE = 32  # occurrences read per lookup; this estimates a continuation's share to within a tenth
 
-_CODES = {2: "H", 4: "I"}  # of struct, by the bytes of a token
+_CODES = {2: "H", 4: "I"}  # struct format by bytes per token
 
-Row = tuple[int, ...]  # the tokens after one occurrence, as stored: ids are one higher
+Row = tuple[int, ...]  # the stored tokens after one occurrence: ids plus one
 
 
 class Continuation(NamedTuple):
-    """A continuation's tokens, and for each how many of the occurrences read agree up to and with it."""
+    """The tokens of a continuation, and for each the number of occurrences read that agree up to it."""
 
     tokens: list[int]
     counts: list[int]
 
 
 class Match(NamedTuple):
-    """The longest match of a context's end: its length, how often it occurs, and how many of these were read."""
+    """The longest match: its length, its number of occurrences, and how many of them were read."""
 
     length: int
     num_occurrences: int
@@ -59,13 +59,11 @@ class Datastore:
     """An index made by `graft index build`."""
 
     def __init__(self, folder: str | Path, tokenizer: Any | None = None) -> None:
-        """Opens an index; with a `tokenizer`, refuses one whose ids mean something else."""
+        """Open an index. tokenizer: if given, it must be the one that the index was built with."""
         self.folder = Path(folder)
         self.header: Header = read_header(self.folder)
         if tokenizer is not None and fingerprint(tokenizer) != self.header.tokenizer:
-            raise DatastoreError(
-                f"{folder} was built with another tokenizer, so its ids mean other text: build one for this model"
-            )
+            raise DatastoreError(f"{folder} was built with another tokenizer: build an index for this model")
         check_parts(self.folder, self.header)
         self._code = _CODES[self.header.token_bytes]
         self._shards = [_Shard(self.folder, self.header, number) for number in range(len(self.header.shards))]
@@ -75,10 +73,10 @@ class Datastore:
         return self.header.tokens
 
     def continuations(self, suffix: Sequence[int], count: int, length: int) -> Match:
-        """At most `count` distinct continuations, the most frequent first, of the longest match that any follows.
+        """At most `count` distinct continuations of the longest match, the most frequent first.
 
-        Matches of 2 to 32 tokens count, and continuations have at most `length` tokens; they end where their
-        document does. Of very many occurrences, an even sample is read.
+        Matches have 2 to 32 tokens. Continuations have at most `length` tokens and stop at the end of their document.
+        If the match occurs very often, an even sample of its occurrences is read.
         """
         context = self._packed(suffix)
         found = [(shard, *shard.longest_match(context)) for shard in self._shards]
@@ -89,14 +87,14 @@ class Datastore:
         total = sum(right - left for _, left, right in ranges)
         rows: list[Row] = []
         for shard, left, right in ranges:
-            # Every shard is read by its share of the occurrences, and at least once.
+            # Each shard contributes in proportion to its occurrences, and at least one.
             num_read = min(right - left, max(_MAX_SAMPLE * (right - left) // total, 1))
             rows += shard.following(left, right, num_read, length)
         chains = [self._unpacked(row, counts) for row, counts in _heaviest_paths(rows, count)]
         return Match(longest, total, len(rows), chains)
 
     def _packed(self, suffix: Sequence[int]) -> bytes:
-        """The context's end, reversed, as the index stores it; it stops at an id the index cannot hold."""
+        """The last tokens of the context, reversed as in the index, up to an id outside its vocabulary."""
         tokens = suffix[-MAX_MATCH:][::-1]
         vocab_size = self.header.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -104,28 +102,28 @@ class Datastore:
         return struct.pack(f">{len(tokens)}{self._code}", *[token + 1 for token in tokens])
 
     def _unpacked(self, row: Row, counts: list[int]) -> Continuation:
-        if row and max(row) > self.header.vocab_size:  # damage that opening did not see
+        if row and max(row) > self.header.vocab_size:  # damage that the samples at opening missed
             row = row[: next(i for i, token in enumerate(row) if token > self.header.vocab_size)]
         return Continuation([token - 1 for token in row], counts[: len(row)])
 
 
 class _Shard:
-    """One suffix array, sorted by contexts read backwards: a longer match is a longer common beginning."""
+    """One suffix array of the reversed text: a longer match is a longer common prefix."""
 
     def __init__(self, folder: Path, header: Header, number: int) -> None:
         self._width = header.token_bytes
         self._code = _CODES[header.token_bytes]
         self._tokens = _mapped(part_path(folder, number, "tokens"))
-        # A cast view gives plain ints, which is several times faster than scalars of a numpy array.
+        # A cast memoryview yields plain ints, several times faster than numpy scalars.
         self._suffixes = memoryview(_mapped(part_path(folder, number, "suffixes"))).cast("I")
         self._fences = np.frombuffer(_mapped(part_path(folder, number, "fences")), dtype=f"S{FENCE_BYTES}")
 
     def longest_match(self, context: bytes) -> tuple[int, int, int]:
-        """Length of the longest match in tokens, and the range of suffixes that begin with it."""
+        """Length of the longest match in tokens, and the range of suffixes that start with it."""
         low, high = self._bounds(context)
         read = self._reader(len(context))
         place = bisect_left(self._suffixes, context, low, high, key=read)
-        # The suffix most like the context is one of the two that it would stand between.
+        # The best match is one of the two neighbours of the insertion point.
         length = max(self._common(context, read(i)) for i in self._suffixes[max(place - 1, 0) : place + 1])
         if length < MIN_MATCH:
             return 0, 0, 0
@@ -137,18 +135,18 @@ class _Shard:
         return length, left, bisect_right(self._suffixes, prefix, place, high, key=read)
 
     def following(self, left: int, right: int, num_read: int, length: int) -> list[Row]:
-        """Continuations of `num_read` of the suffixes from `left` to `right`, evenly spread."""
+        """Continuations of `num_read` suffixes, evenly spread between `left` and `right`."""
         tokens, width, size = self._tokens, self._width, length * self._width
         unpack = struct.Struct(f">{length}{self._code}").unpack
         rows = []
         for i in range(num_read):
             end = self._suffixes[left + i * (right - left) // num_read] * width
             row = unpack(tokens[max(end - size, 0) : end].rjust(size, b"\0"))[::-1]
-            rows.append(row[: row.index(0)] if 0 in row else row)  # its document ends there
+            rows.append(row[: row.index(0)] if 0 in row else row)  # 0 ends the document
         return rows
 
     def _bounds(self, prefix: bytes) -> tuple[int, int]:
-        """Range of suffixes between the fences around `prefix`: what is left to search."""
+        """Range of suffixes between the fences around `prefix`."""
         head = prefix[:FENCE_BYTES]
         low = int(self._fences.searchsorted(head)) - 1
         high = int(self._fences.searchsorted(head.ljust(FENCE_BYTES, b"\xff"), "right"))
@@ -165,13 +163,13 @@ class _Shard:
 
 
 def _heaviest_paths(rows: list[Row], count: int) -> list[tuple[Row, list[int]]]:
-    """The `count` heaviest paths through the tree of the rows: at each fork the commonest token is followed first.
+    """The `count` most frequent paths through the trie of the rows, following the most frequent token at each fork.
 
-    With each token comes the number of rows that agree up to and with it.
+    Each path comes with the number of rows that agree up to each of its tokens.
     """
-    rows.sort()  # so that the rows of any path stand together, and the first and the last tell what all share
+    rows.sort()  # rows of a path are then adjacent, and their common prefix is that of the first and the last
     found: list[tuple[Row, list[int]]] = []
-    # Branches not taken yet: weight, a number to break ties, the counts on the way there, the range of its rows.
+    # Branches still to follow: negative weight, a tie-breaker, the counts up to there, the range of rows.
     branches: list[tuple[int, int, list[int], int, int]] = [(-len(rows), 0, [], 0, len(rows))]
     num_branches = 1
     while branches and len(found) < count:
@@ -179,11 +177,11 @@ def _heaviest_paths(rows: list[Row], count: int) -> list[tuple[Row, list[int]]]:
         while (row := rows[start]) != (last := rows[stop - 1]):
             depth = len(counts)
             if depth == len(row):
-                start += 1  # this row ends where the others go on
+                start += 1  # this row ends here, the others continue
             elif row[depth] == last[depth]:
                 counts.append(stop - start)
             else:
-                heaviest, *others = _ways_on(rows, depth, start, stop)
+                heaviest, *others = _branches(rows, depth, start, stop)
                 for weight, begin, end in others[: count - 1]:
                     heapq.heappush(branches, (weight, num_branches, [*counts, -weight], begin, end))
                     num_branches += 1
@@ -193,15 +191,15 @@ def _heaviest_paths(rows: list[Row], count: int) -> list[tuple[Row, list[int]]]:
     return found
 
 
-def _ways_on(rows: list[Row], depth: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Ranges of rows with the same token at `depth`, the largest first, each after its size as a negative number."""
-    ways = []
+def _branches(rows: list[Row], depth: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Ranges of rows with the same token at `depth`, the largest first, as (negative size, start, stop)."""
+    branches = []
     token, begin = rows[start][depth], start
     for place in range(start, stop):
         if (other := rows[place][depth]) != token:
-            ways.append((begin - place, begin, place))
+            branches.append((begin - place, begin, place))
             token, begin = other, place
-    return sorted([*ways, (begin - stop, begin, stop)])
+    return sorted([*branches, (begin - stop, begin, stop)])
 
 
 def _mapped(path: Path) -> mmap.mmap:

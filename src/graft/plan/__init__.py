@@ -1,5 +1,5 @@
-"""Planning: what Graft would bring a model on GPUs that are not here, predicted from measured costs and acceptance.
+"""Prediction of Graft's speed on GPUs that are not here, from measured efficiencies and accepted lengths.
 
-`gpus.py` and `models.py` have facts, `cost.py` the seconds of a round, `acceptance.py` the measured accepted lengths,
-`planner.py` the choice among them, `check.py` predictions beside what was measured. Nothing here runs a model.
+`gpus.py` and `models.py` hold data-sheet facts, `cost.py` computes the time of a round, `acceptance.py` holds measured
+accepted lengths, `planner.py` chooses the best budget, `check.py` compares predictions with measurements.
 """

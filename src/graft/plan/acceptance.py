@@ -1,12 +1,12 @@
-"""Measured accepted lengths by budget and draft passes, and how they change with a better or worse head.
+"""Measured accepted lengths by budget and draft passes, and their adaptation to better or worse heads.
 
-`acceptance.json` is of SmolLM2-135M and its head on the built-in prompts, replayed by `benchmarks/acceptance_curve.py`.
+`benchmarks/acceptance_curve.py` made `acceptance.json` with SmolLM2-135M and its head on the built-in prompts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from graft.errors import GraftError
 from graft.settings import require
 
-_MOST = 32.0  # the exponent of a head that is hardly ever right
+_MAX_EXPONENT = 32.0  # a head that is hardly ever right
 
 
 @dataclass(frozen=True)
@@ -24,40 +24,44 @@ class Point:
 
     nodes: int
     passes: float
-    adapts: bool  # each round stopped drafting by itself, which only a single row can
+    adapts: bool  # each round chose its own number of passes, which only a batch of one can
     reached: tuple[float, ...]  # share of rounds that accepted at least 1, 2 ... tokens
 
     def accepted(self, exponent: float = 1.0) -> float:
-        """Tokens a round. exponent: of the probability to accept a token; above 1 the head is worse."""
+        """Tokens per round. exponent: applied to acceptance probabilities; above 1 the head is worse."""
         return 1 + sum(share**exponent for share in self.reached)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Points that can be chosen from, and the exponent that fits them to a head."""
+    """Points to choose from, and the exponent that fits them to a head."""
 
     points: tuple[Point, ...]
-    dense: Point  # EAGLE-3's tree of 60 nodes, all passes made
+    dense: Point  # EAGLE-3's tree of 60 nodes with all draft passes
     source: str
     exponent: float = 1.0
 
     @staticmethod
+    @cache
     def measured() -> Acceptance:
         """The packaged curves."""
-        return _packaged()
+        content = json.loads(files("graft.plan").joinpath("acceptance.json").read_text(encoding="utf-8"))
+        about = content["source"]
+        prompts = sum(about["tasks"].values())
+        source = f"{about['model']} and its EAGLE-3 head, greedy, {prompts} built-in prompts"
+        return Acceptance(tuple(map(_point, content["points"])), _point(content["dense"]), source)
 
     @classmethod
     def of_head(cls, accepted: float) -> Acceptance:
-        """The packaged curves, fitted to a head whose dense tree of 60 nodes has that mean accepted length."""
-        packaged = _packaged()
-        words = f"{packaged.source}, fitted to {accepted:g} accepted by the dense tree"
-        exponent = _exponent(packaged.dense, accepted)
-        return cls(packaged.points, packaged.dense, words, exponent)
+        """The packaged curves, fitted to a head by the mean accepted length of its dense tree of 60 nodes."""
+        packaged = cls.measured()
+        source = f"{packaged.source}, fitted to {accepted:g} accepted by the dense tree"
+        return replace(packaged, source=source, exponent=_exponent(packaged.dense, accepted))
 
     @classmethod
     def of_results(cls, path: Path) -> Acceptance:
-        """The packaged curves, fitted to a results.json of `graft bench`: to its `graft`, else its `dense`."""
-        packaged = _packaged()
+        """The packaged curves, fitted to method `graft`, or else `dense`, in a results.json of `graft bench`."""
+        packaged = cls.measured()
         averages = _averages(path)
         run = averages.get("graft") or averages.get("dense")
         if run is None:
@@ -66,25 +70,16 @@ class Acceptance:
             accepted = float(run["mean_accepted"])
             nodes, passes = float(run["nodes_per_round"]), float(run["draft_passes_per_round"])
         except (KeyError, TypeError, ValueError) as error:
-            raise GraftError(f"{path} is not a results.json of graft bench: {error!r} of its averages") from error
+            raise GraftError(f"{path} is not a results.json of graft bench: its averages have {error!r}") from error
         point = packaged.dense
         if "graft" in averages:
             point = min(packaged.points, key=lambda p: (abs(p.nodes - nodes), abs(p.passes - passes)))
-        words = f"{packaged.source}, fitted to {run['method']} in {path.name}: {accepted:.2f} accepted"
-        return cls(packaged.points, packaged.dense, words, _exponent(point, accepted))
+        source = f"{packaged.source}, fitted to {run['method']} in {path.name}: {accepted:.2f} accepted"
+        return replace(packaged, source=source, exponent=_exponent(point, accepted))
 
     def choices(self, rows: int) -> list[Point]:
-        """Points for a batch: a pass is made for all rows, so that none of several stops by itself."""
+        """Points possible for a batch size. All rows of a batch share their draft passes, so no row adapts them."""
         return [point for point in self.points if rows == 1 or not point.adapts]
-
-
-@cache
-def _packaged() -> Acceptance:
-    content = json.loads(files("graft.plan").joinpath("acceptance.json").read_text(encoding="utf-8"))
-    about = content["source"]
-    prompts = sum(about["tasks"].values())
-    source = f"{about['model']} and its EAGLE-3 head, greedy, {prompts} built-in prompts"
-    return Acceptance(tuple(map(_point, content["points"])), _point(content["dense"]), source)
 
 
 def _point(values: dict[str, Any]) -> Point:
@@ -92,13 +87,13 @@ def _point(values: dict[str, Any]) -> Point:
 
 
 def _exponent(point: Point, accepted: float) -> float:
-    """The exponent with which a point has that mean accepted length, by halving."""
-    low, high = 0.0, _MOST
+    """The exponent that gives a point this mean accepted length, by bisection."""
+    low, high = 0.0, _MAX_EXPONENT
     lengths = point.accepted(high), point.accepted(low)
     require(
         lengths[0] < accepted < lengths[1],
-        f"a mean accepted length of {point.nodes} nodes must be above {lengths[0]:.2f} and below {lengths[1]:.0f}, "
-        f"not {accepted:g}",
+        f"the mean accepted length with {point.nodes} nodes must be above {lengths[0]:.2f} and below "
+        f"{lengths[1]:.0f}, not {accepted:g}",
     )
     for _ in range(60):
         middle = (low + high) / 2
@@ -107,7 +102,7 @@ def _exponent(point: Point, accepted: float) -> float:
 
 
 def _averages(path: Path) -> dict[str, dict[str, Any]]:
-    """The averages of a results.json by method; of several states the last."""
+    """The averages of a results.json by method; with several states, those of the last."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

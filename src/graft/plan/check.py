@@ -1,4 +1,4 @@
-"""Predictions beside what was measured on one H200: docs/benchmarks.md. Fitted points are marked."""
+"""Predictions compared with measurements on one H200 (docs/benchmarks.md). Points used for fitting are marked."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from graft.plan.acceptance import Acceptance, Point
+from graft.plan.acceptance import Acceptance
 from graft.plan.cost import Costs
 from graft.plan.gpus import GPUS
 from graft.plan.models import MODELS
 from graft.plan.planner import PLAIN, best_point, tokens_per_second
 
 H200 = GPUS["h200"]
-# Cost emulation keeps the small model's vocabularies. Its texts had about 400 tokens.
+# The 8B costs were measured by cost emulation, which keeps the small model's vocabularies.
 WIDE_8B = Costs(replace(MODELS["llama-8b"], vocab=49_152, tied=True), H200, draft_vocab=11_520)
-_BENCH_CONTEXT = 400
-_PROMPT, _ANSWER = 250, 96  # mean tokens of the load test's requests
+_BENCH_CONTEXT = 400  # mean tokens of a text in `graft bench`
+_PROMPT, _ANSWER = 250, 96  # mean tokens of a request in the load test
 _LOAD_CONTEXT = 300
 
-# Milliseconds of a step's graph, 8B: context, rows, {width: ms}
+# Milliseconds of a step's CUDA graph, 8B: context, rows, {tokens per row: ms}
 _STEPS = (
     (2_000, 1, {1: 4.50, 64: 5.28, 128: 6.54}),
     (16_000, 1, {1: 5.33, 64: 7.22, 128: 9.83}),
     (300, 64, {1: 5.84, 2: 6.46, 4: 9.70}),
 )
 _PRODUCTS = {1: 115.3, 64: 123.3, 128: 132.7, 256: 187.5, 512: 314.0, 1024: 590.0, 2048: 1157.0}  # a layer of 8B, in us
-# Milliseconds of a round at the cost of 8B: what, nodes, passes, ms, fitted
+# Milliseconds of a round at the cost of 8B: name, nodes, draft passes, ms, whether it was used for fitting
 _ROUNDS = (
     ("8B, plain", 0, 0.0, 4.77, False),
     ("8B, dense", 59, 8.82, 7.56, True),
     ("8B, graft", 102, 4.68, 7.46, True),
 )
-_ONE_TEXT = 786  # tokens per second of policy graft, likewise
-# Tokens per second of a load test at the cost of 8B, by requests at once: vLLM plain, our plain, Graft.
+_ONE_TEXT = 786  # tokens per second of policy graft at the cost of 8B
+# Tokens per second of a load test at the cost of 8B, by concurrent requests: vLLM plain, our plain, Graft.
 _LOAD = {
     1: (211, 216, 586),
     4: (777, 777, 1590),
@@ -41,7 +41,7 @@ _LOAD = {
     64: (7197, 6443, 6534),
 }
 _SGLANG = {1: 204, 4: 688, 16: 2109, 64: 5453}  # SGLang's plain decoding, in a load test of the same kind
-# Of our load test, as multiples of plain decoding with a fixed number of nodes.
+# Speed-up in the load test with a fixed budget, by concurrent requests and nodes.
 _FIXED = {
     1: {1: 1.42, 3: 1.75, 7: 2.11, 15: 2.32, 31: 2.71, 60: 2.80},
     4: {1: 0.94, 3: 1.32, 7: 1.37, 15: 1.83, 31: 1.66, 60: 1.64},
@@ -58,7 +58,7 @@ class Checked:
     what: str
     predicted: float
     measured: float
-    fitted: bool  # the efficiencies were chosen by it
+    fitted: bool  # it was used to fit the efficiencies
 
     @property
     def error(self) -> float:
@@ -66,12 +66,12 @@ class Checked:
 
 
 def checked_points() -> list[Checked]:
-    """Every measured figure that the model of costs can predict."""
+    """Every measured figure that the cost model can predict."""
     return [*_products(), *_steps(), *_rounds(), *_speeds(), *_load(), *_fixed_budgets()]
 
 
 def summary(points: list[Checked]) -> list[tuple[str, int, float, float]]:
-    """By group, of what was not fitted: how many, the median size of an error, and the error that is largest."""
+    """For each group, without fitted figures: their number, the median absolute error, and the largest error."""
     lines = []
     for group in dict.fromkeys(point.group for point in points):
         errors = [point.error for point in points if point.group == group and not point.fitted]
@@ -102,26 +102,25 @@ def _rounds() -> Iterator[Checked]:
 
 
 def _speeds() -> Iterator[Checked]:
-    """Cost and acceptance together: the budget and the passes are the plan's own."""
+    """Cost and acceptance together, with the budget and passes that the plan chooses."""
     _, speed = best_point(WIDE_8B, Acceptance.measured(), 1, _BENCH_CONTEXT)
     yield Checked("one text, tokens/s", "8B, graft", speed, _ONE_TEXT, False)
 
 
 def _load() -> Iterator[Checked]:
     acceptance = Acceptance.measured()
-    for rows, (peer, plain, graft) in _LOAD.items():
+    group = "load test at the cost of 8B, tokens/s"
+    for rows, (vllm, plain, graft) in _LOAD.items():
         predicted = tokens_per_second(WIDE_8B, PLAIN, 1.0, rows, _LOAD_CONTEXT, _PROMPT, _ANSWER)
         _, best = best_point(WIDE_8B, acceptance, rows, _LOAD_CONTEXT, _PROMPT, _ANSWER)
-        group = "load test at the cost of 8B, tokens/s"
-        yield Checked(group, f"vLLM plain, {rows} at once", predicted, peer, False)
+        yield Checked(group, f"vLLM plain, {rows} at once", predicted, vllm, False)
         yield Checked(group, f"our plain, {rows} at once", predicted, plain, False)
         yield Checked(group, f"Graft, {rows} at once", best, graft, False)
-        if rows in _SGLANG:
-            yield Checked(group, f"SGLang plain, {rows} at once", predicted, _SGLANG[rows], False)
+        yield Checked(group, f"SGLang plain, {rows} at once", predicted, _SGLANG[rows], False)
 
 
 def _fixed_budgets() -> Iterator[Checked]:
-    """Speed over plain decoding with a fixed budget; passes are those that the plan would make with it."""
+    """Speed-up with a fixed budget and the number of draft passes that the plan would choose for it."""
     acceptance = Acceptance.measured()
     for rows, by_nodes in _FIXED.items():
         load = rows, _LOAD_CONTEXT, _PROMPT, _ANSWER
@@ -129,10 +128,6 @@ def _fixed_budgets() -> Iterator[Checked]:
         for nodes, measured in by_nodes.items():
             nearest = min((point.nodes for point in acceptance.points), key=lambda n: abs(n - nodes))
             points = [point for point in acceptance.choices(rows) if point.nodes == nearest]
-            best = max(tokens_per_second(WIDE_8B, _with_nodes(point, nodes), 1.0, *load) for point in points)
+            best = max(tokens_per_second(WIDE_8B, replace(point, nodes=nodes), 1.0, *load) for point in points)
             group = "fixed budget in the load test, times plain"
             yield Checked(group, f"{rows} at once, {nodes} nodes", best / plain, measured, False)
-
-
-def _with_nodes(point: Point, nodes: int) -> Point:
-    return replace(point, nodes=nodes)

@@ -1,7 +1,7 @@
-"""Cost of a round by roofline: seconds to read weights, keys and values, to multiply, to launch and to all-reduce.
+"""Roofline model of a round's time: memory reads, matrix products, kernel launches and all-reduces.
 
-What is reached of a data sheet was measured on one H200 (docs/benchmarks.md) and is taken for every GPU. The times of
-an all-reduce are assumptions: nothing was measured on more than one GPU.
+The efficiencies were measured on one H200 (docs/benchmarks.md) and are used for every GPU. All-reduce times are
+assumptions: nothing was measured on more than one GPU.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from graft.plan.gpus import Gpu
 from graft.plan.models import BYTES, ModelShape
 from graft.settings import Settings, require
 
-_TILE_ROWS = 64  # query rows of an attention tile: a tree's nodes times the query heads that share keys, rounded up
-_BEAMS = 10  # nodes that a draft pass expands, of every row
+_TILE_ROWS = 64  # query rows of an attention tile; nodes times query heads per key head are rounded up to it
+_BEAMS = 10  # nodes that a draft pass expands in each row
 
 
 @dataclass(frozen=True)
 class Efficiency(Settings):
-    """What is reached of a data sheet, and fixed times in seconds."""
+    """Shares of the data sheet's peaks that are reached, and fixed times in seconds."""
 
-    bandwidth: float = 4.25 / 4.8  # a copy on an H200
-    products: float = 0.80  # a layer of 8B at 512 to 2,048 tokens
-    attention: float = 0.25  # a tree of 64 nodes at 16K
-    launch: float = 3.3e-6  # of a kernel within a graph: 309 of smollm2-135m take 1.01 ms beside reading
-    plain_host: float = 0.14e-3  # the host's part of a plain round of one row
-    host: float = 1.3e-3  # of a round with a tree, and whatever else the roofline leaves out of one
-    host_growth: float = 1 / 3  # both by this power of the rows, as benchmarks/host_time.py has it
-    nvlink_latency: float = 10e-6  # of an all-reduce; assumed
-    pcie_latency: float = 30e-6  # assumed
+    bandwidth: float = 4.25 / 4.8  # measured with a copy on an H200
+    products: float = 0.80  # measured with a layer of 8B at 512 to 2,048 tokens
+    attention: float = 0.25  # measured with a tree of 64 nodes at a context of 16K
+    launch: float = 3.3e-6  # per kernel of a CUDA graph: 309 kernels of smollm2-135m take 1.01 ms besides reading
+    plain_host: float = 0.14e-3  # host time of a plain round of one row
+    host: float = 1.3e-3  # host time of a round with a tree, and everything else that the roofline omits
+    host_growth: float = 1 / 3  # host times grow with this power of the rows (benchmarks/host_time.py)
+    nvlink_latency: float = 10e-6  # per all-reduce, assumed
+    pcie_latency: float = 30e-6  # per all-reduce, assumed
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a model's steps and draft passes on some GPUs of a kind, split by tensor parallelism."""
+    """Seconds of a model's steps and draft passes on equal GPUs with tensor parallelism."""
 
     model: ModelShape
     gpu: Gpu
@@ -52,11 +52,11 @@ class Costs:
 
     @property
     def _cache_parts(self) -> int:
-        """GPUs over which keys and values are split: a key head is on several GPUs where there are fewer of them."""
+        """GPUs over which the KV cache is split. With fewer key heads than GPUs, several GPUs hold the same head."""
         return math.gcd(self.num_gpus, self.model.shape.kv_heads)
 
     def step(self, rows: int, width: int, context: int) -> float:
-        """Seconds of a target step: so many rows, each a tree of `width` tokens behind a text of `context`."""
+        """Seconds of a target step. width: tokens per row; context: tokens in the KV cache per row."""
         model, shape = self.model, self.model.shape
         num_tokens = rows * width
         products = self.products(model.weights_read(num_tokens), num_tokens * model.active_parameters)
@@ -65,45 +65,45 @@ class Costs:
         return products + self.attention(rows, width, context) + kernels * self.efficiency.launch + reduced
 
     def draft_pass(self, rows: int) -> float:
-        """Seconds of a pass of an EAGLE-3 head: a layer that reads two vectors a token, and its lm_head."""
+        """Seconds of a draft pass of an EAGLE-3 head: a layer that reads two vectors per token, and the lm_head."""
         model, shape = self.model, self.model.shape
-        inputs = shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)  # of the second vector
+        inputs = shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)  # for the second vector
         weights = inputs + model.attention_weights + 3 * shape.hidden * model.head_intermediate
         weights += self.draft_vocab * shape.hidden
         products = self.products(weights, rows * _BEAMS * weights)
         return products + 19 * self.efficiency.launch + 3 * self._all_reduce(rows * _BEAMS)
 
     def round(self, rows: int, nodes: int, passes: float, context: int) -> float:
-        """Seconds of a round of trees with so many nodes beside the root; plain with none."""
+        """Seconds of a round. nodes: per tree, besides the root; 0 is plain decoding."""
         host = self.efficiency.host if nodes else self.efficiency.plain_host
         host *= rows**self.efficiency.host_growth
         drafting = passes * self.draft_pass(rows) if passes else 0.0
         return self.step(rows, 1 + nodes, context) + drafting + host
 
     def prompt_token(self, context: int) -> float:
-        """Seconds of reading one prompt token in a step of 2,048."""
+        """Seconds of prefill per token, in steps of 2,048."""
         return self.step(1, 2048, context) / 2048
 
     def weight_bytes(self) -> float:
-        """Weights on each GPU, the head's included."""
+        """Bytes of weights on each GPU, including the head's."""
         shape = self.model.shape
         head = 2 * self.model.attention_weights + 3 * shape.hidden * self.model.head_intermediate
-        head += self.draft_vocab * shape.hidden + 3 * shape.hidden**2  # which joins features of three layers
+        head += self.draft_vocab * shape.hidden + 3 * shape.hidden**2  # lm_head, and fc over three layers' features
         return BYTES * (self.model.parameters + head) / self.num_gpus
 
     def cache_bytes(self, rows: int, context: int) -> float:
-        """Keys and values on each GPU, the head's one layer included."""
+        """Bytes of the KV cache on each GPU, including the head's one layer."""
         layers = self.model.shape.layers
         return BYTES * rows * context * self.model.cache_numbers * (layers + 1) / layers / self._cache_parts
 
     def products(self, weights: float, multiplied: float) -> float:
-        """Seconds of matrix products: reading and multiplying overlap in part, hence the root of the squares."""
+        """Seconds of matrix products. Reading and multiplying overlap in part, hence the root of the squares."""
         reading = BYTES * weights / self.num_gpus / (self.gpu.bandwidth * self.efficiency.bandwidth)
         multiplying = 2 * multiplied / self.num_gpus / (self.gpu.flops * self.efficiency.products)
         return math.hypot(reading, multiplying)
 
     def attention(self, rows: int, width: int, context: int) -> float:
-        """Seconds of all layers' attention over the committed text."""
+        """Seconds of attention over the KV cache, in all layers."""
         model, shape = self.model, self.model.shape
         numbers = rows * context * model.cache_numbers / self._cache_parts
         reading = BYTES * numbers / (self.gpu.bandwidth * self.efficiency.bandwidth)
@@ -114,7 +114,7 @@ class Costs:
         return math.hypot(reading, operations / (self.gpu.flops * self.efficiency.attention))
 
     def _all_reduce(self, num_tokens: int) -> float:
-        """Seconds in which all GPUs add up a hidden state of every token: a ring, at half the link's two directions."""
+        """Seconds of a ring all-reduce of one hidden state per token, at half the link's two-way bandwidth."""
         if self.num_gpus == 1:
             return 0.0
         latency = self.efficiency.nvlink_latency if self.gpu.has_nvlink else self.efficiency.pcie_latency

@@ -1,4 +1,4 @@
-"""Facts of GPUs, from their makers' public data sheets. What is reached of them in practice is in `cost.py`."""
+"""GPUs by their public data sheets. `cost.py` has the efficiencies reached in practice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from graft.settings import require
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU by its data sheet, in bytes, seconds and operations."""
+    """A GPU by its data sheet."""
 
     name: str
     memory_bytes: float
-    bandwidth: float  # of its memory, bytes a second
-    flops: float  # bf16 by matrix instructions, dense, a second
-    link: float  # bytes a second to the other GPUs, both directions together
-    has_nvlink: bool  # else PCIe
+    bandwidth: float  # of the memory, bytes per second
+    flops: float  # dense bf16 operations per second
+    link: float  # bytes per second to other GPUs, both directions together
+    has_nvlink: bool  # otherwise PCIe
 
     @staticmethod
     def named(name: str) -> Gpu:

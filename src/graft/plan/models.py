@@ -1,4 +1,4 @@
-"""Sizes of models as far as they decide cost: by name, by numbers, or from the config.json of a folder."""
+"""Model sizes that determine cost: by name, by numbers, or from a folder's config.json."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from graft.bench.shapes import SHAPES, Shape
 from graft.errors import GraftError, ModelError
 from graft.settings import require
 
-BYTES = 2  # of a weight and of a cached number: bf16
-_EXTRA = ("vocab", "experts", "active_experts")  # numbers beside a Shape's, with defaults
+BYTES = 2  # per weight and per number in the KV cache: bf16
+_EXTRA = ("vocab", "experts", "active_experts")  # optional numbers that a Shape does not have
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers. Of a mixture of experts, `shape.intermediate` is one expert's."""
+    """A decoder of equal layers. In a mixture of experts, `shape.intermediate` is the size of one expert."""
 
     name: str
     shape: Shape
     vocab: int = 128_256
-    experts: int = 0  # of a layer; 0: one dense MLP
-    active_experts: int = 0  # that a token is sent to
-    tied: bool = False  # the embedding is the lm_head too
+    experts: int = 0  # per layer; 0 is one dense MLP
+    active_experts: int = 0  # per token
+    tied: bool = False  # the embedding is also the lm_head
 
     def __post_init__(self) -> None:
         require(self.vocab >= 1, f"vocab must be at least 1, not {self.vocab}")
@@ -35,26 +35,26 @@ class ModelShape:
 
     @staticmethod
     def named(name: str) -> ModelShape:
-        """A known model; layers=32,hidden=4096 and so on; or a model's folder, of which only config.json is read."""
+        """A model by name, by numbers as in layers=32,hidden=4096, or by a folder with a config.json."""
         if "=" in name:
             return _of_numbers(name)
         if Path(name).is_dir():
             return _of_folder(Path(name))
         require(
             name in MODELS,
-            f"unknown model {name!r}; known: {', '.join(MODELS)}; or a folder with config.json, or layers=..,hidden=..",
+            f"unknown model {name!r}; known: {', '.join(MODELS)}; a folder with config.json; or layers=..,hidden=..",
         )
         return MODELS[name]
 
     @property
     def attention_weights(self) -> int:
-        """Numbers of a layer's q, k, v and o."""
+        """Weights of a layer's q, k, v and o projections."""
         shape = self.shape
         return shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
 
     @property
     def mlp_weights(self) -> int:
-        """Numbers of a layer's MLP, or of one expert."""
+        """Weights of a layer's MLP, or of one expert."""
         return 3 * self.shape.hidden * self.shape.intermediate
 
     @property
@@ -63,34 +63,34 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights but those of norms."""
+        """All weights except those of norms."""
         layer = self.attention_weights + self.mlp_weights * max(self.experts, 1) + self.router_weights
         return self.shape.layers * layer + self.vocab * self.shape.hidden * (1 if self.tied else 2)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with: its experts', and not the embedding, of which it reads a line."""
+        """Weights that one token is multiplied with: of experts only its own, and no embedding."""
         layer = self.attention_weights + self.mlp_weights * max(self.active_experts, 1) + self.router_weights
         return self.shape.layers * layer + self.vocab * self.shape.hidden
 
     def experts_touched(self, num_tokens: float) -> float:
-        """Share of a layer's experts that so many tokens are sent to, if each token chooses by itself."""
+        """Share of a layer's experts that at least one token uses, if tokens choose independently."""
         return 1 - (1 - self.active_experts / self.experts) ** num_tokens if self.experts else 1.0
 
     def weights_read(self, num_tokens: float) -> float:
-        """Weights that a step of so many tokens reads."""
+        """Weights that a step reads."""
         mlp = self.mlp_weights * max(self.experts, 1) * self.experts_touched(num_tokens)
         layer = self.attention_weights + self.router_weights + mlp
         return self.shape.layers * layer + self.vocab * self.shape.hidden
 
     @property
     def cache_numbers(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Numbers in the KV cache per token, in all layers."""
         return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
 
     @property
     def head_intermediate(self) -> int:
-        """Neurons of a draft head's layer: as many as a token meets in a layer of the target."""
+        """MLP size of a draft head: as many neurons as a token uses in a layer of the target."""
         return self.shape.intermediate * max(self.active_experts, 1)
 
 
@@ -120,7 +120,7 @@ MODELS = {
 
 
 def _of_numbers(text: str) -> ModelShape:
-    """A model from layers=..,hidden=..: what `--as-cost-of` takes, and vocab, experts and active_experts if given."""
+    """A model from the numbers of a Shape, as for `--as-cost-of`, and optionally those in `_EXTRA`."""
     extra: dict[str, Any] = {}
     numbers = []
     for part in text.split(","):
@@ -136,7 +136,7 @@ def _of_numbers(text: str) -> ModelShape:
 
 
 def _of_folder(folder: Path) -> ModelShape:
-    """A model from its config.json, read as data."""
+    """A model from its config.json, without loading any code."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -147,10 +147,9 @@ def _of_folder(folder: Path) -> ModelShape:
     if isinstance(config, dict):
         config = config.get("text_config", config)  # of a model that sees too
     require(isinstance(config, dict), f"{path} is not a model's config")
-    latent = config.get("kv_lora_rank")
-    require(not latent, f"{path}: multi-head latent attention is not modelled, its cache and products are others")
+    require(not config.get("kv_lora_rank"), f"{path}: the cost model does not cover multi-head latent attention")
     shared = config.get("n_shared_experts") or config.get("shared_expert_intermediate_size")
-    require(not shared, f"{path}: experts that all tokens share are not modelled")
+    require(not shared, f"{path}: the cost model does not cover shared experts")
     experts = _whole(path, config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
     neurons = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     heads = _whole(path, config, "num_attention_heads")
@@ -174,7 +173,7 @@ def _of_folder(folder: Path) -> ModelShape:
 
 
 def _whole(path: Path, config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of some names that a config gives a number."""
+    """The whole number that a config gives under the first of `names` it has."""
     for name in names:
         if (value := config.get(name)) is not None:
             least = 1 if default is None else min(default, 1)

@@ -1,4 +1,4 @@
-"""The plan: for each batch size the budget and the draft passes with the most predicted tokens per second."""
+"""The plan: for each batch size, the budget and draft passes with the highest predicted throughput."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from graft.plan.gpus import Gpu
 from graft.plan.models import ModelShape
 from graft.settings import Settings, require
 
-MEMORY_SHARE = 0.85  # for weights, KV cache and graphs, as in `graft serve`
-PLAIN = Point(nodes=0, passes=0.0, adapts=False, reached=())  # plain decoding
+MEMORY_SHARE = 0.85  # of a GPU's memory, for weights, KV cache and graphs, as in `graft serve`
+PLAIN = Point(nodes=0, passes=0.0, adapts=False, reached=())
 
 
 @dataclass(frozen=True)
 class PlanSettings(Settings):
-    """What is planned."""
+    """What to plan for."""
 
     model: str = "llama-8b"
     gpu: str = "h200"
     gpus: int = 1
     batch: tuple[int, ...] = (1, 4, 16, 64, 128)
-    context: int = 2_000  # tokens of each text, on the average
-    prompt_tokens: int = 0  # of each request, read between rounds; 0: decoding alone
-    answer_tokens: int = 256  # of each request; counts only beside prompt_tokens
-    draft_vocab: int = 32_000  # tokens that the head drafts from
+    context: int = 2_000  # mean tokens of each text
+    prompt_tokens: int = 0  # prefill per request; 0 is decoding only
+    answer_tokens: int = 256  # new tokens per request, used only with prompt_tokens
+    draft_vocab: int = 32_000  # tokens that the head can draft
     accepted: float | None = None  # mean accepted length of the head's dense tree of 60 nodes
-    acceptance: Path | None = None  # a results.json to fit to, in its place
+    acceptance: Path | None = None  # instead of `accepted`, a results.json to fit to
 
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "answer_tokens", "draft_vocab"):
@@ -41,7 +41,7 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True)
 class Row:
-    """Predictions for one batch size. All zeros but for `batch` and `memory_bytes` where the KV cache has no room."""
+    """Predictions for one batch size. If it does not fit, only `batch` and `memory_bytes` are set."""
 
     batch: int
     fits: bool
@@ -49,7 +49,7 @@ class Row:
     plain_tokens_per_second: float = 0.0
     tokens_per_second: float = 0.0
     speedup: float = 0.0
-    nodes: int = 0  # of each text's tree; 0: plain decoding is fastest
+    nodes: int = 0  # per text; 0 means that plain decoding is fastest
     passes: float = 0.0
     accepted: float = 0.0
     verify_seconds: float = 0.0
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and what it was made from."""
+    """A plan with its inputs."""
 
     settings: PlanSettings
     costs: Costs
@@ -67,7 +67,7 @@ class Plan:
 
 
 def make_plan(settings: PlanSettings) -> Plan:
-    """Predicts every batch size; an error that says how many GPUs would do if not even one text fits."""
+    """Predict every batch size. If not even one text fits, the error says how many GPUs would do."""
     costs = Costs(ModelShape.named(settings.model), Gpu.named(settings.gpu), settings.gpus, settings.draft_vocab)
     if settings.acceptance is not None:
         acceptance = Acceptance.of_results(settings.acceptance)
@@ -89,7 +89,7 @@ def tokens_per_second(
     prompt_tokens: int = 0,
     answer_tokens: int = 1,
 ) -> float:
-    """New tokens of all rows a second: rounds, and reading prompts, during which nothing is decoded."""
+    """Throughput of all rows. Nothing is decoded during prefill."""
     accepted = point.accepted(exponent)
     seconds = costs.round(rows, point.nodes, point.passes, context) * answer_tokens / accepted
     if prompt_tokens:
@@ -100,7 +100,7 @@ def tokens_per_second(
 def best_point(
     costs: Costs, acceptance: Acceptance, rows: int, context: int, prompt_tokens: int = 0, answer_tokens: int = 1
 ) -> tuple[Point, float]:
-    """The budget and passes with the most tokens per second, and those."""
+    """The budget and passes with the highest throughput, and that throughput."""
 
     def speed(point: Point) -> float:
         return tokens_per_second(costs, point, acceptance.exponent, rows, context, prompt_tokens, answer_tokens)
@@ -133,7 +133,7 @@ def _row(costs: Costs, acceptance: Acceptance, settings: PlanSettings, batch: in
 
 
 def _require_room(costs: Costs, context: int) -> None:
-    """Raises a GraftError unless the weights and one text fit."""
+    """Raise a GraftError unless the weights and the KV cache of one text fit."""
     room = MEMORY_SHARE * costs.gpu.memory_bytes
     if _needed(costs, context) <= room:
         return
@@ -142,9 +142,9 @@ def _require_room(costs: Costs, context: int) -> None:
     enough = next((count for count in more if _needed(replace(costs, num_gpus=count), context) <= room), None)
     advice = f"{enough} would do" if enough else f"no number of them up to {shape.heads} would do"
     raise GraftError(
-        f"{costs.model.name} does not fit on {costs.num_gpus} x {costs.gpu.name}: {_needed(costs, context) / 1e9:.0f} "
-        f"GB of weights and one text's KV cache on each, where {room / 1e9:.0f} ({MEMORY_SHARE:.0%} of its memory) are "
-        f"for them; {advice}"
+        f"{costs.model.name} does not fit on {costs.num_gpus} x {costs.gpu.name}: weights and the KV cache of one text "
+        f"need {_needed(costs, context) / 1e9:.0f} GB of each GPU's {room / 1e9:.0f} GB ({MEMORY_SHARE:.0%} of its "
+        f"memory); {advice}"
     )
 
 

@@ -1,1 +1,1 @@
-"""Training of draft heads: data generation, the trainer, and the whole recipe with a model card."""
+"""Training of draft heads and draft models. `recipe` has the stages in order."""

@@ -1,8 +1,8 @@
-"""What a block head learns from the target's answers: many blocks of a row in one forward.
+"""Training objective of block heads: many blocks of a packed row in one forward pass.
 
-The target reads a packed row once. Each block begins at an anchor, sees the context strictly before it in its own
-document, and itself, as when drafting; every slot learns the target's distribution at its place. A conditional head
-also learns it with the true token before the slot given. Logits exist for a few blocks at a time only.
+The target reads each row once. As in drafting, a block starts at an anchor and attends to itself and to the tokens
+before the anchor in its document. Every slot learns the target's distribution at its position; a conditional head also
+learns it given the true token before the slot. Only a few blocks have their logits in memory at once.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from graft.train.simulate import simulate
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
 WEIGHTINGS = ("decay", "pace")
-HITS = (1, 5, 16)  # of evaluations: whether the token is among so many likeliest
-_EVALUATED = 4  # batches
+HITS = (1, 5, 16)  # top-k accuracies that evaluations report
+_EVAL_BATCHES = 4
 
 
 @dataclass(frozen=True)
 class BlockShape(Settings):
-    """The network of a new block head; its layers have the shape of the target's."""
+    """The network of a new block head. Its layers have the shape of the target's."""
 
     num_layers: int = 4
-    num_taps: int = 5  # target layers that are read, evenly spread, unless `target_layers` names them
-    target_layers: tuple[int, ...] = ()  # whose inputs are read
-    conditional_size: int | None = None  # inner size of treeflash's MLP; that of the target's layers if None
+    num_taps: int = 5  # number of target layers to read, evenly spread, unless `target_layers` is given
+    target_layers: tuple[int, ...] = ()  # target layers whose inputs are read
+    conditional_size: int | None = None  # inner size of treeflash's MLP; None is that of the target's layers
     num_drafts: int = 12  # tokens that a block predicts
     slots: str = "in-place"
-    causal: bool = False  # a slot sees no later slots
-    learned_mask: bool = True  # masked slots have a vector of their own; else the embedding of a token
+    causal: bool = False  # slots do not attend to later slots
+    learned_mask: bool = True  # fill masked slots with a learned vector, not with a token's embedding
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_taps", "num_drafts"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.slots in ("in-place", "shifted"), f"slots {self.slots!r} are not known: in-place, shifted")
-        require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot has the root only")
+        require(self.num_drafts > 1 or self.slots == "in-place", "a block of one shifted slot holds only the root")
 
     def config_for(self, model: PreTrainedModel, mask_token_id: int, **changes: Any) -> BlockConfig:
         layers = model.config.get_text_config().num_hidden_layers
@@ -75,18 +75,18 @@ class BlockShape(Settings):
 
 @dataclass(frozen=True)
 class BlockSettings(TrainSettings):
-    """Settings of the training of a block head."""
+    """Training settings of block heads."""
 
     ema_decay: float = 0.999
-    anchors: int = 384  # blocks of a packed row, drawn anew at every step
-    weighting: str = "decay"  # of slots: by depth alone, or "pace", D-PACE's: by how sure the slots before are
-    gamma: float = 5.0  # of decay: slots until a weight has fallen to 1/e
-    pace_floor: float = 0.5  # of pace: the least that a slot's probability counts
-    marginal_weight: float = 0.5  # of slots without the token before, where those with it have weight 1
-    chunk_slots: int = 4608  # slots whose logits exist at once
-    flex: bool = True  # FlexAttention, on a GPU: a dense mask takes far more memory and time
-    simulated: int = 128  # held-back answers on which evaluations measure the accepted length
-    nodes: int = 60  # of the trees there
+    anchors: int = 384  # blocks per packed row, drawn anew at every step
+    weighting: str = "decay"  # weights of slots: "decay" with depth, or D-PACE's "pace", by the confidence of slots
+    gamma: float = 5.0  # decay: slots until the weight falls to 1/e
+    pace_floor: float = 0.5  # pace: smallest probability of a slot
+    marginal_weight: float = 0.5  # loss weight without the token before a slot; with it the weight is 1
+    chunk_slots: int = 4608  # slots whose logits are in memory at once
+    flex: bool = True  # on a GPU, use FlexAttention: a dense mask takes far more memory and time
+    simulated: int = 128  # held-back answers on which evaluations simulate the accepted length
+    nodes: int = 60  # tree nodes in these simulations
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,17 +101,16 @@ class BlockSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target makes of a packed batch."""
+    """Hidden states of the target for a packed batch."""
 
     features: Tensor  # [R, T, taps * H_t]
-    final: Tensor  # [R, T, H_t], behind the final norm: what its lm_head reads
+    final: Tensor  # [R, T, H_t] after the final norm
 
 
 @torch.no_grad()
 def target_states(
     model: PreTrainedModel, layers: Sequence[int], batch: PackedBatch, flex: bool = False
 ) -> TargetStates:
-    """The target's states of a batch; documents do not see each other, since positions begin anew at each."""
     states = read_batch(model, batch, flex, output_hidden_states=True)
     features = torch.cat([states.hidden_states[layer] for layer in layers], dim=-1)
     return TargetStates(features, states.last_hidden_state)
@@ -127,7 +126,7 @@ class BlockObjective:
         held_back, training = split_by_prompt(answers, settings.held_back)
         self._held_back = PackedBatches(held_back, settings, settings.anchors)
         self._training = PackedBatches(training, settings, settings.anchors)
-        # Of other temperatures less is accepted: figures of runs with other temperatures would not compare.
+        # Only the lowest temperature, because the accepted length depends on it and runs should be comparable.
         coolest = min(answer.temperature for answer in held_back)
         self._simulated = spread([a for a in held_back if a.temperature == coolest], settings.simulated)
         self._device = head.fc.weight.device
@@ -138,10 +137,9 @@ class BlockObjective:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """By slot how often the true token is among the likeliest, given the true text before the block; and mean
-        accepted lengths on held-back answers."""
+        """Top-k accuracies by slot, and simulated mean accepted lengths, on held-back answers."""
         totals: dict[str, Tensor] = {}
-        for step in range(min(_EVALUATED, len(self._held_back))):
+        for step in range(min(_EVAL_BATCHES, len(self._held_back))):
             batch = self._held_back.at(step).to(self._device)
             for name, counts in _hits(self.head, self._model, batch, self._settings).items():
                 totals[name] = totals.get(name, torch.zeros_like(counts)) + counts
@@ -162,7 +160,7 @@ class BlockObjective:
 def block_backward(
     head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings: BlockSettings
 ) -> dict[str, Tensor]:
-    """Adds a batch's gradients to the head's parameters; its losses, each the mean over slots by weight."""
+    """Add a batch's gradients to the head's parameters. Returns its losses, weighted means over slots."""
     shares = {name: share for name, share in _shares(head, settings).items() if share > 0}
     device, drafts = batch.tokens.device, head.config.num_drafts
     with autocast(device, settings):
@@ -191,7 +189,7 @@ def block_backward(
 
 
 def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bool) -> Tensor:
-    """Hidden states [R, N, K, H], before the final norm, of all slots that predict, of all blocks."""
+    """Hidden states [R, N, K, H], before the final norm, of the predicting slots of all blocks."""
     size, num_blocks = head.config.block_size, batch.anchors.shape[1]
     past = head.context(features.to(head.fc.weight.dtype), batch.positions)
     roots = batch.tokens.gather(1, batch.anchors)
@@ -202,12 +200,12 @@ def block_hidden(head: BlockHead, features: Tensor, batch: PackedBatch, flex: bo
     return head.predicting(hidden.unflatten(1, (num_blocks, size)))
 
 
-# Which keys a query sees, by row, head (any), query and key: keys are the row's T tokens, then all slots of its blocks.
+# Mask function of (row, head, query, key). The keys are the row's T tokens, then all slots of its blocks.
 Seen = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
 def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
-    """What slots see in a layer: the tokens of their document strictly before the anchor, and their own block."""
+    """The mask of a layer: slots see their own block, and the tokens of their document before the anchor."""
     size, length = head.config.block_size, batch.tokens.shape[1]
     anchors, starts = batch.anchors, batch.anchor_starts
     causal, window = head.config.causal[layer], head.config.windows[layer]
@@ -224,7 +222,7 @@ def seen_by_blocks(head: BlockHead, layer: int, batch: PackedBatch) -> Seen:
 
 
 def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
-    """Attention with a mask of all pairs, for a CPU."""
+    """Attention with a dense mask."""
     rows, num_blocks = batch.anchors.shape
     device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
@@ -244,11 +242,11 @@ def _dense_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Att
 
 
 def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Attention:
-    """FlexAttention: of the mask only tiles that have something in them are computed."""
+    """FlexAttention, which skips tiles that are wholly masked."""
     rows, num_blocks = batch.anchors.shape
     device, num_queries = batch.anchors.device, num_blocks * head.config.block_size
     num_keys = batch.tokens.shape[1] + num_queries
-    run, make = (_compiled_flex(), _compiled_block_mask()) if device.type == "cuda" else (_plain_flex(), _block_mask())
+    run, make = _flex_functions(compiled=device.type == "cuda")
 
     @functools.cache
     def mask(kind: tuple[bool, int | None], layer: int) -> Any:
@@ -264,49 +262,36 @@ def _flex_attention(head: BlockHead, batch: PackedBatch, past: KeyValue) -> Atte
     return attention
 
 
-def _plain_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(_plain_flex(), dynamic=False)
+def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlexAttention and its mask constructor. Compiled, the latter needs no dense mask of hundreds of megabytes."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-
-def _block_mask() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask
-
-
-@functools.cache
-def _compiled_block_mask() -> Callable[..., Any]:
-    """Without the dense mask of all queries and keys, which is hundreds of megabytes."""
-    return torch.compile(_block_mask(), dynamic=False)
+    if not compiled:
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def _first_alike(head: BlockHead, layer: int) -> tuple[tuple[bool, int | None], int]:
-    """What a layer sees, and the first layer that sees the same: their masks are made once."""
+    """The kind of a layer's mask, and the first layer of that kind, so that each mask is made once."""
     kinds = list(zip(head.config.causal, head.config.windows, strict=True))
     return kinds[layer], kinds.index(kinds[layer])
 
 
 def _with_past(past: KeyValue, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of context and slots, of one dtype: norms leave keys in fp32 under autocast."""
+    """Keys and values of context and slots, in one dtype: under autocast, norms leave keys in fp32."""
     keys, values = torch.cat([past[0][layer], key], dim=2), torch.cat([past[1][layer], value], dim=2)
     return keys.to(values.dtype), values
 
 
 @dataclass
 class _Chunk:
-    """A few blocks of one row, n of them, with what they are to learn."""
+    """Some blocks of one row, with what they should predict."""
 
     hidden: Tensor  # [n, K, H]
-    parents: Tensor  # [n, K] the true token before each slot's
-    labels: Tensor  # [n, K] the true token
-    num_labels: Tensor  # [n] slots that have one
+    parents: Tensor  # [n, K] the true tokens before the labels
+    labels: Tensor  # [n, K] the true tokens
+    num_labels: Tensor  # [n] slots with a label
     wanted: Tensor  # [n, K, vocab] the target's logits
 
 
@@ -324,7 +309,7 @@ def _chunks(
     hidden: Tensor,
     settings: BlockSettings,
 ) -> Iterator[_Chunk]:
-    """All blocks, a few at a time. The target's logits are made once for every token of a row."""
+    """All blocks, a few at a time. The target's logits are computed once per row."""
     places = torch.arange(hidden.shape[2], device=hidden.device)
     width = max(1, settings.chunk_slots // len(places))
     for row, tokens in enumerate(batch.tokens):
@@ -345,29 +330,29 @@ def _logits(head: BlockHead, chunk: _Chunk, name: str) -> Tensor:
 
 
 def _shares(head: BlockHead, settings: BlockSettings) -> dict[str, float]:
-    """What is trained, by name, and its share in the loss."""
+    """The loss weights of the head's predictions."""
     if head.config.has_conditionals:
         return {"conditional": 1.0, "marginal": settings.marginal_weight}
     return {"marginal": 1.0}
 
 
 def _depth_weights(num_labels: Tensor, num_drafts: int, settings: BlockSettings) -> Tensor:
-    """Weights [..., K] of slots by depth, 0 where there is no token to learn. num_labels: [...]."""
+    """Weights [..., K] of slots by depth, 0 for slots without a label. num_labels: [...]."""
     places = torch.arange(num_drafts, device=num_labels.device)
     weights = torch.exp(-places / settings.gamma) if settings.weighting == "decay" else torch.ones_like(places).float()
     return weights * (places < num_labels[..., None])
 
 
 def _pace(num_labels: Tensor, label_log_probs: Tensor, floor: float) -> Tensor:
-    """D-PACE's weights [n, K]: how much of the expected accepted length depends on a slot, the head being so sure."""
+    """D-PACE's weights [n, K]: the part of the expected accepted length that depends on each slot."""
     places = torch.arange(label_log_probs.shape[1], device=label_log_probs.device)
-    sure = (1 - floor) * label_log_probs.exp() + floor
-    reached = (sure * (places < num_labels[:, None])).cumprod(dim=1)
+    confidence = (1 - floor) * label_log_probs.exp() + floor
+    reached = (confidence * (places < num_labels[:, None])).cumprod(dim=1)
     return reached.flip(1).cumsum(dim=1).flip(1)
 
 
 def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings: BlockSettings) -> dict[str, Tensor]:
-    """Counts [K] by slot: of slots with a token to guess, and of those that have it among their likeliest."""
+    """Counts [K] by slot: of slots with a label, and of those with the label among their k likeliest tokens."""
     counts: dict[str, Tensor] = {}
 
     def count(name: str, which: Tensor) -> None:
@@ -388,7 +373,7 @@ def _hits(head: BlockHead, model: PreTrainedModel, batch: PackedBatch, settings:
 
 
 def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """Ranks [...] from 0 of labels [...] among logits [..., vocab]; of equals, which bf16 often has, the first wins."""
+    """Ranks [...] from 0 of labels [...] among logits [..., vocab]. Ties, frequent in bf16, go to the lower id."""
     own = logits.gather(-1, labels[..., None])
     is_before = torch.arange(logits.shape[-1], device=logits.device) < labels[..., None]
     return ((logits > own) | ((logits == own) & is_before)).sum(dim=-1)
@@ -396,17 +381,17 @@ def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start_from_target(head: BlockHead, model: PreTrainedModel, batch: PackedBatch) -> None:
-    """Initializes a head with the target's last layers and norm, as far as shapes agree. batch: any text of its own.
+    """Initialize a head with the target's last layers and norm, as far as shapes agree. batch: any of its answers.
 
-    A tap's features are scaled to a size of 1, which differ by orders of magnitude between layers; so are queries and
-    keys where the head norms them, and then brought to their size in the target.
+    Features of the tapped layers are scaled to size 1, because sizes differ by orders of magnitude between layers. If
+    the head normalizes queries and keys, these norms restore their sizes in the target.
     """
     states = read_batch(model, batch, output_hidden_states=True).hidden_states
     width = head.config.target_hidden_size
     sizes = [float(states[layer].float().pow(2).mean(dim=-1).sqrt().median()) for layer in head.config.target_layers]
     head.fc.weight.normal_(0, 0.005)
     if head.config.hidden_size == width:
-        head.fc.weight[:, -width:].diagonal().add_(1.0)  # mostly the latest features, and a little of all
+        head.fc.weight[:, -width:].diagonal().add_(1.0)  # mostly the last layer's features
     for part, size in zip(head.fc.weight.split(width, dim=1), sizes, strict=True):
         part.div_(max(size, 1e-6))
     if head.config.own_mask:
@@ -428,18 +413,18 @@ def start_from_target(head: BlockHead, model: PreTrainedModel, batch: PackedBatc
         if head.config.head_norms and "self_attn.q_norm.weight" not in its and first + number >= 0:
             _match_sizes(head.layers[number], states[first + number].to(head.fc.weight.dtype))
     if norms:
-        head.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))  # one for all layers' keys and values
+        head.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))  # shared by all layers' keys and values
 
 
 def _match_sizes(layer: Any, hidden: Tensor) -> None:
-    """Sets the norms of queries and keys to the sizes that they have in a target without such norms."""
+    """Set the norms of queries and keys to the sizes that these have in a target without such norms."""
     attention, normed = layer.self_attn, layer.input_layernorm(hidden)
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
         norm.weight.fill_(float(projection(normed).float().pow(2).mean().sqrt()))
 
 
 def unused_token(answers: Sequence[Answered], vocab_size: int, special: Sequence[int]) -> int:
-    """A token to stand for masked slots: of those that the texts have least often the last, and not a special one."""
+    """A token for masked slots: the last of the rarest tokens in the answers that is not special."""
     counts = torch.cat([answer.tokens for answer in answers]).bincount(minlength=vocab_size)
     counts[[token for token in special if token < vocab_size]] = torch.iinfo(torch.int64).max
     return vocab_size - 1 - int(counts.flip(0).argmin())

@@ -1,4 +1,4 @@
-"""The model card of a trained head or draft model: README.md, training.json and curves, from the training log."""
+"""The model card of a trained head or draft model: README.md, training.json and training curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graft.errors import GraftError
 
 Log = list[dict[str, float]]
 
-SHOWN = ("loss", "accepted_chain", "accepted_marginal", "accepted_conditional")  # while training
+SHOWN = ("loss", "accepted_chain", "accepted_marginal", "accepted_conditional")  # in progress reports
 _TREES = {
     "chain": "chain of each slot's likeliest token",
     "marginal": "tree of the likeliest products of slots",
@@ -27,7 +27,7 @@ def read_log(path: Path) -> Log:
 
 
 def write_card(folder: Path, facts: dict[str, Any], log: Log, text: str) -> None:
-    """Writes README.md and training.json; and loss.png, where it can be drawn."""
+    """Write README.md and training.json, and loss.png if matplotlib is installed."""
     picture = "\n![loss and right guesses over training](loss.png)\n" if _plot(log, folder / "loss.png") else ""
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text + picture, encoding="utf-8")
@@ -142,14 +142,14 @@ def _evaluations(log: Log) -> Log:
 
 
 def _plot(log: Log, path: Path) -> bool:
-    """Plots the training curves; False where there are none, or without matplotlib."""
+    """Plot the training curves. Returns False if there are none, or without matplotlib."""
     evaluations = _evaluations(log)
     if not evaluations:
         return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return False  # the card's picture is the one thing that needs it; `graft train` again, with it, adds it
+        return False  # optional: `graft train` run again with matplotlib adds the picture
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = [record for record in log if "loss" in record]

@@ -1,7 +1,7 @@
-"""What a depth-pruned draft model learns: to give the target's distributions with some of the target's layers.
+"""Training objective of depth-pruned draft models: the target's distributions with only some of its layers.
 
-It is the target without the layers that it misses least (`layer_pruning`). Those that stay and the final norm learn
-from the target's own answers; the embedding and the output layer remain the target's.
+The draft model is the target without its least important layers (`layer_pruning`). The remaining layers and the final
+norm are trained on the target's answers; the embedding and the output layer stay the target's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from graft.train.layer_pruning import LayerSubset, check_layers
 from graft.train.packing import PackedBatch, PackedBatches, read_batch
 from graft.train.trainer import TrainSettings, autocast, split_by_prompt
 
-_CHUNK = 256  # tokens whose logits exist at once
-_EVALUATED = 4  # batches
+_CHUNK = 256  # tokens whose logits are in memory at once
+_EVAL_BATCHES = 4
 
 
 @dataclass(frozen=True)
 class DepthPrunedSettings(TrainSettings):
-    """Settings of the making of a depth-pruned draft model."""
+    """Training settings of depth-pruned draft models."""
 
-    least_steps: ClassVar[int] = 0  # the layers that stay remain as they are
+    least_steps: ClassVar[int] = 0  # 0 steps only remove layers
 
-    learning_rate: float = 3e-4  # of weights that have been trained before
-    measured: int = 4096  # tokens, prompts included, on which layers are left out
+    learning_rate: float = 3e-4  # lower than for new weights
+    measured: int = 4096  # tokens, prompts included, on which layers are compared
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,13 +45,13 @@ class DepthPrunedSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class DepthPrunedConfig:
-    """The layers of the target that a draft model has."""
+    """The target layers that a draft model keeps."""
 
     kept_layers: tuple[int, ...]
 
 
 class DepthPrunedModel(nn.Module):
-    """The parts that are trained, layers and final norm, of `model`: a copy of the target with some of its layers."""
+    """The trained parts, layers and final norm, of `model`, which is a copy of the target with some of its layers."""
 
     config: DepthPrunedConfig
 
@@ -61,7 +61,7 @@ class DepthPrunedModel(nn.Module):
         model = LayerSubset(target).keep(kept_layers)
         check_layers(model)
         model.config.kept_layers = list(kept_layers)  # tells a model of one layer from a draft head
-        self._model = (model,)  # in a tuple: the rest of it is neither trained nor saved with the parts
+        self._model = (model,)  # in a tuple, so that the rest is neither trained nor saved with the parts
         owner, layers = find_layers(model)
         self.parts = nn.ModuleDict(
             {
@@ -71,7 +71,7 @@ class DepthPrunedModel(nn.Module):
             }
         )
         for parameter in self.parameters():
-            parameter.data = parameter.data.clone()  # it was the target's
+            parameter.data = parameter.data.clone()  # it was shared with the target
             parameter.requires_grad_()
 
     @property
@@ -79,9 +79,9 @@ class DepthPrunedModel(nn.Module):
         return self._model[0]
 
     def save(self, folder: Path, tokenizer: Any | None) -> None:
-        """Writes a checkpoint that transformers loads, in bf16, which the parameters then have."""
+        """Convert the parameters to bf16 and write a checkpoint that transformers loads."""
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)  # not the buffers: rotary frequencies stay exact
+            parameter.data = parameter.data.to(torch.bfloat16)  # not the buffers: keep rotary frequencies exact
         with quiet_transformers():
             self.model.save_pretrained(folder)
             if tokenizer is not None:
@@ -89,14 +89,14 @@ class DepthPrunedModel(nn.Module):
 
 
 class Comparison(NamedTuple):
-    """A model against the target on some text; means over the tokens of answers."""
+    """A model compared with the target: means over answer tokens."""
 
     divergence: float
-    right: float  # share of tokens that are its likeliest
+    right: float  # top-1 accuracy
 
 
 class ReferenceText:
-    """Packed batches that the target has read, to compare models with it."""
+    """Packed batches with the target's final hidden states, to compare other models with."""
 
     def __init__(self, target: PreTrainedModel, batches: Sequence[PackedBatch], settings: TrainSettings) -> None:
         self._settings, self._device = settings, target.device
@@ -105,8 +105,8 @@ class ReferenceText:
 
     @torch.no_grad()
     def compare(self, model: PreTrainedModel) -> Comparison:
-        """model: with the target's output layer."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self._device)  # divergence, right guesses, tokens
+        """Compare a model that has the target's output layer."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)  # divergence, correct tokens, tokens
         for batch, wanted in self._read:
             with autocast(self._device, self._settings):
                 own = _final_states(model, batch)
@@ -122,7 +122,7 @@ class ReferenceText:
 
 
 class DepthPrunedObjective:
-    """Forward KL divergence from the target at every token of its answers."""
+    """Forward KL divergence from the target at every answer token."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class DepthPrunedObjective:
         held_back, training = split_by_prompt(answers, settings.held_back)
         self._training = PackedBatches(training, settings, settings.max_tokens)
         others = PackedBatches(held_back, settings, settings.max_tokens)
-        batches = [others.at(step).to(self._device) for step in range(min(_EVALUATED, len(others)))]
+        batches = [others.at(step).to(self._device) for step in range(min(_EVAL_BATCHES, len(others)))]
         self._held_back = ReferenceText(target, batches, settings)
 
     def backward(self, step: int) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class DepthPrunedObjective:
 
 
 def measured_text(target: PreTrainedModel, answers: Sequence[Answered], settings: DepthPrunedSettings) -> ReferenceText:
-    """A little of the answers that are trained on, as layers are measured on."""
+    """The sample of the training answers on which layers are compared."""
     _, training = split_by_prompt(answers, settings.held_back)
     few = replace(settings, batch_tokens=settings.measured, max_tokens=min(settings.max_tokens, settings.measured))
     batch = PackedBatches(training, few, few.max_tokens).at(0)
@@ -176,15 +176,15 @@ def measured_text(target: PreTrainedModel, answers: Sequence[Answered], settings
 
 
 class _Chunk(NamedTuple):
-    """A few tokens [n] of a batch, whose next ones are answer."""
+    """Some tokens [n] of a batch that are followed by an answer token."""
 
-    places: Tensor  # among all tokens of the batch, row by row
+    places: Tensor  # indices into the flattened batch
     labels: Tensor  # the next tokens
-    weights: Tensor  # 1, or 0 for those that only fill up the chunk
+    weights: Tensor  # 1, or 0 for padding
 
 
 def _chunks(batch: PackedBatch) -> Iterator[_Chunk]:
-    """All tokens of a batch that are followed by answer, in chunks of one size: another would be compiled anew."""
+    """All tokens of a batch that an answer token follows, in chunks of one size to avoid recompilation."""
     length = batch.tokens.shape[1]
     firsts = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
     index = (batch.anchors + firsts)[batch.num_labels > 0]
@@ -196,19 +196,19 @@ def _chunks(batch: PackedBatch) -> Iterator[_Chunk]:
 
 @torch.no_grad()
 def _final_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """[R, T, H] behind the final norm: what the output layer reads."""
+    """Hidden states [R, T, H] after the final norm."""
     states: Tensor = read_batch(model, batch).last_hidden_state
     return states
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, states: Tensor, chunk: _Chunk) -> Tensor:
-    """[n, vocab] of a chunk's tokens. states: [R, T, H]."""
+    """Logits [n, vocab] of a chunk's tokens. states: [R, T, H]."""
     return _output(model, states.flatten(0, 1)[chunk.places])
 
 
 def _output(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Logits [n, vocab] of states [n, H], by a model's output layer."""
+    """Logits [n, vocab] of states [n, H]."""
     layer: Any = model.get_output_embeddings()
-    logits: Tensor = layer(states.to(layer.weight.dtype))  # in training, the norm before it may be of another
+    logits: Tensor = layer(states.to(layer.weight.dtype))  # in training, the final norm may have another dtype
     return logits

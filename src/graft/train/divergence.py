@@ -1,4 +1,4 @@
-"""KL divergence from the target, what every distribution over the whole vocabulary is trained by."""
+"""KL divergence from the target: the loss of heads that predict over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def divergence(logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(wanted || own) [n, K] of logits [n, K, vocab], and the labels' own log-probabilities, without gradient."""
+    """KL(wanted || own) [n, K] of logits [n, K, vocab], and the labels' log-probabilities, without gradient."""
     values, label_log_probs = _Divergence.apply(logits, wanted, labels)
     return values, label_log_probs
 
 
 class _Divergence(torch.autograd.Function):
-    """Made with its gradient, own minus wanted, which is all that backward needs of two tensors of vocabulary size."""
+    """Computes the gradient, own minus wanted, in forward, so that only one tensor of vocabulary size is kept."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

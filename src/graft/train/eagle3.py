@@ -1,7 +1,7 @@
-"""What an EAGLE-3 head learns from the target's answers: training-time test.
+"""Training objective of EAGLE-3 heads: training-time test on the target's answers.
 
-At step s of the unroll every position is `s` drafted tokens past the last true feature, and attends to what it would
-see when drafting: true entries up to there, then the head's own. All steps learn the target's distribution.
+At unroll step s, every position is `s` drafted tokens past the last true feature. As in drafting, it attends to the
+true entries up to there and then to the head's own. All steps learn the target's distribution.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from graft.spec_decode.proposers.eagle3.head import Eagle3Head
 from graft.train.generate_data import Answered
 from graft.train.trainer import Batches, TrainSettings, autocast, split_by_prompt
 
-_EVALUATED = 8  # batches
-_ALIGNMENT = 64  # batches have a multiple of this many entries: matrix products over odd lengths take twice the time
+_EVAL_BATCHES = 8
+_ALIGNMENT = 64  # entries of a batch are a multiple of this: matrix products over odd lengths take twice the time
 
 
 @dataclass(frozen=True)
 class Eagle3Settings(TrainSettings):
-    """Settings of the training of an EAGLE-3 head."""
+    """Training settings of EAGLE-3 heads."""
 
-    unroll: int = 5  # drafted steps that are trained
-    step_weight: float = 0.8  # weight of each further step's loss, relative to the one before
+    unroll: int = 5  # draft depths to train
+    step_weight: float = 0.8  # loss weight of each depth relative to the one before
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +36,7 @@ class Eagle3Settings(TrainSettings):
 
 
 def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The `size` tokens most frequent in the answers, ascending, and the share of answer tokens they cover."""
+    """The `size` most frequent tokens of the answers, ascending, and the share of answer tokens they cover."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for answer in answers:
         counts += answer.tokens[answer.num_prompt_tokens :].long().bincount(minlength=vocab_size)
@@ -46,16 +46,16 @@ def draft_vocabulary(answers: Sequence[Answered], vocab_size: int, size: int) ->
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
-    """Initializes a head with the target's last layer, final norm and output rows, as far as shapes agree.
+    """Initialize a head with the target's last layer, final norm and output rows, as far as shapes agree.
 
-    The head then starts as a rough continuation of the last target layer it reads, not as noise.
+    The head then starts as a rough continuation of the last target layer it reads.
     """
     ids = head.to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
     output = model.get_output_embeddings().weight
     head.lm_head.weight.copy_(output[ids.to(output.device)])
     width, late = head.config.target_hidden_size, (len(head.config.target_layers) - 1) * head.config.target_hidden_size
     if head.config.hidden_size == width:
-        # Not noise: some of a target's features are hundreds of times larger than others.
+        # No noise, because some features are hundreds of times larger than others.
         head.fc.weight.zero_()[:, late:].fill_diagonal_(1.0)
     target = dict(model.base_model.named_parameters())
     if "norm.weight" in target and target["norm.weight"].shape == head.norm.weight.shape:
@@ -71,14 +71,14 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
             own[name].normal_(0, 0.02)
             own[name][:, weight.shape[1] :] = weight
     own["hidden_norm.weight"].copy_(own["input_layernorm.weight"])
-    own["input_layernorm.weight"].fill_(1.0)  # it norms embeddings, which the target's layer never saw
+    own["input_layernorm.weight"].fill_(1.0)  # it normalizes embeddings, which the target's layer never reads
 
 
 class PaddedBatches(Batches[list[int], tuple[Tensor, Tensor]]):
-    """Answers of similar length together: tokens [B, T], and a mask of those that are answer [B, T]."""
+    """Batches of answers of similar length: tokens [B, T], and a mask of answer tokens [B, T]."""
 
     def _plan_epoch(self, generator: torch.Generator) -> list[list[int]]:
-        # A little noise on the lengths: neighbours differ from epoch to epoch, padding stays small.
+        # A little noise on the lengths varies the batches between epochs and keeps padding small.
         noise = torch.rand(len(self._answers), generator=generator) * 0.1 + 1
         order = sorted(range(len(self._answers)), key=lambda i: len(self._answers[i].tokens) * float(noise[i]))
         plan: list[list[int]] = [[]]
@@ -103,7 +103,7 @@ class PaddedBatches(Batches[list[int], tuple[Tensor, Tensor]]):
 
 
 def _padded_length(num_tokens: int) -> int:
-    """Padded length of a batch. Two of its tokens have no entry (see `unrolled_losses`)."""
+    """Padded length of a batch, whose last two tokens have no entry (see `unrolled_losses`)."""
     return -(-(num_tokens - 2) // _ALIGNMENT) * _ALIGNMENT + 2
 
 
@@ -112,7 +112,7 @@ def unrolled_losses(
 ) -> tuple[Tensor, Tensor]:
     """Loss and top-1 accuracy of each unrolled step, both [unroll].
 
-    Entry i has the feature of token i and the embedding of token i + 1, and guesses token i + 2.
+    Entry i has the feature of token i and the embedding of token i + 1, and predicts token i + 2.
     """
     with torch.no_grad(), evaluating(model):
         states = model.base_model(input_ids=tokens, output_hidden_states=True, use_cache=False)
@@ -163,7 +163,7 @@ def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor])
     far = far.masked_fill(place[:, None] - step < place, -torch.inf)
     own = [_shifted(k, step - m, dim=2)[:, :, None] for m, k in enumerate(keys)][1:]
     near = torch.stack([(grouped * k).sum(dim=-1) * scale for k in own], dim=-1)  # [B, kv, groups, E, step]
-    # The few own entries take a place of 8 in front, so that the others stay where matrix products like them.
+    # The head's own entries are padded to a multiple of 8 in front, to keep the others aligned for matrix products.
     front = nn.functional.pad(near, (0, -step % 8), value=-torch.inf)
     shares = torch.cat([front.to(far.dtype), far], dim=-1).softmax(dim=-1).to(query.dtype)
     out = shares[..., front.shape[-1] :] @ values[0][:, :, None]
@@ -173,7 +173,7 @@ def _unrolled_attention(query: Tensor, keys: list[Tensor], values: list[Tensor])
 
 
 def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
-    """x shifted along `dim` by `count`, zeros coming in."""
+    """x shifted along `dim` by `count`, filled with zeros."""
     if count == 0:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, count))
@@ -181,7 +181,7 @@ def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
 
 
 class Eagle3Objective:
-    """All unrolled steps, weighed by their depth."""
+    """The losses of all unrolled steps, weighted by depth."""
 
     def __init__(
         self, head: Eagle3Head, model: PreTrainedModel, answers: Sequence[Answered], settings: Eagle3Settings
@@ -203,12 +203,12 @@ class Eagle3Objective:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Top-1 accuracy by unrolled step on held-back answers."""
-        count = min(_EVALUATED, len(self._held_back))
+        count = min(_EVAL_BATCHES, len(self._held_back))
         total = torch.stack([self._losses(self._held_back, step)[2] for step in range(count)]).sum(dim=0)
         return {f"held_back_right_{s}": float(r) for s, r in enumerate(total / count)}
 
     def _losses(self, batches: PaddedBatches, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch's tokens, and losses and accuracies by unrolled step."""
+        """The batch's tokens, and losses and top-1 accuracies by unrolled step."""
         tokens, is_answer = (x.to(self._device) for x in batches.at(step))
         with autocast(self._device, self._settings):
             return tokens, *unrolled_losses(self.head, self._model, tokens, is_answer, self._settings.unroll)

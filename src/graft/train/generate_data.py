@@ -1,7 +1,6 @@
-"""Training data of a draft head: the target's own answers to many prompts.
+"""Training data of draft heads: the target's own answers to many prompts, decoded in large batches.
 
-Many rows decode together, all in one step of the target. Answers go to disk in shards, each written whole or not at
-all, so an interrupted run resumes where it stopped.
+Answers are saved in shards, each written completely or not at all, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class AnswerSettings(Settings):
     """Settings of data generation."""
 
     max_new_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0,)  # one answer to every prompt at each
-    num_rows: int = 64  # prompts answered together
-    max_prompt_tokens: int = 1536  # longer prompts are left out
+    temperatures: tuple[float, ...] = (0.0,)  # every prompt is answered once at each
+    num_rows: int = 64  # batch size
+    max_prompt_tokens: int = 1536  # longer prompts are skipped
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,7 +54,7 @@ class Answered:
 
 
 class BatchDecoder:
-    """Plain decoding of a fixed number of rows."""
+    """Plain decoding of a fixed batch."""
 
     def __init__(self, target: TargetRunner, num_rows: int, num_slots: int) -> None:
         self._target = target
@@ -65,8 +64,8 @@ class BatchDecoder:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, eos_token_ids: Sequence[int]
     ) -> list[list[int]]:
-        """One answer per prompt, its end token included; greedy at temperature 0."""
-        self._read(prompts)
+        """One answer per prompt, including its end token; greedy at temperature 0."""
+        self._prefill(prompts)
         tokens = torch.tensor([prompt[-1] for prompt in prompts])
         endings = torch.tensor(list(eos_token_ids), dtype=torch.int64)
         ended = torch.zeros_like(tokens, dtype=torch.bool)
@@ -82,8 +81,8 @@ class BatchDecoder:
     def release(self) -> None:
         self._cache.release()
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Commits every prompt but its last token, several in a step."""
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Prefill every prompt except its last token, several prompts per step."""
         for row in self._cache.rows:
             row.length = 0
         while True:
@@ -99,7 +98,7 @@ class BatchDecoder:
             self._target.wait_for(read[0])
 
     def _next(self, tokens: Tensor, temperature: float) -> Tensor:
-        """The tokens [B] after these, on the host."""
+        """The next tokens [B], on the host."""
         verified = self._target.verify(self._cache, DraftTree.roots(tokens))
         logits = verified.logits[verified.index[:, 0].to(verified.logits.device)]
         noise = -torch.empty_like(logits).exponential_().clamp_(min=1e-12).log()
@@ -117,9 +116,9 @@ def write_answers(
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     deadline: float = math.inf,
 ) -> bool:
-    """Answers all prompts at every temperature into `folder`; `progress(shards done, of, new tokens)` as it goes.
+    """Answer all prompts at every temperature into `folder`, calling progress(shards done, shards, new tokens).
 
-    False if `deadline`, a time of `time.perf_counter`, came before the last shard was begun.
+    Returns False if `deadline`, in `time.perf_counter` seconds, came before the last shard was started.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
@@ -128,7 +127,7 @@ def write_answers(
     if target.max_positions is not None:
         most = min(most, target.max_positions - settings.max_new_tokens)
     fitting = [prompt for prompt in prompts if len(prompt) <= most]
-    require(bool(fitting), f"no prompt has at most {most} tokens, which is what fits with its answer")
+    require(bool(fitting), f"no prompt has at most {most} tokens, the most that fits with its answer")
     by_length = sorted(fitting, key=len)
     groups = [by_length[i : i + settings.num_rows] for i in range(0, len(by_length), settings.num_rows)]
     shards = [(group, t) for group in range(len(groups)) for t in range(len(settings.temperatures))]
@@ -171,14 +170,14 @@ def read_answers(folder: Path) -> Iterator[Answered]:
 
 
 def spread(answers: Sequence[Answered], count: int) -> list[Answered]:
-    """At most so many, from all over: they are written in the order of their prompts' lengths."""
+    """At most `count` answers, evenly spread, because they are stored in order of prompt length."""
     return [answers[i * len(answers) // count] for i in range(count)] if len(answers) > count else list(answers)
 
 
 def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     tokens = [token for row in rows for token in row]
-    small = max(tokens) < 2**16  # most vocabularies: two bytes a token, which makes large sets easy to move
+    small = max(tokens) < 2**16
     tensors = {
         "tokens": torch.tensor(tokens, dtype=torch.uint16 if small else torch.int32),
         "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
@@ -189,7 +188,7 @@ def _save_shard(path: Path, prompts: Sequence[Sequence[int]], answers: Sequence[
 
 
 def _same_settings(path: Path, settings: dict[str, object]) -> None:
-    """Refuses to resume with other settings: a folder holds answers of one kind."""
+    """Raise a GraftError if the folder holds answers made with other settings."""
     text = json.dumps(settings, indent=1)
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise GraftError(f"{path.parent} holds answers made with other settings or prompts: choose another folder")

@@ -1,7 +1,7 @@
-"""Which decoder layers a model can do without, and a model without them over the same weights.
+"""Search for the decoder layers that a model needs least, and models that leave them out and share its weights.
 
-A layer is judged by how far the model's next-token distributions move, on the model's own answers, when it is left out.
-What the layers that stay then learn is in `depth_pruned`.
+A layer's importance is how far the next-token distributions on the model's own answers move without it. `depth_pruned`
+trains the remaining layers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from graft.errors import GraftError
 from graft.files import replacing
 from graft.model.decoder_layers import find_layers
 
-# Fields of a config that speak of single layers; `check_layers` finds what is missing here.
+# Config fields that describe single layers. `check_layers` detects models for which this list is incomplete.
 _ENTRY_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _LAYER_NUMBERS = ("mlp_only_layers",)
-_NUM_FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace")  # layers before this one are of another sort
+_NUM_FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace")  # so many first layers are of another kind
 
 Measure = Callable[[PreTrainedModel], float]
 
 
 class LayerSubset:
-    """A copy of a model, over the same weights, that runs some of its layers."""
+    """A copy of a model that shares its weights and runs only some of its layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Parameters of its own over the same numbers: a cast or a gradient must not reach the model.
+        # New Parameter objects on the same storage, so that casts and gradients do not affect the model.
         own: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
         own |= {id(buffer): buffer for buffer in model.buffers()}
         self.model = copy.deepcopy(model, own)
@@ -44,7 +44,7 @@ class LayerSubset:
         self._config = copy.deepcopy(model.config.get_text_config())
 
     def keep(self, layers: Sequence[int]) -> PreTrainedModel:
-        """The model with these layers only, ascending, until the next call."""
+        """The model with only these layers, ascending. Valid until the next call."""
         kept = [self._layers[number] for number in layers]
         for number, layer in enumerate(kept):
             for module in layer.modules():
@@ -58,7 +58,7 @@ class LayerSubset:
 
 
 def fields_of_layers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
-    """What a config says of single layers, and of how many there are, for a model with some of them."""
+    """The config fields about layers, for a model with only these layers."""
     fields: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for key in _ENTRY_PER_LAYER:
         if entries := getattr(config, key, None):
@@ -73,20 +73,20 @@ def fields_of_layers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[st
 
 
 def check_layers(pruned: PreTrainedModel) -> None:
-    """A GraftError unless a model made from its config has the same layers: others would load another model.
+    """Raise a GraftError unless the model's config recreates its layers, as loading a checkpoint does.
 
-    Where a layer's place decides what it is, in ways that `fields_of_layers` does not know, the two differ.
+    They differ if a layer's position determines its kind in a way that `fields_of_layers` does not know.
     """
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(copy.deepcopy(pruned.config))
     own, its = (_described(getattr(*find_layers(model))) for model in (pruned, expected))
     for key in sorted(own.keys() | its.keys()):
         if own.get(key) != its.get(key):
-            raise GraftError(f"{type(pruned).__name__} cannot lose layers: what one is depends on its place ({key})")
+            raise GraftError(f"{type(pruned).__name__} cannot lose layers: their kind depends on position ({key})")
 
 
 def _described(layers: nn.Module) -> dict[str, Any]:
-    """Shapes of parameters and plain attributes of all modules, by name."""
+    """Parameter shapes and plain attributes of all modules, by name."""
     found: dict[str, Any] = {key: tuple(parameter.shape) for key, parameter in layers.named_parameters()}
     for name, module in layers.named_modules():
         plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
@@ -96,15 +96,15 @@ def _described(layers: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class RemovalOrder:
-    """In which order layers go, and how far the model is from the whole one without each: mean KL divergence."""
+    """The order in which layers are removed, with mean KL divergences from the whole model."""
 
     num_layers: int
-    alone: list[float] = field(default_factory=list)  # by layer: only this one is left out
-    costs: list[float] = field(default_factory=list)  # by layer: what leaving it out added when it was measured last
-    removed: list[tuple[int, float]] = field(default_factory=list)  # a layer, and the divergence without all so far
+    alone: list[float] = field(default_factory=list)  # by layer: the divergence without this layer only
+    costs: list[float] = field(default_factory=list)  # by layer: the divergence it added when last measured
+    removed: list[tuple[int, float]] = field(default_factory=list)  # layers, and the divergence without all so far
 
     def kept(self, count: int) -> tuple[int, ...]:
-        """The layers that stay of `count`; more, as long as not enough are known to go."""
+        """The `count` layers to keep, or more if the search has not removed enough yet."""
         gone = {layer for layer, _ in self.removed[: self.num_layers - count]}
         return tuple(layer for layer in range(self.num_layers) if layer not in gone)
 
@@ -118,24 +118,24 @@ def find_removal_order(
     progress: Callable[[RemovalOrder], None] = lambda order: None,
     deadline: float = math.inf,
 ) -> RemovalOrder:
-    """Greedy search: of the layers that are left, the one goes without which `measure` is least, until `count` stay.
+    """Greedy search: remove the layer whose absence gives the lowest `measure`, until `count` layers are left.
 
-    The fewer layers are left, the more each matters: a layer that added more when it was measured last than another one
-    adds now is not measured again. All of them in every round would take several times as long.
+    Layers matter more as fewer are left. So a layer that added more divergence when last measured than another one adds
+    now is not measured again; measuring all in every round would take several times as long.
 
-    path: keeps what is found, from which an interrupted search goes on, also to fewer layers. facts: what the figures
-    depend on; a search with others begins anew. After `deadline`, a time of `time.perf_counter`, no round begins.
+    path: a file of the results so far, from which a search resumes, also to fewer layers. facts: what the results
+    depend on; with other facts it starts anew. No round starts after `deadline`, in `time.perf_counter` seconds.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     facts = {"layers": num_layers, **facts}
     order = _read_order(path, facts) or RemovalOrder(num_layers, costs=[-math.inf] * num_layers)
     subset = LayerSubset(model)
-    check_layers(subset.keep(range(1, num_layers)))  # every layer in another place: said before hours of measuring
+    check_layers(subset.keep(range(1, num_layers)))  # moves every layer, to fail before hours of measuring
     while len(kept := order.kept(count)) > count:
         if time.perf_counter() >= deadline:
             break
         before = order.removed[-1][1] if order.removed else 0.0
-        without: dict[int, float] = {}  # what was measured in this round
+        without: dict[int, float] = {}  # measured in this round
         for layer in sorted(kept, key=order.costs.__getitem__):
             if without and min(without.values()) - before <= order.costs[layer]:
                 break

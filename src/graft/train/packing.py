@@ -1,4 +1,4 @@
-"""Rows of several answers one behind the other, and the anchors in them at which blocks are trained."""
+"""Packed batches: rows of several answers, with anchors at which blocks are trained."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from graft.model import evaluating
 from graft.train.generate_data import Answered
 from graft.train.trainer import Batches, TrainSettings
 
-_OPEN_ROWS = 8  # that an answer may still go into: more waste less and take longer to plan
+_OPEN_ROWS = 8  # rows that still accept answers; more would waste less space and take longer to plan
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """R rows of T tokens: documents, a prompt and its answer each, and padding, which is a document of its own.
+    """R rows of T tokens. A document is a prompt with its answer; the padding counts as one more document.
 
-    A row has N anchors, ascending. An anchor is the index of a block's root, and the token behind it is answer.
+    A row has N ascending anchors. An anchor is the index of a block's root, and the next token is part of an answer.
     """
 
     tokens: Tensor  # [R, T]
-    starts: Tensor  # [R, T] index of the first token of each one's document
+    starts: Tensor  # [R, T] index of the first token of each token's document
     anchors: Tensor  # [R, N]
     anchor_starts: Tensor  # [R, N] `starts` at the anchors
-    num_labels: Tensor  # [R, N] answer tokens behind the anchor; 0 for anchors that only fill up the row
+    num_labels: Tensor  # [R, N] answer tokens after the anchor; 0 for anchors that only pad the row
 
     def to(self, device: torch.device) -> Self:
         return type(self)(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
     @property
     def positions(self) -> Tensor:
-        """[R, T] of the tokens in their documents."""
+        """Positions [R, T] of the tokens in their documents."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.starts
 
 
 class PackedBatches(Batches[list[list[int]], PackedBatch]):
-    """Batches of one shape: always as many rows, as long, with as many anchors, so that nothing is compiled twice."""
+    """Packed batches of one fixed shape, so that nothing is compiled twice."""
 
     def __init__(self, answers: Sequence[Answered], settings: TrainSettings, num_anchors: int) -> None:
         self._num_anchors = num_anchors
@@ -51,7 +51,7 @@ class PackedBatches(Batches[list[list[int]], PackedBatch]):
 
     def _plan_epoch(self, generator: torch.Generator) -> list[list[list[int]]]:
         done: list[list[int]] = []
-        opened: list[tuple[list[int], int]] = []  # answers and what is left of the row, the fullest last
+        opened: list[tuple[list[int], int]] = []  # answers and free tokens of each row, the fullest last
         for i in torch.randperm(len(self._answers), generator=generator).tolist():
             count = len(self._answers[i].tokens)
             fitting = next((n for n in reversed(range(len(opened))) if opened[n][1] >= count), None)
@@ -73,21 +73,21 @@ class PackedBatches(Batches[list[list[int]], PackedBatch]):
                 start, end = end, end + len(answer.tokens)
                 tokens[row, start:end] = answer.tokens
                 starts[row, start:end] = start
-                first = start + max(answer.num_prompt_tokens, 1) - 1  # whose next token is the first of the answer
+                first = start + max(answer.num_prompt_tokens, 1) - 1  # the next token is the answer's first
                 num_labels[row, first:end] = torch.arange(end - first - 1, -1, -1)
             starts[row, end:] = end
         generator = torch.Generator().manual_seed((self._settings.seed * 1_000_003 + step) * 2 + 1)
-        # Drawn without replacement; positions that cannot be anchors come last, and fill up rows of few answers.
+        # Draw without replacement. Positions that cannot be anchors come last and pad rows with few answers.
         draws = torch.rand(shape, generator=generator, dtype=torch.float64).masked_fill_(num_labels == 0, -1.0)
         anchors = draws.topk(min(self._num_anchors, self._length)).indices.sort(dim=1).values
         return PackedBatch(tokens, starts, anchors, starts.gather(1, anchors), num_labels.gather(1, anchors))
 
 
 def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, **options: Any) -> Any:
-    """What a model makes of a batch, before its output layer. Documents do not see each other, as positions begin anew
-    at each.
+    """Run a model on a batch, without its output layer. Documents do not attend to each other, because positions
+    restart at each.
 
-    flex: on a GPU by FlexAttention, which computes no tile of a mask between documents.
+    flex: on a GPU, use FlexAttention, which skips the masked tiles between documents.
     """
     attention = _flex_attention(model) if flex and batch.tokens.is_cuda else nullcontext()
     with evaluating(model), attention:
@@ -96,7 +96,7 @@ def read_batch(model: PreTrainedModel, batch: PackedBatch, flex: bool = False, *
 
 @contextmanager
 def _flex_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model's own code attends by FlexAttention, if its class can."""
+    """Context in which the model uses FlexAttention, if its class supports it."""
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
     if model._supports_flex_attn:

@@ -1,7 +1,7 @@
 """The training recipe of a draft head or draft model: generate answers, train, save, and write a model card.
 
-Every stage writes under the head's folder and is skipped when its output is already there. What differs between kinds
-is in `Eagle3Recipe`, `BlockRecipe` and `DepthPrunedRecipe`.
+Every stage writes to the head's folder, and is skipped if its output exists. `Eagle3Recipe`, `BlockRecipe` and
+`DepthPrunedRecipe` hold the differences between kinds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,13 +33,13 @@ from graft.train.layer_pruning import RemovalOrder, find_removal_order
 from graft.train.packing import PackedBatches
 from graft.train.trainer import Objective, TrainSettings, optimize
 
-WORK = "work"  # answers, log and state, below the head's folder; may be deleted when the head is done
+WORK = "work"  # subfolder for answers, log and state; can be deleted when the head is done
 KINDS = ("eagle3", "dflash", "treeflash", "depth-pruned")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a call came."""
+    """How far a call of `train_head` got."""
 
     stage: str  # answer, measure or train
     done: int
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class TimeIsUp(Exception):
-    """Raised at the deadline of a run, where there is nothing to save yet."""
+    """Raised when a run reaches its deadline before there is anything to save."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.stage)
@@ -60,23 +60,23 @@ class TimeIsUp(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What a recipe is given to make a head from."""
+    """The inputs of a recipe."""
 
     engine: Engine
     answers: Sequence[Answered]
-    work: Path  # a folder for what it finds out, to go on from
+    work: Path  # folder for intermediate results, from which a later run resumes
     report: Callable[[Report], None]
-    deadline: float  # a time of `time.perf_counter`
+    deadline: float  # in `time.perf_counter` seconds
 
 
 class Recipe(Protocol):
-    """What makes a kind of head, or a draft model."""
+    """Makes one kind of head or draft model."""
 
     @property
     def settings(self) -> TrainSettings: ...
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
-        """What to train, with a new head, and facts for its card."""
+        """A new head with its training objective, and facts for its card."""
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None: ...
 
@@ -88,6 +88,7 @@ class Recipe(Protocol):
 class Eagle3Recipe:
     """An EAGLE-3 head."""
 
+    describe = staticmethod(card.eagle3_text)
     settings: Eagle3Settings
     draft_vocab_size: int = 8192
 
@@ -103,18 +104,16 @@ class Eagle3Recipe:
         assert isinstance(head, eagle3.Eagle3Head)
         eagle3.save_head(head.to(torch.bfloat16), folder)
 
-    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
-        return card.eagle3_text(facts, log)
-
 
 @dataclass(frozen=True)
 class BlockRecipe:
     """A block head: DFlash, or TreeFlash if `conditional`."""
 
+    describe = staticmethod(card.block_text)
     settings: BlockSettings
     shape: BlockShape
     conditional: bool
-    start_from: Path | None = None  # a head whose weights the new one starts with
+    start_from: Path | None = None  # a head to take the initial weights from
     max_file_bytes: int | None = None
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
@@ -123,29 +122,27 @@ class BlockRecipe:
         mask = unused_token(answers, engine.target.vocab_size, special)
         head = new_block_head(model, self.shape, self.conditional, mask, answers, self.settings)
         if self.start_from is not None:
-            _take_weights(head, self.start_from, model)
+            _load_weights(head, self.start_from, model)
         return BlockObjective(head, model, answers, self.settings), {"head": asdict(head.config)}
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, block.BlockHead)
         block.save_head(head.to(torch.bfloat16), folder, max_file_bytes=self.max_file_bytes)
 
-    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
-        return card.block_text(facts, log)
-
 
 @dataclass(frozen=True)
 class DepthPrunedRecipe:
     """A draft model: the target with some of its layers."""
 
+    describe = staticmethod(card.depth_pruned_text)
     settings: DepthPrunedSettings
-    num_layers: int | None = None  # that stay; None: a third
+    num_layers: int | None = None  # layers to keep; None keeps a third
 
     def prepare(self, run: Run) -> tuple[Objective, dict[str, Any]]:
         model = run.engine.target.model
         total = model.config.get_text_config().num_hidden_layers
         count = max(1, round(total / 3)) if self.num_layers is None else self.num_layers
-        require(1 <= count < total, f"layers must be from 1 to {total - 1}, of the model's {total}, not {count}")
+        require(1 <= count < total, f"layers must be from 1 to {total - 1}, as the model has {total}, not {count}")
         text = measured_text(model, run.answers, self.settings)
         order = find_removal_order(
             model,
@@ -161,21 +158,17 @@ class DepthPrunedRecipe:
         if len(kept) > count:
             raise TimeIsUp(Outcome("measure", len(order.removed), total - count))
         objective = DepthPrunedObjective(DepthPrunedModel(model, kept), model, run.answers, self.settings)
-        gone = [{"layer": layer, "divergence": value} for layer, value in order.removed[: total - count]]
         return objective, {
             "num_target_layers": total,
             "kept_layers": kept,
             "divergence_without": order.alone,
-            "removed": gone,
+            "removed": [{"layer": layer, "divergence": value} for layer, value in order.removed[: total - count]],
             "before": objective.evaluate(),
         }
 
     def save(self, run: Run, head: nn.Module, folder: Path) -> None:
         assert isinstance(head, DepthPrunedModel)
         head.save(folder, run.engine.tokenizer)
-
-    def describe(self, facts: dict[str, Any], log: card.Log) -> str:
-        return card.depth_pruned_text(facts, log)
 
 
 def train_head(
@@ -188,24 +181,26 @@ def train_head(
     answers_from: Path | None = None,
     max_seconds: float = math.inf,
 ) -> Outcome:
-    """Trains a head or draft model for the engine's model on its own answers to the prompts; saves it in `folder`.
+    """Train a head or draft model on the engine's own answers to the prompts, and save it in `folder`.
 
-    answers_from: a folder of answers made before, instead of prompts. After `max_seconds` it stops, to go on in the
-    next call; a head that has been trained for some of its steps is saved too.
+    answers_from: a folder of earlier answers, instead of prompts. After `max_seconds` the call stops, and the next call
+    resumes. A head that has had only some of its steps is saved too.
     """
-    start = time.perf_counter()
-    deadline, work = start + max_seconds, folder / WORK
+    deadline, work = time.perf_counter() + max_seconds, folder / WORK
     source = answers_from
     if source is None:
         source = work / "answers"
         encoded = [engine.encode(user_message(text, engine.tokenizer)) for text in prompts]
         require(bool(encoded), "there are no prompts to answer")
-        made = _Answering(report)
-        if not write_answers(engine.target, encoded, engine.eos_token_ids, answering, source, made, deadline):
-            return Outcome("answer", made.done, made.total)
+        progress = _AnswerProgress(report)
+        if not write_answers(engine.target, encoded, engine.eos_token_ids, answering, source, progress, deadline):
+            return Outcome("answer", progress.done, progress.total)
     answers = list(read_answers(source))
-    most = max(int(answer.tokens.max()) for answer in answers)
-    require(most < engine.target.vocab_size, f"{source} holds answers of another model: it has a token {most}")
+    largest = max(int(answer.tokens.max()) for answer in answers)
+    require(
+        largest < engine.target.vocab_size,
+        f"{source} holds answers of another model: token {largest} is outside this model's vocabulary",
+    )
     run = Run(engine, answers, work, report, deadline)
     try:
         objective, facts = recipe.prepare(run)
@@ -213,7 +208,7 @@ def train_head(
         return stop.outcome
     steps = recipe.settings.steps
     training = work / "training"
-    done = optimize(objective, recipe.settings, training, len(answers), _Training(report, steps), deadline)
+    done = optimize(objective, recipe.settings, training, len(answers), _TrainProgress(report, steps), deadline)
     recipe.save(run, objective.head, folder)
     facts |= {
         "prompts": len({a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers}),
@@ -230,8 +225,8 @@ def train_head(
     return Outcome("train", done, steps)
 
 
-class _Answering:
-    """Reports of the first stage."""
+class _AnswerProgress:
+    """Reports the progress of generating answers."""
 
     def __init__(self, report: Callable[[Report], None]) -> None:
         self._report, self._start = report, time.perf_counter()
@@ -245,11 +240,11 @@ class _Answering:
 
 def _measured(order: RemovalOrder, total: int) -> Report:
     layer, divergence = order.removed[-1]
-    return Report("measure", len(order.removed), total, f"layer {layer} goes, KL divergence {divergence:.3f}")
+    return Report("measure", len(order.removed), total, f"layer {layer} removed, KL divergence {divergence:.3f}")
 
 
-class _Training:
-    """Reports of the training, with the time left."""
+class _TrainProgress:
+    """Reports the progress of training, with the time left."""
 
     def __init__(self, report: Callable[[Report], None], steps: int) -> None:
         self._report, self._steps = report, steps
@@ -262,12 +257,12 @@ class _Training:
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0])
             left = seconds * (self._steps - 1 - step)
-            words += [f"{seconds:.3f} s a step", f"{left / 60:.1f} min left"]
+            words += [f"{seconds:.3f} s per step", f"{left / 60:.1f} min left"]
         self._report(Report("train", step + 1, self._steps, ", ".join(words)))
 
 
 def new_eagle3_head(model: PreTrainedModel, vocabulary: torch.Tensor, **changes: Any) -> eagle3.Eagle3Head:
-    """An untrained head for this target, initialized from the target's weights. changes: to the default config."""
+    """An untrained head, initialized from the target's weights. changes: to the default config."""
     config = eagle3.Eagle3Config.for_target(
         model.config, draft_vocab_size=len(vocabulary), **_norms_and_rope(model), **changes
     )
@@ -289,7 +284,7 @@ def new_block_head(
     answers: Sequence[Answered],
     settings: BlockSettings,
 ) -> block.BlockHead:
-    """An untrained head for this target, initialized from the target's weights and what it makes of some answers."""
+    """An untrained head, initialized from the target's weights and its hidden states on some answers."""
     config = shape.config_for(model, mask_token_id, conditional=conditional, **_norms_and_rope(model))
     torch.manual_seed(settings.seed)
     head = block.BlockHead(config)
@@ -303,19 +298,18 @@ def new_block_head(
     return head
 
 
-def _take_weights(head: block.BlockHead, path: Path, model: PreTrainedModel) -> None:
-    """Gives a new head the weights of a saved one, which may lack its conditional head or mask."""
+def _load_weights(head: block.BlockHead, path: Path, model: PreTrainedModel) -> None:
+    """Copy the weights of a saved head, which may lack the new head's conditional head or mask."""
     other = block.load_head(path, model.config, head.fc.weight.dtype, head.fc.weight.device)
-    same = {name: getattr(head.config, name) for name in ("conditional", "own_mask", "mask_token_id")}
-    its = replace(other.config, **same)
-    for field in fields(its):
-        own, saved = getattr(head.config, field.name), getattr(its, field.name)
-        require(own == saved, f"{path} cannot be the start: its {field.name} is {saved}, not {own}")
+    for field in fields(other.config):
+        own, saved = getattr(head.config, field.name), getattr(other.config, field.name)
+        may_differ = field.name in ("conditional", "own_mask", "mask_token_id")
+        require(may_differ or own == saved, f"cannot start from {path}: its {field.name} is {saved}, not {own}")
     head.load_state_dict(other.state_dict(), strict=False)
 
 
 def _norms_and_rope(model: PreTrainedModel) -> dict[str, Any]:
-    """The target's norms, and rotary parameters with its base, without its scaling."""
+    """The target's norm epsilon, and rotary parameters with its base but without its scaling."""
     text = model.config.get_text_config()
     own = getattr(text, "rope_parameters", None) or {}
     rope = {"rope_type": "default", "rope_theta": float(own.get("rope_theta", 10_000.0))}

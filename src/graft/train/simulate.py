@@ -1,8 +1,8 @@
-"""Offline simulator of block heads: accepted length on known answers, without an engine.
+"""Simulation of block heads: their accepted length on known answers, without an engine.
 
-From the end of the prompt on, one pass of the head gives a tree of its likeliest nodes; as much of the answer as is in
-it is accepted, and the next root is the token behind. The tree is what an engine would verify with the head alone, and
-the answer what the target says; accepted tokens and rounds are counted as the engine's `Stats` count them.
+Each round, one pass of the head gives a tree of its likeliest nodes, as an engine with this head alone would verify.
+The part of the known answer that is in the tree is accepted, and the next token becomes the root. Accepted tokens and
+rounds are counted as in the engine's `Stats`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROWS = 64  # answers simulated together
 
 @dataclass(frozen=True)
 class Simulated:
-    """Outcome of a simulation."""
+    """Result of a simulation."""
 
     rounds: int
-    reached: tuple[float, ...]  # by depth from 1 on, the share of rounds that accepted so many drafted tokens
+    reached: tuple[float, ...]  # share of rounds that accepted at least 1, 2 ... drafted tokens
 
     @property
     def mean_accepted(self) -> float:
-        """1 + accepted / rounds: tokens a round, but for a last round that is cut short."""
+        """Mean accepted length: 1 + accepted / rounds."""
         return 1 + sum(self.reached) if self.rounds else 0.0
 
 
@@ -44,7 +44,7 @@ def simulate(
     settings: BlockTreeSettings | None = None,
     num_rows: int = ROWS,
 ) -> dict[str, Simulated]:
-    """By kind of tree: `chain`, `marginal`, and `conditional` where the head reads the token before a slot."""
+    """Results by kind of tree: `chain`, `marginal`, and `conditional` if the head reads the token before a slot."""
     settings = settings or BlockTreeSettings()
     counts: dict[str, Tensor] = {}
     for group in _groups(answers, num_rows):
@@ -66,27 +66,27 @@ def tree_kinds(head: BlockHead) -> tuple[str, ...]:
 
 
 def table_for(kind: str, head: BlockHead, hidden: Tensor, roots: Tensor, settings: BlockTreeSettings) -> Table:
-    """The table of blocks with hidden states [B, K, H] behind roots [B], for a kind of tree."""
+    """The table for a kind of tree, from the hidden states [B, K, H] of blocks after roots [B]."""
     if kind == "marginal":
         return marginal_table(head, hidden, settings.nodes)
     return table_of(head, hidden, roots, settings, is_chain=kind == "chain")
 
 
 def num_accepted(table: Table, truth: Tensor, num_nodes: int) -> Tensor:
-    """[B] how many of the tokens `truth` [B, K] are accepted by the tree of the table's `num_nodes` likeliest nodes."""
+    """Accepted tokens [B] if the tree of the table's `num_nodes` likeliest nodes meets the tokens `truth` [B, K]."""
     known, first = truth.cpu(), 0
     on_path = torch.ones_like(known[:, :1], dtype=torch.bool)
     accepted = torch.zeros_like(known[:, 0])
     for slot, level in enumerate(levels_of(table.to_host(), known.shape[1], num_nodes)):
-        parents_are = on_path.gather(1, (level.parents - first).clamp(min=0))  # padding's parent is the root
+        parent_on_path = on_path.gather(1, (level.parents - first).clamp(min=0))  # padding has the root as parent
         first += on_path.shape[1]
-        on_path = parents_are & (level.tokens == known[:, slot, None]) & (level.probabilities > 0)
+        on_path = parent_on_path & (level.tokens == known[:, slot, None]) & (level.probabilities > 0)
         accepted += on_path.any(dim=1)
     return accepted.to(truth.device)
 
 
 class _Texts:
-    """Known texts [B, T] with the head's keys and values of them."""
+    """Known texts [B, T] with the head's KV cache of them."""
 
     def __init__(self, head: BlockHead, model: PreTrainedModel, answers: Sequence[Answered]) -> None:
         device = head.fc.weight.device
@@ -99,7 +99,7 @@ class _Texts:
         self._past = self._context(model)
 
     def rounds(self, kind: str, settings: BlockTreeSettings) -> Iterator[Tensor]:
-        """Drafted tokens [B] that each round accepts; -1 where the text has ended."""
+        """Accepted drafted tokens [B] of each round; -1 for texts that have ended."""
         drafts = torch.arange(1, self._head.config.num_drafts + 1, device=self._tokens.device)
         roots, num_nodes = self._roots, len(drafts) if kind == "chain" else settings.nodes
         while bool((roots < self._ends - 1).any()):
@@ -114,7 +114,7 @@ class _Texts:
             roots = torch.where(goes_on, (roots + accepted + 1).minimum(self._ends - 1), roots)
 
     def _context(self, model: PreTrainedModel) -> KeyValue:
-        with evaluating(model):  # what pads a text stands behind it, and is not seen
+        with evaluating(model):  # causal attention never sees the padding at the end
             states = model.base_model(input_ids=self._tokens, output_hidden_states=True, use_cache=False)
         features = torch.cat([states.hidden_states[layer] for layer in self._head.config.target_layers], dim=-1)
         positions = torch.arange(self._tokens.shape[1], device=self._tokens.device).expand(len(self._tokens), -1)
@@ -122,7 +122,7 @@ class _Texts:
 
 
 def _groups(answers: Sequence[Answered], rows: int) -> Iterator[list[Answered]]:
-    """Answers of similar length together: a group's rounds go on until its last text has ended."""
+    """Groups of answers of similar length, since a group runs until its last text has ended."""
     order = sorted(answers, key=lambda answer: len(answer.tokens) - answer.num_prompt_tokens)
     for first in range(0, len(order), rows):
         yield order[first : first + rows]

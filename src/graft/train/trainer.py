@@ -1,7 +1,7 @@
 """The training loop of all drafters: optimizer, schedule, averaged weights, log, and exact resumption.
 
-What a kind learns, and how it is evaluated, is its objective's: `eagle3`, `block`, `depth_pruned`. Everything random
-depends on the seed and the step alone, so that a step number says where in the data a run is.
+The objectives in `eagle3`, `block` and `depth_pruned` define the loss and the evaluation. Randomness depends only on
+the seed and the step, so a step number determines the position in the data.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from graft.train.generate_data import Answered
 Batch = TypeVar("Batch")
 Plan = TypeVar("Plan")
 
-_LOG_EVERY = 10  # steps; each line waits for the device
+_LOG_EVERY = 10  # steps; logging waits for the device
 
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """Settings of all trainings. Defaults suit a small head on one GPU."""
+    """Settings of every training. The defaults suit a small head on one GPU."""
 
     least_steps: ClassVar[int] = 1
 
     steps: int = 2000
-    batch_tokens: int = 32_768  # tokens of a step, padding included
-    max_tokens: int = 2048  # of a prompt and its answer; the rest is cut off
+    batch_tokens: int = 32_768  # per step, padding included
+    max_tokens: int = 2048  # of a prompt with its answer; the rest is cut off
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
-    ema_decay: float = 0.0  # of the averaged weights, which are evaluated and saved; 0: the last ones are
+    ema_decay: float = 0.0  # of the averaged weights, which are evaluated and saved; 0 averages none
     evaluate_every: int = 200
-    held_back: float = 0.01  # share of the answers that only evaluations see
+    held_back: float = 0.01  # share of the prompts held back for evaluation
     bf16: bool = True  # on a GPU; a CPU computes in fp32
     seed: int = 0
 
@@ -62,17 +62,17 @@ class TrainSettings(Settings):
 
 
 class Objective(Protocol):
-    """What a head is trained for."""
+    """The loss and evaluation of a head."""
 
     @property
     def head(self) -> nn.Module:
-        """What is trained, all its parameters. Its `config`, a dataclass, says which head or model it is."""
+        """The module to train. Its `config`, a dataclass, identifies it when a run is resumed."""
 
     def backward(self, step: int) -> Mapping[str, Tensor | float]:
-        """Adds the gradients of a step's batch to the head's parameters; what to log of it, `loss` among it."""
+        """Add the gradients of a step's batch to the head's parameters. Returns values to log, including `loss`."""
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of the head as it is, on held-back answers."""
+        """Figures of the current head on held-back answers."""
 
 
 class Batches(ABC, Generic[Plan, Batch]):
@@ -89,7 +89,7 @@ class Batches(ABC, Generic[Plan, Batch]):
         """The batch of a step."""
         epoch, place = divmod(step, len(self))
         if epoch != self._epoch:
-            # Plans differ by a batch or two between epochs; the first one's count is kept, so a step names a batch.
+            # Epochs differ by a batch or two. All have the first one's count, so that a step determines its batch.
             plan, count = self._planned(epoch), len(self)
             self._plan, self._epoch = [plan[i % len(plan)] for i in range(count)], epoch
         return self._batch(self._plan[place], step)
@@ -102,15 +102,14 @@ class Batches(ABC, Generic[Plan, Batch]):
 
     @abstractmethod
     def _plan_epoch(self, generator: torch.Generator) -> list[Plan]:
-        """What each batch of an epoch is made of."""
+        """The contents of each batch of an epoch."""
 
     @abstractmethod
-    def _batch(self, plan: Plan, step: int) -> Batch:
-        """The batch of a plan."""
+    def _batch(self, plan: Plan, step: int) -> Batch: ...
 
 
 def split_by_prompt(answers: Sequence[Answered], share: float) -> tuple[list[Answered], list[Answered]]:
-    """Held-back answers and the others; all answers to a prompt are on the same side."""
+    """Held-back answers and training answers. All answers to a prompt are on the same side."""
     every = max(2, round(1 / share))
     prompts = [a.tokens[: a.num_prompt_tokens].numpy().tobytes() for a in answers]
     rank = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -132,11 +131,11 @@ def optimize(
     progress: Callable[[dict[str, float]], None] = lambda record: None,
     deadline: float = math.inf,
 ) -> int:
-    """Trains the objective's head in place, and returns how many steps it has had.
+    """Train the objective's head in place, and return its number of steps so far.
 
-    `folder` gets a log and a state, from which an interrupted run goes on to the same weights. At `deadline`, a time of
-    `time.perf_counter`, the run is evaluated and saved, and ends early. It may go on with another number of steps, and
-    then has that one's learning rates: those of a run that ends too early or too late for the time there is.
+    `folder` holds a log and a state, from which an interrupted run resumes to the same weights. At `deadline`, in
+    `time.perf_counter` seconds, the run is evaluated, saved and stopped. It may resume with another number of steps,
+    whose learning-rate schedule it then follows.
     """
     head = objective.head
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,7 @@ def optimize(
             is_late = time.perf_counter() >= deadline
             if step % settings.evaluate_every == 0 or is_last or is_late:
                 if is_late and not is_last:
-                    state.save(step)  # who sets deadlines may also end a run that evaluates
+                    state.save(step)  # the process may be killed during the evaluation
                 with state.averaged():
                     write({"step": step - 1, **objective.evaluate()})
                 state.save(step)
@@ -181,7 +180,7 @@ def optimize(
 
 
 class _State:
-    """Everything that changes from step to step: the head's weights, their average, the optimizer's."""
+    """Everything that changes from step to step: the head's weights, their average, and the optimizer state."""
 
     def __init__(self, path: Path, head: nn.Module, settings: TrainSettings, num_answers: int) -> None:
         self._path, self._head, self._settings = path, head, settings
@@ -196,14 +195,13 @@ class _State:
         self._average = {}
         if settings.ema_decay > 0:
             self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
-        same = {name: value for name, value in asdict(settings).items() if name != "steps"}
+        fixed = {name: value for name, value in asdict(settings).items() if name != "steps"}
         config: Any = head.config
-        facts = {"settings": same, "head": asdict(config), "num_answers": num_answers}
-        self._run = json.dumps(facts)
+        self._run = json.dumps({"settings": fixed, "head": asdict(config), "num_answers": num_answers})
 
     @torch.no_grad()
     def average(self, step: int) -> None:
-        """Takes the weights after a step into their running mean, which early ones leave quickly."""
+        """Add the weights after a step to their running mean. Early steps decay faster."""
         decay = min(self._settings.ema_decay, (1 + step) / (10 + step))
         for name, mean in self._average.items():
             mean.lerp_(self._parameters[name], 1 - decay)
@@ -237,7 +235,7 @@ class _State:
             torch.save(state, file)
 
     def resume(self, log_path: Path) -> int:
-        """Loads the state and returns the step to go on from; later log lines are dropped."""
+        """Load the state, drop later log lines, and return the step to resume from."""
         if not self._path.exists():
             log_path.unlink(missing_ok=True)
             return 0
@@ -246,21 +244,21 @@ class _State:
         own, its = self._head.state_dict().get("d2t"), state["head"].get("d2t")
         if own is not None and its is not None and not torch.equal(own, its):
             raise GraftError(
-                f"{folder} holds a run with another draft vocabulary: ask for its {len(its)} tokens again, or choose "
-                "another folder"
+                f"{folder} holds a run with another draft vocabulary: use its size of {len(its)}, or choose another "
+                "folder"
             )
         require(
             state["run"] == self._run,
             f"{folder} holds a run with other settings, answers or another head: choose another folder",
         )
         done, most = int(state["step"]), self._settings.steps
-        require(done <= most, f"{folder} holds a run that has had {done} steps already: ask for at least as many")
+        require(done <= most, f"{folder} holds a run that already has {done} steps: set steps to at least as many")
         self._head.load_state_dict(state["head"])
         self._average = state["average"]
         self.optimizer.load_state_dict(state["optimizer"])
-        require(log_path.exists(), f"{log_path} is missing, the log of the run in {self._path.name}: delete that too")
+        require(log_path.exists(), f"{log_path} is missing: delete {self._path.name} too, to train anew")
         text = log_path.read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line.endswith("}")]  # the last may be torn
+        lines = [line for line in text.splitlines() if line.endswith("}")]  # the last line may be incomplete
         try:
             lines = [line for line in lines if json.loads(line)["step"] < done]
         except (ValueError, KeyError, TypeError) as error:
@@ -272,7 +270,7 @@ class _State:
         try:
             device = next(self._head.parameters()).device
             state: dict[str, Any] = torch.load(self._path, map_location=device, weights_only=True)
-        except Exception as error:  # a damaged pickle fails in every way there is
+        except Exception as error:  # a damaged pickle can raise anything
             raise GraftError(f"{self._path} is damaged: delete it to train anew, or copy it again") from error
         return state
 
