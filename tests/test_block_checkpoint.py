@@ -739,7 +739,7 @@ def test_load_check_of_neither_kind_names_the_known(
     published.write(tmp_path)
     assert load_check(monkeypatch, str(tmp_path)) == 2
     err = capsys.readouterr().err
-    assert "architecture BertModel is neither a draft head's, of which LlamaForCausalLM, " in err
+    assert "architecture BertModel is neither a known draft head (LlamaForCausalLM, " in err
     assert "DFlashDraftModel" in err
 
 

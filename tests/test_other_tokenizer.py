@@ -467,7 +467,7 @@ def test_text_beyond_the_draft_models_context_is_decoded_without_drafts(byte_lev
 
 def test_plain_rounds_between_are_read_later(twins, monkeypatch):
     model, tokenizer, drafter, _ = twins
-    monkeypatch.setattr(small_model, "MAX_WAITING", 5)
+    monkeypatch.setattr(small_model, "MAX_PENDING", 5)
     dense = Engine(model, tokenizer, policy="dense", drafter=drafter)
     batch = dense.open(dense.new_sequences(dense.encode("the quick brown fox"), SamplingSettings(max_new_tokens=60)))
     prefill(dense, batch)
@@ -555,7 +555,7 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level,
 def test_a_context_in_which_nothing_can_be_drafted_is_refused(byte_level, metaspace):
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1, max_position_embeddings=90)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=metaspace)
-    assert "the draft model's context leaves room for 9 tokens of text beside 81 that are drafted" in message
+    assert "the draft model's context leaves room for 9 tokens of text besides 81 drafted ones" in message
 
 
 def test_a_draft_model_larger_than_its_target_is_said_to_be(byte_level, metaspace):

@@ -48,7 +48,7 @@ class Batch:
     def join(self, other: Batch) -> None:
         """Takes in the rows of another batch, behind its own; both were opened by the same engine."""
         chooser = self.chooser.joining(other.chooser)
-        draft = self.draft.joining(other.draft) if self.draft is not None else None
+        draft = self.draft.concat(other.draft) if self.draft is not None else None
         cache = self.cache.with_rows(self.cache.rows + other.cache.rows)
         sequences = self.sequences + other.sequences
         self.cache, self.chooser, self.draft, self.sequences = cache, chooser, draft, sequences
@@ -57,7 +57,7 @@ class Batch:
         """Goes on with these rows alone; the others' pages are given back."""
         places = sorted(set(rows))
         chooser = self.chooser.keeping(places)
-        draft = self.draft.keeping(places) if self.draft is not None else None
+        draft = self.draft.select(places) if self.draft is not None else None
         cache = self.cache.with_rows([self.cache.rows[row] for row in places])
         stay = set(places)
         gone = [row for number, row in enumerate(self.cache.rows) if number not in stay]

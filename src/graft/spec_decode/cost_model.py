@@ -246,7 +246,7 @@ def time_pass(drafter: Drafter, target: TargetRunner) -> float:
     try:
         state = drafter.open(cache)
         for _ in range(3):
-            state = state.keeping([0])  # what is drafted already is forgotten, and drafted again
+            state = state.select([0])  # what is drafted already is forgotten, and drafted again
             passes = drafter.passes(state, torch.zeros(1, dtype=torch.int64), stops=(0, 1))  # none is made ahead
             if drafter.max_passes > 1:  # the first runs no beams yet: the others cost more
                 float(next(passes)[-1].probabilities[0, 0])  # waits for the device

@@ -220,10 +220,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             if num_ahead and not self._has_room(state, num_new):
                 num_ahead = 0
             if max(num_new) > PENDING:
-                self._enter_waiting(state)
+                self._enter_pending(state)
             sources = _sources(verified, nodes, tokens)
-            is_waiting = any(row.following for row in state.rows)
-            if not is_waiting and (num_ahead or max(num_new) > PENDING):
+            has_pending = any(row.following for row in state.rows)
+            if not has_pending and (num_ahead or max(num_new) > PENDING):
                 numbers = self._claim(state).round
                 self._read(state.pool, numbers, state.rows, verified, tokens, sources, ENTRIES, PENDING)
             else:
@@ -231,7 +231,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                 for row, new in zip(state.rows, tokens, strict=True):
                     row.following.extend(new)
                 if num_ahead:
-                    self._enter_waiting(state)
+                    self._enter_pending(state)
             self._make_passes(state, num_ahead)
         return None
 
@@ -250,7 +250,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             return  # which nodes are accepted is not known yet
         with self._captures.lock, state.pool.lock:
             if max(len(row.following) for row in state.rows) == PENDING:
-                self._enter_waiting(state)
+                self._enter_pending(state)
             self._gather(state, verified, [1] * len(state.rows), verified.index.tolist())
             state.num_prefetched = state.num_taken = 0
             state.is_gathered = True
@@ -288,7 +288,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         if self._num_made(state) == 0:
             state.num_prefetched = 0
             self._make_room(state, [len(row.following) for row in state.rows])
-            self._enter_waiting(state)
+            self._enter_pending(state)
         self._make_passes(state, count)
 
     def _num_made(self, state: CapturedState) -> int:
@@ -351,7 +351,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         buffers.owner = weakref.ref(state)
         return buffers
 
-    def _enter_waiting(self, state: CapturedState) -> None:
+    def _enter_pending(self, state: CapturedState) -> None:
         """Sends the rows to the device, and runs the head on the entries whose true features have come in."""
         buffers, rows = self._claim(state), state.rows
         following = [row.following for row in rows]

@@ -26,7 +26,7 @@ from graft.spec_decode.proposers.block.tree import (
     marginal_table,
 )
 from graft.spec_decode.proposers.drafter import TreeSettings
-from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, Waiting
+from graft.spec_decode.proposers.eager import DraftRow, EagerDrafter, EagerState, PendingEntries
 from graft.tree.candidates import Level
 
 
@@ -115,14 +115,14 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         return DraftRow(row, row.length)
 
     def _refresh(self, pool: PagePool, rows: Sequence[DraftRow]) -> None:
-        waiting = Waiting(rows)
-        if not waiting.rows:
+        pending = PendingEntries(rows)
+        if not pending.rows:
             return
-        keys, values = self.head.context(waiting.features(), waiting.positions(self.device))
-        cache = self.writing_at(pool, waiting.places)
+        keys, values = self.head.context(pending.features(), pending.positions(self.device))
+        cache = self.writing_at(pool, pending.places)
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             cache.update(key, value, layer)
-        waiting.finish()
+        pending.finish()
 
     def _block(self, state: EagerState[DraftRow], roots: Tensor) -> Tensor:
         """Hidden states [B, K, H] of the slots that predict behind roots [B]."""
