@@ -24,7 +24,8 @@ from graft.spec_decode.proposers import captured
 from graft.spec_decode.proposers.block.cuda_graphs import CapturedBlockDrafter
 from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSettings
 from graft.spec_decode.proposers.block.fused_head import why_not
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from tiny import tiny_model
 
 TREE = BlockTreeSettings(width=4, nodes=9)

@@ -22,7 +22,8 @@ from graft.spec_decode.cost_model import ByRows, time_pass
 from graft.spec_decode.grafter import Grafter
 from graft.spec_decode.policies import DraftResult, make_policy
 from graft.spec_decode.proposers import captured
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.drafter import TreeSettings
 from graft.spec_decode.proposers.eagle3 import kernels as eagle3_kernels
 from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter, num_beams

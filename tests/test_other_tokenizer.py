@@ -528,7 +528,7 @@ def test_a_model_in_memory_with_its_tokenizer_is_a_drafter(byte_level, metaspace
     assert isinstance(engine.drafter, OtherTokenizerDrafter)
     same = load(model, tokenizer=byte_level, draft=model, draft_tokenizer=byte_level, profile=None)
     assert type(same.drafter) is SmallModelDrafter
-    assert "there are no tokenizers to tell" in refusal(model, draft, tokenizer=byte_level)
+    assert "without tokenizers they cannot be compared" in refusal(model, draft, tokenizer=byte_level)
 
 
 @pytest.mark.filterwarnings("ignore:.*has more parameters than the target")

@@ -47,7 +47,7 @@ def _captured(head: Eagle3Head | BlockHead) -> tuple[Any, str | None]:
         from graft.spec_decode.proposers.block.fused_head import why_not
 
         return CapturedBlockDrafter, why_not(head)
-    from graft.spec_decode.proposers import captured
+    from graft.spec_decode.proposers import capturable
     from graft.spec_decode.proposers.eagle3.cuda_graphs import CapturedEagle3Drafter
 
-    return CapturedEagle3Drafter, captured.why_not(head)
+    return CapturedEagle3Drafter, capturable.why_not(head)

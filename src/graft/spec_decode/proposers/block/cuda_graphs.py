@@ -23,7 +23,8 @@ from graft.spec_decode.proposers.block.drafter import BlockDrafter, BlockTreeSet
 from graft.spec_decode.proposers.block.fused_head import FastBlock
 from graft.spec_decode.proposers.block.head import BlockHead
 from graft.spec_decode.proposers.block.tree import Ranking, Table
-from graft.spec_decode.proposers.captured import CapturedDrafter, CapturedState
+from graft.spec_decode.proposers.captured import CapturedDrafter
+from graft.spec_decode.proposers.captured_state import CapturedState
 from graft.spec_decode.proposers.draft_buffers import ROWS, ByRow, DraftBuffers, padded
 from graft.spec_decode.proposers.eager import DraftRow
 from graft.tree.candidates import Level

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: grows a tree with the head by beam search, one forward of the head per depth."""
+"""The eager EAGLE-3 drafter: beam search, one forward of the head for each depth."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Eagle3Drafter(RecurrentDrafter):
         hidden = self.head.fuse(pending.features())
         query, key, value = self.head.qkv(self.head.embed(pending.tokens(device)), hidden, pending.positions(device))
         key, value = self.writing_at(pool, pending.places).update(key, value, 0)
-        # Of all but each row's last entry only keys and values are needed.
+        # Only each row's last entry needs an output; of the others keys and values are enough.
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         keys = [
             RowKeys(row.row, row.length + count - 1, torch.zeros(1, dtype=torch.int64), _ONE, device)
