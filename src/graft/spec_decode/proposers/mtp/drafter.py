@@ -1,7 +1,7 @@
-"""The MTP drafter: grows a tree by beam search with the MTP layer, which is used at every depth.
+"""The MTP drafter: beam search with the MTP layer, which runs at every depth.
 
-Its entry of a token is the target's last hidden state there with the embedding of the next token. What is drafted goes
-on from the layer's own normed outputs.
+An entry of its KV cache combines the target's last hidden state at a token with the embedding of the next token.
+Drafted entries take the layer's own normed outputs instead of the target's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graft.spec_decode.proposers.recurrent import RecurrentDrafter, RecurrentRow
 
 
 class MtpDrafter(RecurrentDrafter):
-    """Drafts with the MTP head of the target's checkpoint, eagerly, on any device."""
+    """Drafts with the MTP head of the target's checkpoint, eagerly."""
 
     def __init__(self, head: MtpHead, settings: TreeSettings | None = None) -> None:
         super().__init__(head.target_layers, head.fc.weight, 1, *head.key_value_heads())
