@@ -537,9 +537,9 @@ def test_a_tokenizer_that_changes_text_is_refused(byte_level, metaspace):
     lower.backend_tokenizer.normalizer = Lowercase()
     model, draft = model_for(byte_level), model_for(metaspace, 1, num_hidden_layers=1)
     message = refusal(model, draft, tokenizer=byte_level, draft_tokenizer=lower)
-    assert "the tokenizer of the draft model does not give text back" in message and "hello, world" in message
+    assert "the tokenizer of the draft model does not restore text" in message and "hello, world" in message
     message = refusal(draft, model, tokenizer=lower, draft_tokenizer=byte_level)
-    assert "the tokenizer of the target does not give text back" in message
+    assert "the tokenizer of the target does not restore text" in message
 
 
 def test_a_tokenizer_that_cannot_say_where_its_tokens_are_is_refused(byte_level, metaspace):
@@ -608,7 +608,7 @@ def test_the_commands_say_in_one_line_what_is_wrong_with_a_draft_model(graft, by
     expected = graft(*words, "--policy", "off").out
     found = {name: graft(*words, "--policy", "dense", "--draft", draft) for name, draft in named.items()}
     for name, start, words_of_it in (
-        ("changes", "error: ", "does not give text back"),
+        ("changes", "error: ", "does not restore text"),
         ("nothing", "error: ", "config.json is missing: give the folder of a draft head or a model"),
         ("short", "warning: ", "is 512 tokens and the target's is 1,024: behind that it does not draft"),
         ("large", "warning: ", "has more parameters than the target"),

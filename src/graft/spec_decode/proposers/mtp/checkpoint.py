@@ -132,7 +132,7 @@ def load_head(model: PreTrainedModel) -> MtpHead:
 
 
 def _folder(name: str) -> Path:
-    """The folder of a model's files. Of a hub id, only the index is fetched."""
+    """The folder of a model's files. Of a hub id, only the index or a single file is fetched."""
     return folder_of(name, (_INDEX, "model.safetensors"))
 
 
