@@ -65,19 +65,15 @@ class Learner(Protocol):
 
     def learn(self, top_k: TargetTopK) -> None:
         """Learn from a prefilled chunk or from verified trees, whether or not their nodes were accepted."""
-        ...
 
     def finish(self, history: History) -> None:
         """Learn from a finished text."""
-        ...
 
     def state(self) -> dict[str, Tensor]:
         """A copy of what was learned. Names begin with the source: "adjacency/rows"."""
-        ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Replace what was learned by the output of `state`; sources that are missing there start empty."""
-        ...
 
 
 class Retriever(Learner, Protocol):
@@ -92,7 +88,6 @@ class Retriever(Learner, Protocol):
 
         first: the number of its source 0 among all sources. acceptance_probs: `Calibration.chances`.
         """
-        ...
 
 
 def salt_of(history: History, isolated: bool) -> int:

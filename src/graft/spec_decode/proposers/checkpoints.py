@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from graft.errors import GraftError
 from graft.settings import check_size, require
-from graft.spec_decode.proposers.draft_head import DraftHead, HeadConfig
+from graft.spec_decode.proposers.draft_head import SIZES, DraftHead, HeadConfig
 
 Json = Mapping[str, Any]
 Place = tuple[str, ...]  # the keys that lead to a value of config.json
@@ -35,16 +35,7 @@ VOCABULARY = {"d2t", "t2d"}  # buffers, which may be missing in a file
 # Copies of the target's weights, which some versions of speculators save for training.
 UNUSED_TENSORS = {"verifier_lm_head.weight", "verifier_norm.weight"}
 _HEADER = 2**16  # most bytes of a file besides its tensors: names, shapes, offsets
-SHAPE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+_SHAPE_KEYS = (*SIZES, "rms_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -235,7 +226,7 @@ def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
     for key in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads"):
         check_size(key, shape.get(key))
     heads, hidden_size = shape["num_attention_heads"], shape["hidden_size"]
-    facts = {key: shape[key] for key in SHAPE_KEYS if shape.get(key) is not None}
+    facts = {key: shape[key] for key in _SHAPE_KEYS if shape.get(key) is not None}
     facts.setdefault("num_key_value_heads", heads)
     facts.setdefault("head_dim", hidden_size // heads)
     facts["target_hidden_size"] = config.get("target_hidden_size") or hidden_size
@@ -247,7 +238,7 @@ def read_shape(config: Json, place: Place, only: Json) -> dict[str, Any]:
 def write_shape(head: HeadConfig) -> dict[str, Any]:
     """The head's shape for config.json."""
     rope = dict(head.rope)
-    shape = {key: getattr(head, key) for key in SHAPE_KEYS}
+    shape = {key: getattr(head, key) for key in _SHAPE_KEYS}
     shape |= {"hidden_act": "silu", "rope_theta": rope.pop("rope_theta")}
     return shape | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 

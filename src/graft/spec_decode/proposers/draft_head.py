@@ -14,6 +14,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graft.errors import GraftError
 from graft.settings import Settings, check_size, require
 
+# Sizes that have the same names in config.json.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -36,17 +46,7 @@ class HeadConfig(Settings):
     own_embedding: bool = False  # else the target's
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "target_hidden_size",
-            "vocab_size",
-            "draft_vocab_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
+        for name in (*SIZES, "target_hidden_size", "draft_vocab_size"):
             check_size(name, getattr(self, name))
         require(
             self.draft_vocab_size <= self.vocab_size,

@@ -34,19 +34,15 @@ class DraftState(Protocol):
     @property
     def lengths(self) -> list[int]:
         """By row, how many tokens have all their keys and values in the pages: the target's and the drafter's."""
-        ...
 
     def select(self, rows: Sequence[int]) -> Self:
         """The state of these rows, in this order."""
-        ...
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         """Copy row `source` to row `target`, whose pages are those of `row` and continue those of the source."""
-        ...
 
     def concat(self, other: Any) -> Self:
         """A new state: these rows, then those of another state of the same drafter."""
-        ...
 
 
 class Drafter(Protocol):
@@ -57,55 +53,45 @@ class Drafter(Protocol):
     @property
     def max_passes(self) -> int:
         """The most draft passes of a round."""
-        ...
 
     @property
     def max_depth(self) -> int:
         """The most levels of a tree, over all passes."""
-        ...
 
     @property
     def num_beams(self) -> int:
         """How many of a pass's likeliest last nodes the next pass expands."""
-        ...
 
     @property
     def num_nodes(self) -> int:
         """Nodes to verify where no budget is given."""
-        ...
 
     @property
     def num_slots(self) -> int:
         """KV slots that drafting may write after a row's text in one round."""
-        ...
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in the drafter's own KV store."""
-        ...
 
     @property
     def num_setups(self) -> int:
         """One-time set-ups so far; see `num_setups_of`."""
-        ...
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> DraftState:
         """Open the draft state of a cache's rows. It may use their pages, with a KV store of its own.
 
         texts: the rows' tokens. A part that comes from the prefix cache is not passed to `read`.
         """
-        ...
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         """Do beforehand the one-time work (such as graph captures) of rounds of up to `max_rows` rows.
 
         keep: that of the coming calls of `passes`.
         """
-        ...
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
         """Prefill a chunk of one row's prompt. following: the token after each of its tokens."""
-        ...
 
     def passes(
         self, state: Any, roots: Tensor, keep: int | None = None, stops: Sequence[int] | None = None
@@ -116,28 +102,23 @@ class Drafter(Protocol):
         order, if None. With 1 the tree is a chain: each node is the likeliest child of the one before.
         stops: passes after which the caller may stop (any if None). The device runs to the next of them by itself.
         """
-        ...
 
     def num_prefetched(self, state: Any) -> int:
         """Passes of the coming round that are launched already, so that skipping them saves nothing."""
-        ...
 
     def draft_ahead(self, state: Any, verified: VerifyOutput, chosen: Tensor) -> None:
         """Start the next round's drafting on the device, before the host knows what this round accepted.
 
         chosen: [T], the token after each node, on the device. A call of `learn` follows.
         """
-        ...
 
     def gather_ahead(self, state: Any, verified: VerifyOutput) -> None:
         """Without drafting ahead: do on the device beforehand what `learn` would wait for."""
-        ...
 
     def learn(
         self, state: Any, verified: VerifyOutput, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Extend the state by a finished round: accepted nodes and new tokens by row."""
-        ...
 
 
 class OnDemand:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.model import KVCache, PagePool, Row, VerifyOutput
-from graft.model.kv_cache import NoRoomError
+from graft.model import KVCache, NoRoomError, PagePool, Row, TargetRunner, VerifyOutput, target_for
 from graft.settings import require
 from graft.spec_decode.proposers import small_model
 from graft.spec_decode.proposers.drafter import TreeSettings
@@ -114,10 +113,12 @@ class OtherTokenizerDrafter(SmallModelDrafter):
         """The longest text, in draft tokens, that its context allows; None: any."""
         return None if self._max_positions is None else self._max_positions - self.num_slots
 
-    def _pool_for(self, pool: PagePool) -> PagePool:
-        """A pool of its own, as large as the target's: texts have about as many tokens in either vocabulary."""
+    def _new_runner(self, cache: KVCache) -> TargetRunner:
+        """A runner with a pool as large as the target's: texts have about as many tokens in either vocabulary."""
+        pool = cache.pool
         there, size = (pool.num_pages, {}) if pool.is_fixed else (None, {"first_pages": pool.num_pages + 1})
-        return PagePool(self.device, self._max_positions, there, pool.num_lines - 1, **size)
+        own = PagePool(self.device, self._max_positions, there, pool.num_lines - 1, **size)
+        return target_for(self.model, pool=own)
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> AlignedState:
         runner = self._runner(cache)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graft.model import Chunk, KVCache, PagePool, Row, TargetRunner, VerifyOutput, target_for
+from graft.model import Chunk, KVCache, Row, TargetRunner, VerifyOutput, target_for
 from graft.model.support import check_supported
 from graft.settings import require
 from graft.spec_decode.proposers.drafter import BeamSearch, LevelByLevel, OnDemand, TreeSettings
@@ -139,11 +139,7 @@ class SmallModelDrafter(OnDemand, LevelByLevel):
             return runner
 
     def _new_runner(self, cache: KVCache) -> TargetRunner:
-        return target_for(self.model, pool=self._pool_for(cache.pool))
-
-    def _pool_for(self, pool: PagePool) -> PagePool:
-        """The pool of its keys and values: the target's, as the tokens are the same."""
-        return pool
+        return target_for(self.model, pool=cache.pool)
 
     def warm_up(self, target: TargetRunner, max_rows: int, keep: int | None) -> None:
         runner = self._runner(target.cache_of([]))

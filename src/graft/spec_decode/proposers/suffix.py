@@ -147,9 +147,7 @@ class SuffixLookup:
         most = candidates.most_nodes
         num_places, num_nodes = min(self._num_drafted, max(most // 4, 1)), min(self._num_nodes, most)
         limits = (num_places, max_depth, self._depth, num_nodes)
-        past = array("q", [self._past.address]) * len(histories)
-        if self._is_isolated:
-            past = array("q", [self._past_for(history).address for history in histories])
+        past = array("q", [self._past_for(history).address for history in histories])
         candidates.attach_copies(rows.addresses, past, rows.beside, _SCALE, first, acceptance_probs, *limits)
 
     def learn(self, top_k: TargetTopK) -> None:

@@ -41,9 +41,7 @@ class Shape(NamedTuple):
 class BlockBuffers(DraftBuffers):
     """Static tensors, with those of blocks and tables."""
 
-    def __init__(self, fast: FastBlock, max_ahead: int, *given: Any) -> None:
-        """given: a pool, its store, and the number of the buffers."""
-        pool, store, number = given
+    def __init__(self, fast: FastBlock, max_ahead: int, pool: PagePool, store: KVStore, number: int) -> None:
         rotary = fast.rotary(pool.tables.shape[1] * PAGE)
         super().__init__(fast.head.fc.weight, pool, store, rotary, number, max_ahead, passes=1)
         self.width = fast.config.block_size

@@ -35,9 +35,9 @@ _AHEAD = 4  # levels to draft ahead if drafting may stop after any of them
 class Eagle3Buffers(DraftBuffers):
     """Static tensors, with those of beams and levels."""
 
-    def __init__(self, fast: FastHead, settings: TreeSettings, max_ahead: int, *given: Any) -> None:
-        """given: a pool, its store, and the number of the buffers."""
-        pool, store, number = given
+    def __init__(
+        self, fast: FastHead, settings: TreeSettings, max_ahead: int, pool: PagePool, store: KVStore, number: int
+    ) -> None:
         weight, device, num_passes = fast.head.fc.weight, pool.device, settings.depth + 1
         rotary = fast.rotary(pool.tables.shape[1] * PAGE)
         super().__init__(weight, pool, store, rotary, number, max_ahead, num_passes)

@@ -108,7 +108,8 @@ def estimate_exits(
         for number, own in enumerate(hidden.chunk(len(tried), dim=-1)):
             agreed[number] += (exit_logits(model, own[None])[0].argmax(dim=-1).cpu() == answer).sum()
         num_tokens += len(answer)
-    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], _output_layer(model)))
+    output_layer: Any = model.get_output_embeddings()
+    each, head = (sum(p.numel() for p in part.parameters()) for part in (all_layers[0], output_layer))
     return [
         ExitEstimate(layer, float(share), (layer * each + head) / (count * each + head))
         for layer, share in zip(tried, agreed / max(num_tokens, 1), strict=True)
@@ -143,9 +144,3 @@ def _greedy_answers(runner: TargetRunner, prompts: Sequence[list[int]]) -> list[
         length = next((at for at, token in enumerate(text, start=1) if token in ends), len(text))
         answers.append((torch.tensor(text[:length]), torch.stack([step[row] for step in hidden[:length]])))
     return answers
-
-
-def _output_layer(model: PreTrainedModel) -> torch.nn.Module:
-    output = model.get_output_embeddings()
-    assert output is not None
-    return output

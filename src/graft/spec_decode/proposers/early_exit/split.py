@@ -35,7 +35,7 @@ class SplitModel:
         self._rest, _ = _view(model, [*self._given, *layers[num_layers:]])
 
     def check(self) -> None:
-        """Raise a GraftError if both parts do not give the model's output: layers may pass on more than hidden states."""
+        """Raise a GraftError if both parts do not give the model's output, as with layers that pass on more."""
         tokens = torch.arange(4, device=self.model.device)[None]
         tokens %= self.model.config.get_text_config().vocab_size
         arguments = {"input_ids": tokens, "use_cache": False}
