@@ -108,12 +108,12 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         if captures.failure is not None:
             return super().open(cache)
         with captures.lock, cache.pool.lock:
-            self.share(cache.pool)
+            self.store_for(cache.pool)
             # Entries of a prefix from the prefix cache are in the shared pages.
             state = CapturedState(self, cache.pool, [CapturedRow(row, row.length) for row in cache.rows])
             buffers = self._buffers_of(cache.pool)
             for row in cache.rows:  # clear what the row's previous owner left
-                for kept in buffers.by_line:
+                for kept in buffers.by_table_row:
                     kept[row.line].zero_()
             if captures.num_captured == 0:
                 try:
@@ -128,10 +128,10 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
                     return super().open(cache)
         return state
 
-    def copy_line(self, pool: PagePool, source: int, target: int) -> None:
+    def copy_table_row(self, pool: PagePool, source: int, target: int) -> None:
         """Copy what the device keeps for one row of the block tables to another."""
         with self._captures.lock, pool.lock:
-            for kept in self._buffers_of(pool).by_line:
+            for kept in self._buffers_of(pool).by_table_row:
                 kept[target] = kept[source]
 
     def read(self, state: Any, row: int, verified: VerifyOutput, following: Sequence[int]) -> None:
@@ -411,7 +411,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
         """The buffers over a pool, with its block tables on the device. Drops graphs over moved memory."""
         buffers = self._buffers.get(pool)
         if buffers is None or buffers.num_resized != pool.num_resized:
-            new = self._new_buffers(pool, self.share(pool), next(self._numbers))
+            new = self._new_buffers(pool, self.store_for(pool), next(self._numbers))
             if buffers is not None:
                 new.take(buffers)
             self._buffers[pool] = buffers = new
@@ -500,7 +500,7 @@ class CapturedDrafter(EagerDrafter[R], Generic[R, B]):
             starts=by_row.begins,
             counts=by_row.counts,
             lengths=by_row.starts,
-            lines=by_row.lines,
+            lines=by_row.table_rows,
             tables=buffers.tables,
             max_context=context,
             only_chains=True,

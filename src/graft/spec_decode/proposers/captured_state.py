@@ -48,7 +48,7 @@ class CapturedState:
 
     def copy_row(self, source: int, target: int, row: Row) -> None:
         own = self.rows[source]
-        self.drafter.copy_line(self.pool, own.row.line, row.line)
+        self.drafter.copy_table_row(self.pool, own.row.line, row.line)
         self.rows[target] = replace(own, row=row, following=list(own.following))
         self.num_prefetched = self.num_drafted_ahead = 0
 

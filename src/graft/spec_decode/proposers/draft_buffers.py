@@ -28,7 +28,7 @@ Numeric = np.ndarray | Sequence[int]
 class ByRow(NamedTuple):
     """Inputs of a graph by row, [R + 1] int32. Padding is zero: row 0 of the block tables belongs to no text."""
 
-    lines: Any = ()  # rows of the block tables
+    table_rows: Any = ()  # rows of the block tables
     roots: Any = ()  # the last token of each row's text
     starts: Any = ()  # entries of the row that were run before
     begins: Any = ()  # the row's first entry among those to run
@@ -74,7 +74,7 @@ class Numbers:
         end = len(ByRow._fields) * self._num_by_row + len(ByEntry._fields) * whole(size)
         array[:end] = 0
         entries = self._entries_of(array, size)
-        entries[0][len(by_entry.rows) :] = len(by_row.lines)
+        entries[0][len(by_entry.rows) :] = len(by_row.table_rows)
         for parts, given in ((self._rows_of(array), by_row), (entries, by_entry)):
             for part, numbers in zip(parts, given, strict=True):
                 part[: len(numbers)] = numbers
@@ -119,13 +119,13 @@ class DraftBuffers:
         self.readers: tuple[Any, ...] = ()  # the address and shape of the hidden states that graphs read
 
     @property
-    def by_line(self) -> tuple[Tensor, ...]:
+    def by_table_row(self) -> tuple[Tensor, ...]:
         """What is kept by row of the block tables."""
         return (self.features,)
 
     def take(self, other: DraftBuffers) -> None:
         """Take over what other buffers kept of the rows."""
-        for own, old in zip(self.by_line, other.by_line, strict=True):
+        for own, old in zip(self.by_table_row, other.by_table_row, strict=True):
             own[: len(old)] = old
 
 

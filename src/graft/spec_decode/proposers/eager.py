@@ -99,11 +99,11 @@ class EagerDrafter(OnDemand, ABC, Generic[R]):
         return self._num_layers * sum(sizes) * self._weight.element_size()
 
     def open(self, cache: KVCache, texts: Sequence[Sequence[int]] = ()) -> Any:
-        self.share(cache.pool)
+        self.store_for(cache.pool)
         # Entries of a prefix from the prefix cache are in the shared pages.
         return EagerState(cache.pool, [self._new_row(row) for row in cache.rows])
 
-    def share(self, pool: PagePool) -> KVStore:
+    def store_for(self, pool: PagePool) -> KVStore:
         """The head's KV store over a pool's pages."""
         store = self._stores.get(pool)
         if store is None:
@@ -113,11 +113,11 @@ class EagerDrafter(OnDemand, ABC, Generic[R]):
             self._stores[pool] = store  # last, so that a failure is retried
         return store
 
-    def writing_at(self, pool: PagePool, places: Sequence[tuple[DraftRow, int]]) -> KVCache:
+    def cache_writing_at(self, pool: PagePool, places: Sequence[tuple[DraftRow, int]]) -> KVCache:
         """The head's KV cache, whose `update` writes at these positions of rows. Allocates their pages."""
         for row, position in places:
             pool.ensure(row.row, position + 1)
-        cache = KVCache(pool, self.share(pool), [])
+        cache = KVCache(pool, self.store_for(pool), [])
         cache.write_at(cache.slots_of([(row.row, position) for row, position in places]))
         return cache
 

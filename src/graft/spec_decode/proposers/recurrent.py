@@ -80,7 +80,7 @@ class RecurrentDrafter(LevelByLevel, EagerDrafter[RecurrentRow]):
         batch, width = tokens.shape
         before = len(depths) - width
         places = [(row, row.length + before + place) for row in state.rows for place in range(width)]
-        cache = self.writing_at(state.pool, places)
+        cache = self.cache_writing_at(state.pool, places)
         keys = [
             RowKeys(row.row, row.length, depths, own, tokens.device) for row, own in zip(state.rows, seen, strict=True)
         ]

@@ -65,7 +65,7 @@ class BlockBuffers(DraftBuffers):
             starts=self._starts[:rows],
             counts=self._counts[:rows],
             lengths=by_row.lengths[:rows],
-            lines=by_row.lines[:rows],
+            lines=by_row.table_rows[:rows],
             tables=self.tables,
             max_context=context,
             only_chains=True,

@@ -116,7 +116,7 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         if not pending.rows:
             return
         keys, values = self.head.context(pending.features(), pending.positions(self.device))
-        cache = self.writing_at(pool, pending.places)
+        cache = self.cache_writing_at(pool, pending.places)
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             cache.update(key, value, layer)
         pending.finish()
@@ -125,7 +125,7 @@ class BlockDrafter(EagerDrafter[DraftRow]):
         """Hidden states [B, K, H] of the predicting slots after roots [B]."""
         places = torch.arange(self.head.config.block_size)
         positions = torch.tensor(state.lengths)[:, None] + places
-        cache = self.writing_at(
+        cache = self.cache_writing_at(
             state.pool, [(row, row.length + place) for row in state.rows for place in places.tolist()]
         )
         attention = self._attention(cache, state.rows)

@@ -44,7 +44,8 @@ class Eagle3Buffers(DraftBuffers):
         max_rows = self.max_rows
         sizes = [(rows, num_beams(rows, settings.topk)) for rows in (*ROWS, max_rows) if rows <= max_rows]
         most = max(rows * beams for rows, beams in sizes)
-        self.root = weight.new_zeros(pool.num_lines, weight.shape[0])  # by line, the head's output at the last entry
+        # The head's output at the last entry, by row of the block tables.
+        self.root = weight.new_zeros(pool.num_lines, weight.shape[0])
         self.hidden = weight.new_zeros(most, weight.shape[0])  # the head's outputs at beams
         self.beams = eagle3_kernels.Beams.make(most, 1, num_passes, device)
         # By number of beams in a row: the row of each beam, each row's first beam, and its number of beams.
@@ -62,8 +63,8 @@ class Eagle3Buffers(DraftBuffers):
         self._shaped: dict[Shape, Levels] = {}
 
     @property
-    def by_line(self) -> tuple[Tensor, ...]:
-        return (*super().by_line, self.root)
+    def by_table_row(self) -> tuple[Tensor, ...]:
+        return (*super().by_table_row, self.root)
 
     def levels(self, shape: Shape) -> Levels:
         if shape not in self._shaped:
@@ -166,12 +167,12 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
     def _enter(self, buffers: Eagle3Buffers, features: Tensor, tokens: Tensor, by_row: ByRow, layout: Layout) -> None:
         """Run the head, and keep the output at each row's last entry."""
         outputs = self._run_head(buffers, tokens, self.head.fuse(features), None, layout)
-        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.lines, buffers.root)
+        eagle3_kernels.keep_last(outputs, by_row.begins, by_row.counts, by_row.table_rows, buffers.root)
 
     @torch.no_grad()
     def _run_root(self, buffers: Eagle3Buffers, shape: Shape) -> None:
-        lines = buffers.round.by_row(shape.rows).lines[: shape.rows]
-        root = buffers.root.index_select(0, lines)
+        table_rows = buffers.round.by_row(shape.rows).table_rows[: shape.rows]
+        root = buffers.root.index_select(0, table_rows)
         buffers.hidden[: shape.rows * shape.beams].unflatten(0, (-1, shape.beams))[:, 0] = root
         self._spread(buffers, shape, root, is_first=True)
 
@@ -188,7 +189,7 @@ class CapturedEagle3Drafter(CapturedDrafter[RecurrentRow, Eagle3Buffers], Eagle3
             starts=starts[: shape.rows],
             counts=counts[: shape.rows],
             lengths=by_row.lengths[: shape.rows],
-            lines=by_row.lines[: shape.rows],
+            lines=by_row.table_rows[: shape.rows],
             tables=buffers.tables,
             max_context=context,
         )

@@ -40,7 +40,7 @@ class Eagle3Drafter(RecurrentDrafter):
         device, counts = self.device, pending.counts
         hidden = self.head.fuse(pending.features())
         query, key, value = self.head.qkv(self.head.embed(pending.tokens(device)), hidden, pending.positions(device))
-        key, value = self.writing_at(pool, pending.places).update(key, value, 0)
+        key, value = self.cache_writing_at(pool, pending.places).update(key, value, 0)
         # Only each row's last entry needs an output; of the others keys and values are enough.
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         keys = [

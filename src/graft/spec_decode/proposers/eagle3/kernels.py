@@ -86,15 +86,15 @@ def enter(
     return both, residual
 
 
-def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, lines: Tensor, root: Tensor) -> None:
-    """Write the output [E, H] at each row's last entry to `root` [lines, H]. Rows without entries keep theirs.
+def keep_last(outputs: Tensor, begins: Tensor, counts: Tensor, table_rows: Tensor, root: Tensor) -> None:
+    """Write the output [E, H] at each row's last entry to `root` [table_rows, H]. Rows without entries keep theirs.
 
-    begins, counts: [R] int32, each row's first entry and number of entries. lines: rows of the block tables.
+    begins, counts: [R] int32, each row's first entry and number of entries. table_rows: rows of the block tables.
     """
     size = outputs.shape[1]
     block = triton.next_power_of_2(size)
     _keep_last_kernel[(len(counts),)](
-        outputs, begins, counts, lines, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        outputs, begins, counts, table_rows, root, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
     )
 
 
@@ -151,7 +151,7 @@ def _keep_last_kernel(
     outputs: tl.tensor,
     begins: tl.tensor,
     counts: tl.tensor,
-    lines: tl.tensor,
+    table_rows: tl.tensor,
     root: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,11 +160,11 @@ def _keep_last_kernel(
     row = tl.program_id(0)
     count = tl.load(counts + row)
     last = tl.load(begins + row) + count - 1
-    line = tl.load(lines + row)
+    table_row = tl.load(table_rows + row)
     columns = tl.arange(0, BLOCK)
     inside = (columns < SIZE) & (count > 0)
     newest = tl.load(outputs + last.to(tl.int64) * SIZE + columns, mask=inside)
-    tl.store(root + line.to(tl.int64) * SIZE + columns, newest, mask=inside)
+    tl.store(root + table_row.to(tl.int64) * SIZE + columns, newest, mask=inside)
 
 
 @triton.jit

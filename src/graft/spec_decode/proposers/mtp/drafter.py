@@ -43,7 +43,7 @@ class MtpDrafter(RecurrentDrafter):
             RowKeys(row.row, row.length, torch.arange(count), torch.ones(count, count, dtype=torch.bool).tril(), device)
             for row, count in zip(pending.rows, counts, strict=True)
         ]
-        cache, features = self.writing_at(pool, pending.places), pending.features()
+        cache, features = self.cache_writing_at(pool, pending.places), pending.features()
         seen = Visibility(keys, features.dtype)
         output = self._run(cache, seen, pending.tokens(device), features, pending.positions(device))[0]
         last = torch.tensor(counts, device=device).cumsum(0) - 1
